@@ -1,0 +1,65 @@
+"""How ncclsync is built: the cffi extension, the source archive. Used by ``pyproject.toml`` only.
+
+The binding is generated from the header: the part of ``ncclsync.h`` between the "cdef" marks is
+what cffi reads, so that C and Python cannot disagree.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import cffi
+from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
+from setuptools.errors import SetupError
+
+HEADER = pathlib.Path("csrc/ncclsync.h")
+
+
+def read_cdef(header: pathlib.Path = HEADER) -> str:
+    """Return the declarations between the header's marks, with its enum of statuses as an int."""
+    _, _, behind = header.read_text(encoding="utf-8").partition("/* cdef begin */")
+    declarations, mark, _ = behind.partition("/* cdef end */")
+    if not mark:
+        raise SetupError(f"Expected the marks 'cdef begin' and 'cdef end'. Received: {header}")
+    # The enum itself is written with a macro, which cffi does not read; "..." asks the compiler.
+    return "typedef int... ncclResult_t;\n" + declarations
+
+
+class BuildNative(build_ext):
+    """Generates the binding's C file and compiles it with the C library into one extension."""
+
+    def build_extensions(self) -> None:
+        """Compile, or say in one sentence which compiler is missing."""
+        command = getattr(self.compiler, "compiler_so", None) or ["cc"]
+        if shutil.which(command[0]) is None:
+            raise SetupError(
+                f"Expected a C compiler to build ncclsync. Received: none ({command[0]!r} is not "
+                "on the PATH). Install one, e.g. by 'apt-get install gcc', or name it in CC."
+            )
+        super().build_extensions()
+
+    def build_extension(self, ext) -> None:
+        """Add the generated file to the sources and compile."""
+        ffi = cffi.FFI()
+        ffi.cdef(read_cdef())
+        ffi.set_source(ext.name, f'#include "{HEADER.name}"')
+        generated = pathlib.Path(self.build_temp, ext.name.rpartition(".")[2] + ".c")
+        generated.parent.mkdir(parents=True, exist_ok=True)
+        ffi.emit_c_code(str(generated))
+        ext.sources = [*ext.sources, str(generated)]
+        super().build_extension(ext)
+
+
+class SourceArchive(sdist):
+    """Adds what setuptools leaves out by itself: headers, this file, all tests and the examples."""
+
+    def add_defaults(self) -> None:
+        """Add every file of these folders that is not generated."""
+        super().add_defaults()
+        for folder in ("csrc", "tests", "examples"):
+            files = sorted(pathlib.Path(folder).rglob("*.*"))
+            self.filelist.extend(
+                [str(file) for file in files if file.suffix in {".c", ".h", ".py"}]
+            )

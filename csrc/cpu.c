@@ -1,0 +1,320 @@
+/* All-reduce and broadcast over host memory. Checks its arguments, cuts the work into chunks for the pool, and
+ * combines the ranks block by block, so that the running result stays in the first-level cache. */
+#include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "pool.h"
+
+/* The running result of one block: with the ranks' blocks streaming through, it must stay in a 32 KiB cache. */
+#define NCS_BLOCK_BYTES 8192
+/* What a thread takes at a time, per rank. */
+#define NCS_CHUNK_BYTES (128 * 1024)
+/* Waking a worker takes tens of microseconds: jobs that touch less than this run in the caller alone. */
+#define NCS_SMALL_JOB_BYTES (256 * 1024)
+/* Results larger than this, all together, will not be found in a cache anyway: write around it. */
+#define NCS_STREAM_BYTES (8 * 1024 * 1024)
+
+#if defined(__clang__)
+#define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define NCS_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+typedef struct {
+  void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
+  void (*divide)(void* acc, size_t count, int n_ranks);
+  void (*widen)(void* acc, const void* in, size_t count); /* NULL: the accumulator has the buffers' own type */
+  void (*narrow)(void* out, const void* acc, size_t count);
+} ncs_kernels;
+
+static inline uint32_t ncs_float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+static inline float ncs_bits_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+#define NCS_KERNEL(name) baseline_##name
+#define NCS_TARGET
+#include "cpu_kernels.h"
+#if defined(__x86_64__)
+#define NCS_KERNEL(name) avx2_##name
+#define NCS_TARGET __attribute__((target("avx2")))
+#include "cpu_kernels.h"
+#define NCS_KERNEL(name) avx512_##name
+#define NCS_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#include "cpu_kernels.h"
+#endif
+
+ncclResult_t ncs_cpu_get_level(int* level) {
+  if (level == NULL) return ncclInvalidArgument;
+  *level = NCS_LEVEL_BASELINE;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) *level = NCS_LEVEL_AVX2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    *level = NCS_LEVEL_AVX512;
+#endif
+  return ncclSuccess;
+}
+
+static const ncs_kernels* find_kernels(int level, int dtype) {
+#if defined(__x86_64__)
+  if (level == NCS_LEVEL_AVX512) return &avx512_table[dtype];
+  if (level == NCS_LEVEL_AVX2) return &avx2_table[dtype];
+#endif
+  (void)level;
+  return &baseline_table[dtype];
+}
+
+/* ---- The tables of ncclsync.h ---- */
+
+ncclResult_t ncs_result_describe(int index, const char** name, int* value) {
+#define NCS_ROW(nccl, value) {#nccl, value},
+  static const struct {
+    const char* name;
+    int value;
+  } rows[] = {NCS_RESULTS(NCS_ROW)};
+#undef NCS_ROW
+  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
+  *name = rows[index].name;
+  *value = rows[index].value;
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_dtype_describe(int index, const char** name, int* value, size_t* size) {
+#define NCS_ROW(nccl, value, ours, size) {#ours, value, size},
+  static const struct {
+    const char* name;
+    int value;
+    size_t size;
+  } rows[] = {NCS_DTYPES(NCS_ROW)};
+#undef NCS_ROW
+  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
+  *name = rows[index].name;
+  *value = rows[index].value;
+  *size = rows[index].size;
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_op_describe(int index, const char** name, int* value) {
+#define NCS_ROW(nccl, value, ours) {#ours, value},
+  static const struct {
+    const char* name;
+    int value;
+  } rows[] = {NCS_OPS(NCS_ROW)};
+#undef NCS_ROW
+  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
+  *name = rows[index].name;
+  *value = rows[index].value;
+  return ncclSuccess;
+}
+
+static size_t size_of(int dtype) { /* 0: unknown */
+#define NCS_CASE(nccl, value, ours, size) \
+  case nccl:                              \
+    return size;
+  switch (dtype) {
+    NCS_DTYPES(NCS_CASE)
+    default:
+      return 0;
+  }
+#undef NCS_CASE
+}
+
+/* ---- Arguments ---- */
+
+static int is_usable(const void* buffer, size_t size) { return buffer != NULL && (uintptr_t)buffer % size == 0; }
+
+static int overlaps_partly(const void* a, const void* b, size_t bytes) {
+  const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+  return x != y && (x < y ? y - x : x - y) < bytes;
+}
+
+/* ---- Copies ---- */
+
+/* Writes around the cache. The destination's partial lines at both ends are written as usual. */
+static void copy_streaming(void* to, const void* from, size_t bytes) {
+#if defined(__SSE2__)
+  char* out = to;
+  const char* in = from;
+  const size_t head = (0 - (uintptr_t)out) % 64;
+  if (head >= bytes) {
+    memcpy(out, in, bytes);
+    return;
+  }
+  memcpy(out, in, head);
+  for (out += head, in += head, bytes -= head; bytes >= 64; out += 64, in += 64, bytes -= 64) {
+    const __m128i a = _mm_loadu_si128((const __m128i*)in), b = _mm_loadu_si128((const __m128i*)(in + 16));
+    const __m128i c = _mm_loadu_si128((const __m128i*)(in + 32)), d = _mm_loadu_si128((const __m128i*)(in + 48));
+    _mm_stream_si128((__m128i*)out, a);
+    _mm_stream_si128((__m128i*)(out + 16), b);
+    _mm_stream_si128((__m128i*)(out + 32), c);
+    _mm_stream_si128((__m128i*)(out + 48), d);
+  }
+  memcpy(out, in, bytes);
+#else
+  memcpy(to, from, bytes);
+#endif
+}
+
+/* Streaming stores are ordered with nothing else: to be called by each thread before it reports its chunk done. */
+static void finish_streaming(void) {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Chunks of a job over `bytes` per rank that touches `touched` bytes in all. */
+static size_t chunk_bytes(size_t bytes, size_t touched) {
+  return touched < NCS_SMALL_JOB_BYTES ? (bytes > 0 ? bytes : 1) : NCS_CHUNK_BYTES;
+}
+
+/* ---- Broadcast ---- */
+
+typedef struct {
+  const char* from;
+  void* const* to;
+  int n;
+  size_t bytes, chunk;
+  int streaming;
+} ncs_copy;
+
+static void run_copy(const void* task, size_t chunk) {
+  const ncs_copy* t = task;
+  const size_t end = min_size((chunk + 1) * t->chunk, t->bytes);
+  for (size_t at = chunk * t->chunk, n; at < end; at += n) {
+    n = min_size(NCS_BLOCK_BYTES, end - at); /* the source's block is read from memory once */
+    for (int r = 0; r < t->n; ++r) {
+      char* out = (char*)t->to[r] + at;
+      if (t->to[r] == t->from) continue;
+      if (t->streaming)
+        copy_streaming(out, t->from + at, n);
+      else
+        memcpy(out, t->from + at, n);
+    }
+  }
+  if (t->streaming) finish_streaming();
+}
+
+static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
+  const size_t touched = bytes * ((size_t)n + 1);
+  const ncs_copy task = {from, to, n, bytes, chunk_bytes(bytes, touched), bytes * (size_t)n > NCS_STREAM_BYTES};
+  ncs_pool_run(pool, run_copy, &task, (bytes + task.chunk - 1) / task.chunk);
+}
+
+ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {
+  const size_t size = size_of(dtype);
+  if (pool == NULL || buffers == NULL || n_ranks < 1 || root < 0 || root >= n_ranks || size == 0 ||
+      count > SIZE_MAX / size)
+    return ncclInvalidArgument;
+  if (count == 0) return ncclSuccess;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (!is_usable(buffers[r], size)) return ncclInvalidArgument;
+    for (int s = 0; s < r; ++s)
+      if (overlaps_partly(buffers[r], buffers[s], count * size)) return ncclInvalidArgument;
+  }
+  copy_to_all(pool, buffers[root], buffers, n_ranks, count * size);
+  return ncclSuccess;
+}
+
+/* ---- All-reduce ---- */
+
+typedef struct {
+  const void* const* sends;
+  void* const* recvs;
+  int n_ranks, n_recvs;
+  size_t size, bytes, chunk;
+  const ncs_kernels* kernels;
+  void (*combine)(void* acc, const void* a, const void* b, size_t count);
+  int divides, streaming;
+} ncs_reduction;
+
+/* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc or narrowed. */
+static const void* reduce_block(const ncs_reduction* t, size_t at, size_t n, void* acc, void* narrowed) {
+  const size_t count = n / t->size;
+  const void* first = (const char*)t->sends[0] + at;
+  if (t->kernels->widen != NULL) {
+    t->kernels->widen(acc, first, count);
+    first = acc;
+  }
+  for (int s = 1; s < t->n_ranks; ++s) {
+    t->combine(acc, first, (const char*)t->sends[s] + at, count);
+    first = acc;
+  }
+  if (t->divides) t->kernels->divide(acc, count, t->n_ranks);
+  if (t->kernels->narrow == NULL) return acc;
+  t->kernels->narrow(narrowed, acc, count);
+  return narrowed;
+}
+
+static void run_reduction(const void* task, size_t chunk) {
+  const ncs_reduction* t = task;
+  /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
+  char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
+  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
+  const size_t end = min_size((chunk + 1) * t->chunk, t->bytes);
+  for (size_t at = chunk * t->chunk, n; at < end; at += n) {
+    n = min_size(block, end - at);
+    const void* result = reduce_block(t, at, n, blocks, blocks + NCS_BLOCK_BYTES);
+    for (int r = 0; r < t->n_recvs; ++r) {
+      char* out = (char*)t->recvs[r] + at;
+      if (t->streaming)
+        copy_streaming(out, result, n);
+      else
+        memcpy(out, result, n);
+    }
+  }
+  if (t->streaming) finish_streaming();
+}
+
+ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
+                                size_t count, int dtype, int op) {
+  const size_t size = size_of(dtype);
+  int in_place = 0, n_recvs = 1;
+  ncs_reduction task;
+  if (pool == NULL || sends == NULL || recvs == NULL || n_ranks < 1 || op < ncclSum || op > ncclAvg || size == 0 ||
+      count > SIZE_MAX / size)
+    return ncclInvalidArgument;
+  if (count == 0) return ncclSuccess;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (!is_usable(sends[r], size) || !is_usable(recvs[r], size)) return ncclInvalidArgument;
+    if (recvs[r] != recvs[0]) n_recvs = n_ranks;
+  }
+  for (int r = 0; r < n_recvs; ++r) {
+    for (int s = 0; s < n_ranks; ++s) {
+      if (overlaps_partly(recvs[r], sends[s], count * size)) return ncclInvalidArgument;
+      if (recvs[r] == sends[s]) in_place = 1;
+    }
+    for (int s = 0; s < r; ++s)
+      if (overlaps_partly(recvs[r], recvs[s], count * size)) return ncclInvalidArgument;
+  }
+  if (n_ranks == 1) {
+    copy_to_all(pool, sends[0], recvs, 1, count * size);
+    return ncclSuccess;
+  }
+
+  task.sends = sends;
+  task.recvs = recvs;
+  task.n_ranks = n_ranks;
+  task.n_recvs = n_recvs;
+  task.size = size;
+  task.bytes = count * size;
+  task.chunk = chunk_bytes(task.bytes, task.bytes * ((size_t)n_ranks + (size_t)n_recvs));
+  task.kernels = find_kernels(ncs_pool_level(pool), dtype);
+  task.combine = task.kernels->combine[op == ncclAvg ? ncclSum : op];
+  task.divides = op == ncclAvg;
+  /* In place the line to be written has just been read: it is in the cache. */
+  task.streaming = !in_place && task.bytes * (size_t)n_recvs > NCS_STREAM_BYTES;
+  ncs_pool_run(pool, run_reduction, &task, (task.bytes + task.chunk - 1) / task.chunk);
+  return ncclSuccess;
+}

@@ -1,0 +1,148 @@
+/* The element-wise loops of cpu.c. Included once per instruction level, with NCS_KERNEL(name) giving each level its
+ * own names and NCS_TARGET its instructions; the compiler vectorises. Not function multiversioning (target_clones):
+ * its resolvers run before a sanitizer's runtime is up.
+ *
+ * acc may be a, exactly: hence no `restrict` but NCS_INDEPENDENT, which only denies dependencies between iterations.
+ */
+
+#define NCS_COMBINE(name, T, expression)                                                                \
+  NCS_TARGET static void NCS_KERNEL(name)(void* acc_, const void* a_, const void* b_, size_t count) {   \
+    T* acc = acc_;                                                                                      \
+    const T *a = a_, *b = b_;                                                                           \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                \
+      const T x = a[i], y = b[i];                                                                       \
+      acc[i] = (T)(expression);                                                                         \
+    }                                                                                                   \
+  }
+
+/* W: a type wide enough to divide T by any int. */
+#define NCS_DIVIDE(name, T, W)                                                     \
+  NCS_TARGET static void NCS_KERNEL(name)(void* acc_, size_t count, int n_ranks) { \
+    T* acc = acc_;                                                                 \
+    const W n = (W)n_ranks;                                                        \
+    for (size_t i = 0; i < count; ++i) acc[i] = (T)((W)acc[i] / n);                \
+  }
+
+/* U: T's unsigned twin, in which overflow wraps instead of being undefined. */
+#define NCS_INTEGER(ours, T, U, W)               \
+  NCS_COMBINE(ours##_sum, T, (U)x + (U)y)        \
+  NCS_COMBINE(ours##_prod, T, (U)x * (U)y)       \
+  NCS_COMBINE(ours##_max, T, x > y ? x : y)      \
+  NCS_COMBINE(ours##_min, T, x < y ? x : y)      \
+  NCS_DIVIDE(ours##_divide, T, W)
+
+/* x != x: a NaN so far stays; a NaN in y is taken because no comparison with it is true. */
+#define NCS_MAX_OF(x, y) (((x) > (y)) | ((x) != (x)) ? (x) : (y))
+#define NCS_MIN_OF(x, y) (((x) < (y)) | ((x) != (x)) ? (x) : (y))
+
+#define NCS_FLOATING(ours, T)                    \
+  NCS_COMBINE(ours##_sum, T, x + y)              \
+  NCS_COMBINE(ours##_prod, T, x * y)             \
+  NCS_COMBINE(ours##_max, T, NCS_MAX_OF(x, y))   \
+  NCS_COMBINE(ours##_min, T, NCS_MIN_OF(x, y))   \
+  NCS_DIVIDE(ours##_divide, T, T)
+
+NCS_INTEGER(int8, int8_t, uint8_t, int32_t)
+NCS_INTEGER(uint8, uint8_t, uint8_t, int32_t)
+NCS_INTEGER(int32, int32_t, uint32_t, int32_t)
+NCS_INTEGER(uint32, uint32_t, uint32_t, uint32_t)
+NCS_INTEGER(int64, int64_t, uint64_t, int64_t)
+NCS_INTEGER(uint64, uint64_t, uint64_t, uint64_t)
+NCS_FLOATING(float32, float)
+NCS_FLOATING(float64, double)
+
+/* 16-bit floats: acc and a are float32, b is 16 bits wide. */
+NCS_TARGET static inline float NCS_KERNEL(from_float16)(uint16_t half) {
+  const uint32_t shifted = (uint32_t)(half & 0x7fffu) << 13;
+  const uint32_t exponent = shifted & 0x0f800000u;
+  /* A subnormal half is a normal float: set 2^-14's exponent, which counts the mantissa once too much, and subtract
+   * 2^-14. Both operands are normal, so this is exact and fast. */
+  const uint32_t subnormal = ncs_float_bits(ncs_bits_float(shifted + 0x38800000u) - ncs_bits_float(0x38800000u));
+  uint32_t bits = shifted + 0x38000000u;                              /* rebias the exponent, 15 to 127 */
+  bits = exponent == 0x0f800000u ? shifted + 0x70000000u : bits;      /* infinity, NaN: all ones */
+  bits = exponent == 0 ? subnormal : bits;
+  return ncs_bits_float(bits | (uint32_t)(half & 0x8000u) << 16);
+}
+
+NCS_TARGET static inline uint16_t NCS_KERNEL(to_float16)(float value) {
+  const uint32_t all = ncs_float_bits(value);
+  const uint32_t bits = all & 0x7fffffffu;
+  /* Adding 0.5 leaves the half's subnormal mantissa in the low bits, rounded to nearest even by the addition. */
+  const uint32_t subnormal = ncs_float_bits(ncs_bits_float(bits) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t half = bits < 0x38800000u ? subnormal : normal;
+  half = bits >= 0x47800000u ? special : half; /* from 2^16 on; 65520 to 2^16 carry into infinity by themselves */
+  return (uint16_t)(half | (all >> 16 & 0x8000u));
+}
+
+NCS_TARGET static inline float NCS_KERNEL(from_bfloat16)(uint16_t half) {
+  return ncs_bits_float((uint32_t)half << 16);
+}
+
+NCS_TARGET static inline uint16_t NCS_KERNEL(to_bfloat16)(float value) {
+  const uint32_t bits = ncs_float_bits(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40u; /* rounding could carry a NaN into infinity */
+  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+#define NCS_COMBINE_HALF(name, from, expression)                                                        \
+  NCS_TARGET static void NCS_KERNEL(name)(void* acc_, const void* a_, const void* b_, size_t count) {   \
+    float* acc = acc_;                                                                                  \
+    const float* a = a_;                                                                                \
+    const uint16_t* b = b_;                                                                             \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                \
+      const float x = a[i], y = NCS_KERNEL(from)(b[i]);                                                 \
+      acc[i] = (expression);                                                                            \
+    }                                                                                                   \
+  }
+
+#define NCS_HALF(ours)                                                                                  \
+  NCS_COMBINE_HALF(ours##_sum, from_##ours, x + y)                                                      \
+  NCS_COMBINE_HALF(ours##_prod, from_##ours, x * y)                                                     \
+  NCS_COMBINE_HALF(ours##_max, from_##ours, NCS_MAX_OF(x, y))                                           \
+  NCS_COMBINE_HALF(ours##_min, from_##ours, NCS_MIN_OF(x, y))                                           \
+  NCS_TARGET static void NCS_KERNEL(ours##_widen)(void* acc_, const void* in_, size_t count) {          \
+    float* acc = acc_;                                                                                  \
+    const uint16_t* in = in_;                                                                           \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = NCS_KERNEL(from_##ours)(in[i]);         \
+  }                                                                                                     \
+  NCS_TARGET static void NCS_KERNEL(ours##_narrow)(void* out_, const void* acc_, size_t count) {        \
+    uint16_t* out = out_;                                                                               \
+    const float* acc = acc_;                                                                            \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) out[i] = NCS_KERNEL(to_##ours)(acc[i]);          \
+  }
+
+NCS_HALF(float16)
+NCS_HALF(bfloat16)
+
+/* Indexed by ncclDataType_t; `combine` by ncclRedOp_t. */
+#define NCS_ENTRY(ours, divider, widener, narrower)                                                \
+  {{NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), NCS_KERNEL(ours##_min)}, \
+   NCS_KERNEL(divider), widener, narrower}
+
+static const ncs_kernels NCS_KERNEL(table)[] = {
+    [ncclInt8] = NCS_ENTRY(int8, int8_divide, NULL, NULL),
+    [ncclUint8] = NCS_ENTRY(uint8, uint8_divide, NULL, NULL),
+    [ncclInt32] = NCS_ENTRY(int32, int32_divide, NULL, NULL),
+    [ncclUint32] = NCS_ENTRY(uint32, uint32_divide, NULL, NULL),
+    [ncclInt64] = NCS_ENTRY(int64, int64_divide, NULL, NULL),
+    [ncclUint64] = NCS_ENTRY(uint64, uint64_divide, NULL, NULL),
+    [ncclFloat16] = NCS_ENTRY(float16, float32_divide, NCS_KERNEL(float16_widen), NCS_KERNEL(float16_narrow)),
+    [ncclFloat32] = NCS_ENTRY(float32, float32_divide, NULL, NULL),
+    [ncclFloat64] = NCS_ENTRY(float64, float64_divide, NULL, NULL),
+    [ncclBfloat16] = NCS_ENTRY(bfloat16, float32_divide, NCS_KERNEL(bfloat16_widen), NCS_KERNEL(bfloat16_narrow)),
+};
+
+#undef NCS_COMBINE
+#undef NCS_DIVIDE
+#undef NCS_INTEGER
+#undef NCS_MAX_OF
+#undef NCS_MIN_OF
+#undef NCS_FLOATING
+#undef NCS_COMBINE_HALF
+#undef NCS_HALF
+#undef NCS_ENTRY
+#undef NCS_KERNEL
+#undef NCS_TARGET

@@ -1,0 +1,143 @@
+/* The worker pool: threads that sleep on a condition variable and help with one job at a time. */
+#define _POSIX_C_SOURCE 200809L
+
+#include "pool.h"
+
+#include <fenv.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+/* One call of ncs_pool_run. Lives on the caller's stack: the caller leaves only when no worker is inside. */
+typedef struct {
+  void (*run)(const void* task, size_t chunk);
+  const void* task;
+  size_t chunks;
+  size_t next; /* the next chunk to take; atomic */
+  int inside;  /* workers at this job; under the pool's mutex */
+} ncs_job;
+
+struct ncs_pool {
+  int level;
+  int workers;
+  pthread_t* threads;
+  pthread_mutex_t mutex; /* guards what follows */
+  pthread_cond_t wake;   /* a job was posted, or the pool is ending */
+  pthread_cond_t left;   /* the last worker left a job */
+  ncs_job* job;          /* with chunks to take, as far as is known; NULL: none */
+  int ending;
+};
+
+static void drain(ncs_job* job) {
+  fenv_t callers;
+  /* TensorFlow's threads flush denormals to zero, a pool's threads would not: same result on both only so. */
+  fegetenv(&callers);
+  fesetenv(FE_DFL_ENV);
+  for (;;) {
+    const size_t chunk = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    if (chunk >= job->chunks) break;
+    job->run(job->task, chunk);
+  }
+  fesetenv(&callers);
+}
+
+static void* work(void* argument) {
+  ncs_pool* pool = argument;
+  pthread_mutex_lock(&pool->mutex);
+  while (!pool->ending) {
+    ncs_job* job = pool->job;
+    if (job == NULL) {
+      pthread_cond_wait(&pool->wake, &pool->mutex);
+      continue;
+    }
+    ++job->inside;
+    pthread_mutex_unlock(&pool->mutex);
+    drain(job);
+    pthread_mutex_lock(&pool->mutex);
+    if (pool->job == job) pool->job = NULL; /* nothing left to take */
+    if (--job->inside == 0) pthread_cond_broadcast(&pool->left);
+  }
+  pthread_mutex_unlock(&pool->mutex);
+  return NULL;
+}
+
+void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks) {
+  ncs_job job = {run, task, chunks, 0, 0};
+  int posted = 0;
+  if (chunks > 1 && pool->workers > 0) {
+    pthread_mutex_lock(&pool->mutex);
+    if (pool->job == NULL) {
+      pool->job = &job;
+      posted = 1;
+      for (size_t i = 1; i < chunks && i <= (size_t)pool->workers; ++i) pthread_cond_signal(&pool->wake);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+  }
+  drain(&job);
+  if (!posted) return;
+  /* All chunks are taken: no worker needs to begin any more, and those still asleep are not waited for. */
+  pthread_mutex_lock(&pool->mutex);
+  if (pool->job == &job) pool->job = NULL;
+  while (job.inside > 0) pthread_cond_wait(&pool->left, &pool->mutex);
+  pthread_mutex_unlock(&pool->mutex);
+}
+
+int ncs_pool_level(const ncs_pool* pool) { return pool->level; }
+
+/* Ends and joins the first `workers` threads, then frees the pool. */
+static void release(ncs_pool* pool, int workers) {
+  pthread_mutex_lock(&pool->mutex);
+  pool->ending = 1;
+  pthread_cond_broadcast(&pool->wake);
+  pthread_mutex_unlock(&pool->mutex);
+  while (workers > 0) pthread_join(pool->threads[--workers], NULL);
+  pthread_cond_destroy(&pool->left);
+  pthread_cond_destroy(&pool->wake);
+  pthread_mutex_destroy(&pool->mutex);
+  free(pool->threads);
+  free(pool);
+}
+
+ncclResult_t ncs_pool_create(int threads, int level, ncs_pool** out) {
+  int best, started = 0, failed = 0;
+  sigset_t all, callers;
+  ncs_pool* pool;
+  if (out == NULL) return ncclInvalidArgument;
+  *out = NULL;
+  ncs_cpu_get_level(&best);
+  if (level == NCS_LEVEL_BEST) level = best;
+  if (threads < 1 || level < NCS_LEVEL_BASELINE || level > best) return ncclInvalidArgument;
+
+  pool = calloc(1, sizeof(*pool));
+  if (pool == NULL) return ncclSystemError;
+  pool->level = level;
+  pool->workers = threads - 1;
+  pool->threads = calloc((size_t)threads, sizeof(*pool->threads));
+  if (pool->threads == NULL) {
+    free(pool);
+    return ncclSystemError;
+  }
+  pthread_mutex_init(&pool->mutex, NULL);
+  pthread_cond_init(&pool->wake, NULL);
+  pthread_cond_init(&pool->left, NULL);
+
+  /* Signals stay with the program's own threads. */
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &callers);
+  while (started < pool->workers && !failed) {
+    failed = pthread_create(&pool->threads[started], NULL, work, pool);
+    if (!failed) ++started;
+  }
+  pthread_sigmask(SIG_SETMASK, &callers, NULL);
+  if (failed) {
+    release(pool, started);
+    return ncclSystemError;
+  }
+  *out = pool;
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_pool_destroy(ncs_pool* pool) {
+  if (pool != NULL) release(pool, pool->workers);
+  return ncclSuccess;
+}

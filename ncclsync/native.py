@@ -1,0 +1,320 @@
+"""The C library as Python sees it; the only importer of the cffi extension.
+
+Owns the tables of dtypes and operations, ``check()``, through which every status passes, the
+process-wide worker pool, and the search for libnccl and libcudart. Knows neither arrays nor
+TensorFlow. NCCL's spelling stays in here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pathlib
+import threading
+from typing import Any
+
+from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
+
+try:
+    from ncclsync._native import ffi, lib
+except ImportError as error:
+    raise NcclSyncError(
+        "Expected the compiled extension ncclsync._native. Received: "
+        f"{error}. Install ncclsync by pip (a C compiler is needed when no wheel fits): "
+        "'pip install ncclsync', or 'pip install -e .' in a checkout."
+    ) from error
+
+
+def _read_table(describe: Any, *outputs: Any) -> list[tuple]:
+    rows = []
+    while describe(len(rows), *outputs) == 0:
+        name, *numbers = (output[0] for output in outputs)
+        rows.append((ffi.string(name).decode(), *numbers))
+    return rows
+
+
+_NAME, _VALUE, _SIZE = ffi.new("const char**"), ffi.new("int*"), ffi.new("size_t*")
+
+STATUS_NAMES: dict[int, str] = {
+    value: name for name, value in _read_table(lib.ncs_result_describe, _NAME, _VALUE)
+}
+DTYPES: dict[str, int] = {
+    name: value for name, value, _ in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
+}
+DTYPE_SIZES: dict[int, int] = {
+    value: size for _, value, size in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
+}
+OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
+
+UNHANDLED_CUDA_ERROR = next(
+    value for value, name in STATUS_NAMES.items() if name == "ncclUnhandledCudaError"
+)
+
+
+def check(status: int, call: str, last_error: str = "") -> None:
+    """Raise unless a native call succeeded.
+
+    Args:
+        status: what the call returned.
+        call: its name, for the message.
+        last_error: the library's own words.
+
+    Raises:
+        NcclError: for every status but ``ncclSuccess``.
+    """
+    if status != 0:
+        raise NcclError(status, STATUS_NAMES.get(status, "unknown status"), call, last_error)
+
+
+def _check_failure(status: int, failure: Any) -> None:
+    if status != 0:
+        call = ffi.string(failure.call).decode() or "malloc"
+        check(status, call, ffi.string(failure.message).decode(errors="replace"))
+
+
+class Pool:
+    """Worker threads for collectives over host memory; they sleep between jobs.
+
+    Close it, or use it as a context manager. Any number of threads may share a pool.
+    """
+
+    def __init__(self, threads: int, level: int = lib.NCS_LEVEL_BEST) -> None:
+        """Start the workers.
+
+        Args:
+            threads: how many threads work on a job, the calling one included.
+            level: vector instructions to use, ``NCS_LEVEL_…``; others than the best are for tests.
+
+        Raises:
+            NcclError: no such level on this machine, ``threads < 1``, or no thread to be had.
+        """
+        handle = ffi.new("ncs_pool**")
+        check(lib.ncs_pool_create(threads, level, handle), "ncs_pool_create")
+        self.handle = handle[0]
+        self.threads = threads
+
+    def close(self) -> None:
+        """End the workers; blocks until they have ended. No job may be running. Idempotent."""
+        handle, self.handle = self.handle, ffi.NULL
+        check(lib.ncs_pool_destroy(handle), "ncs_pool_destroy")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def best_level() -> int:
+    """Return the best level of vector instructions of this machine."""
+    level = ffi.new("int*")
+    check(lib.ncs_cpu_get_level(level), "ncs_cpu_get_level")
+    return level[0]
+
+
+# The one piece of shared state: N communicators with a pool each would have N × cores threads.
+# It is made on first use and lives as long as the process.
+_process_pool: Pool | None = None
+_process_pool_lock = threading.Lock()
+
+
+def process_pool() -> Pool:
+    """Return the pool that all communicators of this process share: one thread per usable core."""
+    global _process_pool
+    if _process_pool is None:
+        with _process_pool_lock:
+            if _process_pool is None:
+                _process_pool = Pool(len(os.sched_getaffinity(0)))
+    return _process_pool
+
+
+def _forget_process_pool() -> None:
+    """In a forked child: the workers were not copied, and the locks may be held by nobody."""
+    global _process_pool, _process_pool_lock
+    _process_pool = None
+    _process_pool_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_process_pool)
+
+
+_new_addresses, _cast = functools.partial(ffi.new, ffi.typeof("uintptr_t[]")), ffi.cast
+_POINTERS, _CONST_POINTERS = ffi.typeof("void*const*"), ffi.typeof("const void*const*")
+
+
+def cpu_all_reduce(
+    pool: Pool, sends: list[int], recvs: list[int], count: int, dtype: int, op: int
+) -> int:
+    """All-reduce host memory, addressed per rank; see ``ncs_cpu_all_reduce``.
+
+    Returns:
+        The status, unchecked: only the caller can say which argument was wrong.
+    """
+    # Named, since a cast keeps nothing alive.
+    reads, writes = _new_addresses(sends), _new_addresses(recvs)
+    return lib.ncs_cpu_all_reduce(
+        pool.handle,
+        _cast(_CONST_POINTERS, reads),
+        _cast(_POINTERS, writes),
+        len(sends),
+        count,
+        dtype,
+        op,
+    )
+
+
+def cpu_broadcast(pool: Pool, buffers: list[int], count: int, dtype: int, root: int) -> int:
+    """Broadcast host memory, addressed per rank; see ``ncs_cpu_broadcast``.
+
+    Returns:
+        The status, unchecked: only the caller can say which argument was wrong.
+    """
+    addresses = _new_addresses(buffers)
+    pointers = _cast(_POINTERS, addresses)
+    return lib.ncs_cpu_broadcast(pool.handle, pointers, len(buffers), count, dtype, root)
+
+
+def _candidates(variable: str, package: str, file: str) -> list[str]:
+    """Return what to give to ``dlopen``, in order of preference.
+
+    A variable that is set decides alone: whoever sets it wants that library or an error, not a
+    silent second choice.
+    """
+    chosen = os.environ.get(variable)
+    if chosen:
+        return [chosen]
+    found = []
+    root = importlib.util.find_spec("nvidia")  # a namespace package: importing it runs nothing
+    for folder in (root.submodule_search_locations or []) if root else []:
+        wheels_file = pathlib.Path(folder, package, "lib", file)
+        if wheels_file.is_file():
+            found.append(str(wheels_file))
+    return [*found, file]
+
+
+def _places(variable: str, package: str, file: str, tried: list[str]) -> str:
+    """Say where a library was looked for."""
+    if os.environ.get(variable):
+        return f"Tried only {variable}, which is set: {'; '.join(tried)}."
+    return (
+        f"Tried the file nvidia/{package}/lib/{file} of an installed wheel, then the loader's "
+        f"path; {variable} is not set. In detail: {'; '.join(tried)}."
+    )
+
+
+_NCCL = ("NCCLSYNC_NCCL_LIBRARY", "nccl", "libnccl.so.2")
+_CUDART = ("NCCLSYNC_CUDART_LIBRARY", "cuda_runtime", "libcudart.so.12")
+
+
+class NcclLibrary:
+    """A loaded libnccl. NCCL itself is never unloaded: it leaves threads behind."""
+
+    def __init__(self) -> None:
+        """Load the first libnccl that can be loaded.
+
+        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the file of the nvidia-nccl
+        wheel, then the loader's path.
+
+        Raises:
+            NcclUnavailableError: there is none; names every place that was tried.
+        """
+        failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
+        tried = []
+        for path in _candidates(*_NCCL):
+            if lib.ncs_nccl_open(path.encode(), failure, handle) == 0:
+                self.path = path
+                self.handle = ffi.gc(handle[0], lib.ncs_nccl_close)  # frees a table of addresses
+                return
+            tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
+        raise NcclUnavailableError(
+            f"Expected NCCL's library {_NCCL[2]}. Received: none. {_places(*_NCCL, tried)} "
+            "Install it by 'pip install nvidia-nccl-cu12'."
+        )
+
+    def version(self) -> tuple[int, int, int]:
+        """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
+        failure, version = ffi.new("ncs_failure*"), ffi.new("int*")
+        _check_failure(lib.ncs_nccl_get_version(self.handle, failure, version), failure)
+        code = version[0]
+        thousand = 10000 if code >= 10000 else 1000  # until 2.8 the minor version had one digit
+        return code // thousand, code % thousand // 100, code % 100
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Return the version of the NCCL that would be used. Needs neither GPU nor driver.
+
+    Raises:
+        NcclUnavailableError: there is no libnccl.
+    """
+    return NcclLibrary().version()
+
+
+def nccl_create(library: NcclLibrary, devices: list[int]) -> Any:
+    """Create one rank per CUDA device; see ``ncs_nccl_create``. Blocks until all are up.
+
+    Returns:
+        The communicator's handle, to be ended by ``nccl_destroy`` or ``nccl_abort``.
+
+    Raises:
+        NcclUnavailableError: no driver, no such GPU, or no CUDA runtime.
+        NcclError: anything else that failed.
+    """
+    failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl_comm**")
+    tried: list[str] = []
+    for path in _candidates(*_CUDART):
+        status = lib.ncs_nccl_create(
+            library.handle, path.encode(), devices, len(devices), failure, handle
+        )
+        if status == 0:
+            return handle[0]
+        call = ffi.string(failure.call).decode()
+        if call not in ("dlopen", "dlsym"):
+            break
+        tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
+    try:
+        _check_failure(status, failure)
+    except NcclError as error:
+        if tried:
+            raise NcclUnavailableError(
+                f"Expected CUDA's runtime {_CUDART[2]}. Received: none. "
+                f"{_places(*_CUDART, tried)} Install it by 'pip install ncclsync[cuda]'."
+            ) from error
+        if call == "ncclCommInitAll" and status == UNHANDLED_CUDA_ERROR:
+            raise NcclUnavailableError(
+                f"Expected usable GPUs {devices}. Received: {error}. NCCL needs an NVIDIA driver "
+                "and these GPUs; without them use CpuCommunicator."
+            ) from error
+        raise
+
+
+def nccl_all_reduce(
+    comm: Any, sends: list[int], recvs: list[int], count: int, dtype: int, op: int
+) -> None:
+    """All-reduce device memory; see ``ncs_nccl_all_reduce``. Blocks. Raises NcclError."""
+    failure = ffi.new("ncs_failure*")
+    reads, writes = _new_addresses(sends), _new_addresses(recvs)
+    status = lib.ncs_nccl_all_reduce(
+        comm, _cast(_CONST_POINTERS, reads), _cast(_POINTERS, writes), count, dtype, op, failure
+    )
+    _check_failure(status, failure)
+
+
+def nccl_broadcast(comm: Any, buffers: list[int], count: int, dtype: int, root: int) -> None:
+    """Broadcast device memory; see ``ncs_nccl_broadcast``. Blocks. Raises NcclError."""
+    failure = ffi.new("ncs_failure*")
+    addresses = _new_addresses(buffers)
+    pointers = _cast(_POINTERS, addresses)
+    _check_failure(lib.ncs_nccl_broadcast(comm, pointers, count, dtype, root, failure), failure)
+
+
+def nccl_destroy(comm: Any) -> None:
+    """End a healthy communicator. Blocks. Raises NcclError, after which it is gone too."""
+    failure = ffi.new("ncs_failure*")
+    _check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
+
+
+def nccl_abort(comm: Any) -> None:
+    """End a failed communicator. Raises NcclError, after which it is gone too."""
+    failure = ffi.new("ncs_failure*")
+    _check_failure(lib.ncs_nccl_abort(comm, failure), failure)

@@ -1,4 +1,4 @@
-"""What a collective accepts as a buffer, turned into addresses.
+"""What a collective accepts as a buffer, turned into pointers.
 
 Owns the reading and checking of NumPy arrays, DLPack objects and ``(pointer, count, dtype)``
 tuples; knows nothing of communicators. Nothing is copied and nothing is written here.
@@ -32,6 +32,7 @@ _DLPACK_CODES = {
     for bits in widths
 }
 _NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name != "bfloat16"}
+_BYTES, _POINTER = ffi.typeof("char[]"), ffi.typeof("void*")
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -55,119 +56,124 @@ def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
     return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def read_buffers(
-    buffers: Sequence[Any], what: str, devices: dict[int, str], writable: bool
-) -> tuple[list[int], int, int, list[Any]]:
-    """Turn one buffer per rank into addresses.
+class Buffers:
+    """One buffer per rank, read and checked; keeps alive what it points into.
 
-    Args:
-        buffers: per rank a NumPy array, an object with ``__dlpack__`` or a tuple
-            ``(pointer, count, dtype)``. The same object may stand for several ranks.
+    Attributes:
         what: the argument's name, for messages.
-        devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell where
-            it points to: that is the caller's word.
-        writable: refuse read-only buffers. DLPack's own form has no such mark.
-
-    Returns:
-        The ranks' addresses; the count and the dtype code that all ranks share; what must stay
-        referenced while the addresses are in use.
-
-    Raises:
-        TypeError: not a buffer, or of a dtype NCCL does not know.
-        ValueError: not contiguous, not aligned, read-only, on another device, unlike rank 0.
+        pointers: per rank, as cffi takes them.
+        count: elements of each.
+        dtype: NCCL's code.
     """
-    addresses: list[int] = []
-    keep: list[Any] = []
-    last: Any = None
-    address = count = dtype = first_count = first_dtype = -1
-    for rank, buffer in enumerate(buffers):
-        if buffer is last and rank > 0:  # one array for all ranks: read once
-            addresses.append(address)
-            continue
-        if isinstance(buffer, np.ndarray):
-            address, count, dtype = _read_numpy(buffer, what, rank, devices, writable)
-        elif isinstance(buffer, tuple):
-            address, count, dtype = _read_tuple(buffer, what, rank)
-        elif hasattr(buffer, "__dlpack__"):
-            address, count, dtype, capsule = _read_dlpack(buffer, what, rank, devices)
-            keep.append(capsule)
-        else:
-            raise TypeError(
-                f"Expected {what}[{rank}] to be a NumPy array, an object with __dlpack__ or a "
-                f"tuple (pointer, count, dtype). Received: {type(buffer).__name__}"
-            )
-        if address % DTYPE_SIZES[dtype]:
+
+    __slots__ = ("_alive", "count", "dtype", "pointers", "what")
+
+    def __init__(
+        self, buffers: Sequence[Any], what: str, devices: dict[int, str], writable: bool
+    ) -> None:
+        """Read one buffer per rank.
+
+        Args:
+            buffers: per rank a NumPy array, an object with ``__dlpack__`` or a tuple
+                ``(pointer, count, dtype)``. The same object may stand for several ranks.
+            what: the argument's name, for messages.
+            devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell
+                where it points to: that is the caller's word.
+            writable: refuse read-only buffers. DLPack's own form has no such mark.
+
+        Raises:
+            TypeError: not a buffer, or of a dtype NCCL does not know.
+            ValueError: not contiguous, read-only, on another device, or unlike rank 0.
+        """
+        self.what = what
+        self.pointers: list[Any] = []
+        self._alive: list[Any] = []
+        last: Any = None
+        pointer: Any = None
+        count = dtype = self.count = self.dtype = -1
+        for rank, buffer in enumerate(buffers):
+            if buffer is last and rank > 0:  # one array for all ranks: read once
+                self.pointers.append(pointer)
+                continue
+            if isinstance(buffer, np.ndarray):
+                pointer, count, dtype = _read_numpy(buffer, what, rank, devices, writable)
+            elif isinstance(buffer, tuple):
+                pointer, count, dtype = _read_tuple(buffer, what, rank)
+            elif hasattr(buffer, "__dlpack__"):
+                pointer, count, dtype, capsule = _read_dlpack(buffer, what, rank, devices)
+                self._alive.append(capsule)
+            else:
+                raise TypeError(
+                    f"Expected {what}[{rank}] to be a NumPy array, an object with __dlpack__ or a "
+                    f"tuple (pointer, count, dtype). Received: {type(buffer).__name__}"
+                )
+            if rank == 0:
+                self.count, self.dtype = count, dtype
+            elif count != self.count or dtype != self.dtype:
+                raise ValueError(
+                    f"Expected {what}[{rank}] to be like {what}[0], {self.count} × "
+                    f"{_DTYPE_NAMES[self.dtype]}. Received: {count} × {_DTYPE_NAMES[dtype]}"
+                )
+            self.pointers.append(pointer)
+            last = buffer
+
+    def check_like(self, other: Buffers) -> None:
+        """Raise ValueError unless both have the same count and dtype."""
+        if self.count != other.count or self.dtype != other.dtype:
             raise ValueError(
-                f"Expected {what}[{rank}] to begin at a multiple of {DTYPE_SIZES[dtype]} bytes. "
-                f"Received: address {address:#x}"
+                f"Expected {self.what}[0] to be like {other.what}[0], {other.count} × "
+                f"{_DTYPE_NAMES[other.dtype]}. Received: {self.count} × {_DTYPE_NAMES[self.dtype]}"
             )
-        if rank == 0:
-            first_count, first_dtype = count, dtype
-        elif count != first_count or dtype != first_dtype:
-            raise ValueError(
-                f"Expected {what}[{rank}] to be like {what}[0], {first_count} × "
-                f"{_DTYPE_NAMES[first_dtype]}. Received: {count} × {_DTYPE_NAMES[dtype]}"
-            )
-        addresses.append(address)
-        last = buffer
-    return addresses, first_count, first_dtype, keep
 
+    def addresses(self) -> list[int]:
+        """Return the pointers as numbers."""
+        return [int(ffi.cast("uintptr_t", pointer)) for pointer in self.pointers]
 
-def check_alike(first: tuple[int, int], second: tuple[int, int]) -> None:
-    """Raise ValueError unless sends and recvs have the same ``(count, dtype)``."""
-    if first != second:
-        raise ValueError(
-            f"Expected recvs[0] to be like sends[0], {first[0]} × {_DTYPE_NAMES[first[1]]}. "
-            f"Received: {second[0]} × {_DTYPE_NAMES[second[1]]}"
-        )
+    def check_aligned(self) -> None:
+        """Raise ValueError for a buffer that begins within an element."""
+        size = DTYPE_SIZES[self.dtype]
+        for rank, address in enumerate(self.addresses() if self.count else []):
+            if address % size:
+                raise ValueError(
+                    f"Expected {self.what}[{rank}] to begin at a multiple of {size} bytes. "
+                    f"Received: address {address:#x}"
+                )
 
-
-def check_overlaps(
-    written: tuple[str, list[int]], read: tuple[str, list[int]], size_bytes: int
-) -> None:
-    """Raise ValueError if a buffer to be written overlaps another one partly.
-
-    Args:
-        written: name and addresses of the buffers to be written.
-        read: name and addresses of those to be read.
-        size_bytes: length of every buffer.
-    """
-    for rank, address in enumerate(written[1]):
-        for name, others in (read, written):
-            for other_rank, other in enumerate(others):
-                if 0 < abs(address - other) < size_bytes:
+    def check_apart(self, other: Buffers) -> None:
+        """Raise ValueError if one of these overlaps one of the other's partly."""
+        size_bytes = self.count * DTYPE_SIZES[self.dtype]
+        others = other.addresses()
+        for rank, address in enumerate(self.addresses()):
+            for other_rank, other_address in enumerate(others):
+                distance = abs(address - other_address)
+                if 0 < distance < size_bytes:
                     raise ValueError(
-                        f"Expected {written[0]}[{rank}] to be apart from {name}[{other_rank}], or "
-                        f"the same. Received: {size_bytes} bytes each, "
-                        f"{abs(address - other)} bytes apart"
+                        f"Expected {self.what}[{rank}] to be apart from {other.what}[{other_rank}]"
+                        f", or the same. Received: {size_bytes} bytes each, {distance} bytes apart"
                     )
 
 
 def _read_numpy(
     array: np.ndarray, what: str, rank: int, devices: dict[int, str], writable: bool
-) -> tuple[int, int, int]:
+) -> tuple[Any, int, int]:
     if devices is not HOST:
         raise ValueError(
-            f"Expected {what}[{rank}] in device memory ({', '.join(devices.values())}). "
+            f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
             "Received: a NumPy array, which is in host memory"
         )
     dtype = _NUMPY_CODES.get(array.dtype)
     if dtype is None:
         dtype = _dtype_code(array.dtype, what, rank)
-    flags = array.flags
-    if not flags.c_contiguous:
+    try:
+        return ffi.from_buffer(_BYTES, array, writable), array.size, dtype
+    except ValueError as error:
         raise ValueError(
-            f"Expected {what}[{rank}] to be contiguous (C order). "
-            f"Received: shape {array.shape}, strides {array.strides}"
-        )
-    if writable and not flags.writeable:
-        raise ValueError(
-            f"Expected {what}[{rank}] to be writable. Received: a read-only NumPy array"
-        )
-    return array.__array_interface__["data"][0], array.size, dtype
+            f"Expected {what}[{rank}] to be contiguous (C order){' and writable' * writable}. "
+            f"Received: shape {array.shape}, strides {array.strides} ({error})"
+        ) from None
 
 
-def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[int, int, int]:
+def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
     try:
         pointer, count, dtype = buffer
         pointer, count = int(pointer), int(count)
@@ -179,7 +185,7 @@ def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[int, int, int]:
         raise ValueError(
             f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}"
         )
-    return pointer, count, _dtype_code(dtype, what, rank)
+    return ffi.cast(_POINTER, pointer), count, _dtype_code(dtype, what, rank)
 
 
 def _dtype_code(dtype: Any, what: str, rank: int) -> int:
@@ -202,7 +208,7 @@ def _dtype_code(dtype: Any, what: str, rank: int) -> int:
 
 def _read_dlpack(
     buffer: Any, what: str, rank: int, devices: dict[int, str]
-) -> tuple[int, int, int, Any]:
+) -> tuple[Any, int, int, Any]:
     device_type = int(buffer.__dlpack_device__()[0])
     if device_type not in devices:
         raise ValueError(
@@ -228,5 +234,5 @@ def _read_dlpack(
                 f"Expected {what}[{rank}] to be contiguous (C order). "
                 f"Received: shape {shape}, strides {strides} in elements"
             )
-    address = int(ffi.cast("uintptr_t", tensor.data)) + tensor.byte_offset
-    return address, math.prod(shape), dtype, capsule
+    pointer = ffi.cast("char*", tensor.data) + tensor.byte_offset
+    return pointer, math.prod(shape), dtype, capsule

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ncclsync import native
-from ncclsync.buffers import CUDA, HOST, check_alike, check_overlaps, read_buffers
+from ncclsync.buffers import CUDA, HOST, Buffers
 from ncclsync.buffers import empty_aligned as empty_aligned
 from ncclsync.errors import NcclError, NcclSyncError
 
@@ -141,25 +141,31 @@ class CpuCommunicator(Communicator):
         self._closed = True
 
     def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int) -> None:
-        reads, count, dtype, keep_sends = read_buffers(sends, "sends", HOST, writable=False)
-        writes, *alike, keep_recvs = read_buffers(recvs, "recvs", HOST, writable=True)
-        check_alike((count, dtype), (alike[0], alike[1]))
-        pool = self._pool or native.process_pool()
-        status = native.cpu_all_reduce(pool, reads, writes, count, dtype, op)
-        if status != 0:
-            check_overlaps(("recvs", writes), ("sends", reads), count * native.DTYPE_SIZES[dtype])
+        reads = Buffers(sends, "sends", HOST, writable=False)
+        writes = Buffers(recvs, "recvs", HOST, writable=True)
+        writes.check_like(reads)
+        status = native.cpu_all_reduce(
+            self._pool or native.process_pool(),
+            reads.pointers,
+            writes.pointers,
+            reads.count,
+            reads.dtype,
+            op,
+        )
+        if status != 0:  # C has checked, and written nothing: find out which buffer it was
+            for buffers in (reads, writes):
+                buffers.check_aligned()
+                writes.check_apart(buffers)
             native.check(status, "ncs_cpu_all_reduce")
-        del keep_sends, keep_recvs
 
     def _broadcast(self, buffers: Sequence[Any], root: int) -> None:
-        addresses, count, dtype, keep = read_buffers(buffers, "buffers", HOST, writable=True)
+        ranks = Buffers(buffers, "buffers", HOST, writable=True)
         pool = self._pool or native.process_pool()
-        status = native.cpu_broadcast(pool, addresses, count, dtype, root)
+        status = native.cpu_broadcast(pool, ranks.pointers, ranks.count, ranks.dtype, root)
         if status != 0:
-            named = ("buffers", addresses)
-            check_overlaps(named, named, count * native.DTYPE_SIZES[dtype])
+            ranks.check_aligned()
+            ranks.check_apart(ranks)
             native.check(status, "ncs_cpu_broadcast")
-        del keep
 
 
 class NcclCommunicator(Communicator):
@@ -204,33 +210,37 @@ class NcclCommunicator(Communicator):
                 native.nccl_destroy(handle)
 
     def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int) -> None:
-        reads, count, dtype, keep_sends = read_buffers(sends, "sends", CUDA, writable=False)
-        writes, *alike, keep_recvs = read_buffers(recvs, "recvs", CUDA, writable=True)
-        check_alike((count, dtype), (alike[0], alike[1]))
-        check_overlaps(("recvs", writes), ("sends", reads), count * native.DTYPE_SIZES[dtype])
-        self._check_apart("recvs", writes, count)
-        for rank, address in enumerate(writes):
-            if count and address in reads and reads[rank] != address:
+        reads = Buffers(sends, "sends", CUDA, writable=False)
+        writes = Buffers(recvs, "recvs", CUDA, writable=True)
+        writes.check_like(reads)
+        self._check_own(writes)
+        reads.check_aligned()
+        writes.check_apart(reads)
+        read_at = reads.addresses()
+        for rank, address in enumerate(writes.addresses() if writes.count else []):
+            if address in read_at and read_at[rank] != address:
                 raise ValueError(
-                    f"Expected recvs[{rank}] to be apart from other ranks' sends. "
-                    f"Received: the buffer of sends[{reads.index(address)}]"
+                    f"Expected recvs[{rank}] to be sends[{rank}] or a buffer of its own. "
+                    f"Received: the one of sends[{read_at.index(address)}]"
                 )
-        self._run(native.nccl_all_reduce, reads, writes, count, dtype, op)
-        del keep_sends, keep_recvs
+        self._run(
+            native.nccl_all_reduce, reads.pointers, writes.pointers, reads.count, reads.dtype, op
+        )
 
     def _broadcast(self, buffers: Sequence[Any], root: int) -> None:
-        addresses, count, dtype, keep = read_buffers(buffers, "buffers", CUDA, writable=True)
-        named = ("buffers", addresses)
-        check_overlaps(named, named, count * native.DTYPE_SIZES[dtype])
-        self._check_apart("buffers", addresses, count)
-        self._run(native.nccl_broadcast, addresses, count, dtype, root)
-        del keep
+        ranks = Buffers(buffers, "buffers", CUDA, writable=True)
+        self._check_own(ranks)
+        self._run(native.nccl_broadcast, ranks.pointers, ranks.count, ranks.dtype, root)
 
-    def _check_apart(self, what: str, addresses: list[int], count: int) -> None:
-        if count and len(set(addresses)) != self.size:
+    def _check_own(self, buffers: Buffers) -> None:
+        """Raise ValueError unless every rank has a buffer to itself: each is on another GPU."""
+        buffers.check_aligned()
+        buffers.check_apart(buffers)
+        different = len(set(buffers.addresses()))
+        if buffers.count and different != self.size:
             raise ValueError(
-                f"Expected {what} to be {self.size} buffers, one on every rank's GPU. "
-                f"Received: {len(set(addresses))} different ones"
+                f"Expected {buffers.what} to be {self.size} buffers, one on each rank's GPU. "
+                f"Received: {different} different ones"
             )
 
     def _run(self, collective: Any, *arguments: Any) -> None:

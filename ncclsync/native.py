@@ -7,7 +7,6 @@ TensorFlow. NCCL's spelling stays in here.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import pathlib
@@ -139,40 +138,24 @@ def _forget_process_pool() -> None:
 os.register_at_fork(after_in_child=_forget_process_pool)
 
 
-_new_addresses, _cast = functools.partial(ffi.new, ffi.typeof("uintptr_t[]")), ffi.cast
-_POINTERS, _CONST_POINTERS = ffi.typeof("void*const*"), ffi.typeof("const void*const*")
-
-
 def cpu_all_reduce(
-    pool: Pool, sends: list[int], recvs: list[int], count: int, dtype: int, op: int
+    pool: Pool, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int
 ) -> int:
-    """All-reduce host memory, addressed per rank; see ``ncs_cpu_all_reduce``.
+    """All-reduce host memory, one pointer per rank; see ``ncs_cpu_all_reduce``.
 
     Returns:
         The status, unchecked: only the caller can say which argument was wrong.
     """
-    # Named, since a cast keeps nothing alive.
-    reads, writes = _new_addresses(sends), _new_addresses(recvs)
-    return lib.ncs_cpu_all_reduce(
-        pool.handle,
-        _cast(_CONST_POINTERS, reads),
-        _cast(_POINTERS, writes),
-        len(sends),
-        count,
-        dtype,
-        op,
-    )
+    return lib.ncs_cpu_all_reduce(pool.handle, sends, recvs, len(sends), count, dtype, op)
 
 
-def cpu_broadcast(pool: Pool, buffers: list[int], count: int, dtype: int, root: int) -> int:
-    """Broadcast host memory, addressed per rank; see ``ncs_cpu_broadcast``.
+def cpu_broadcast(pool: Pool, buffers: list[Any], count: int, dtype: int, root: int) -> int:
+    """Broadcast host memory, one pointer per rank; see ``ncs_cpu_broadcast``.
 
     Returns:
         The status, unchecked: only the caller can say which argument was wrong.
     """
-    addresses = _new_addresses(buffers)
-    pointers = _cast(_POINTERS, addresses)
-    return lib.ncs_cpu_broadcast(pool.handle, pointers, len(buffers), count, dtype, root)
+    return lib.ncs_cpu_broadcast(pool.handle, buffers, len(buffers), count, dtype, root)
 
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:
@@ -289,23 +272,18 @@ def nccl_create(library: NcclLibrary, devices: list[int]) -> Any:
 
 
 def nccl_all_reduce(
-    comm: Any, sends: list[int], recvs: list[int], count: int, dtype: int, op: int
+    comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int
 ) -> None:
     """All-reduce device memory; see ``ncs_nccl_all_reduce``. Blocks. Raises NcclError."""
     failure = ffi.new("ncs_failure*")
-    reads, writes = _new_addresses(sends), _new_addresses(recvs)
-    status = lib.ncs_nccl_all_reduce(
-        comm, _cast(_CONST_POINTERS, reads), _cast(_POINTERS, writes), count, dtype, op, failure
-    )
+    status = lib.ncs_nccl_all_reduce(comm, sends, recvs, count, dtype, op, failure)
     _check_failure(status, failure)
 
 
-def nccl_broadcast(comm: Any, buffers: list[int], count: int, dtype: int, root: int) -> None:
+def nccl_broadcast(comm: Any, buffers: list[Any], count: int, dtype: int, root: int) -> None:
     """Broadcast device memory; see ``ncs_nccl_broadcast``. Blocks. Raises NcclError."""
     failure = ffi.new("ncs_failure*")
-    addresses = _new_addresses(buffers)
-    pointers = _cast(_POINTERS, addresses)
-    _check_failure(lib.ncs_nccl_broadcast(comm, pointers, count, dtype, root, failure), failure)
+    _check_failure(lib.ncs_nccl_broadcast(comm, buffers, count, dtype, root, failure), failure)
 
 
 def nccl_destroy(comm: Any) -> None:

@@ -1,0 +1,40 @@
+"""Train Keras 3 models on all GPUs of a host, exactly like on one.
+
+The public names are imported on first use, so that `ncclsync.communicator` works without TensorFlow.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ncclsync import ops as ops
+    from ncclsync.errors import NcclError as NcclError
+    from ncclsync.errors import NcclSyncError as NcclSyncError
+    from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
+    from ncclsync.native import nccl_version as nccl_version
+    from ncclsync.parallel import nccl_parallel as nccl_parallel
+    from ncclsync.towers import Towers as Towers
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "NcclError": "errors",
+    "NcclSyncError": "errors",
+    "NcclUnavailableError": "errors",
+    "Towers": "towers",
+    "nccl_parallel": "parallel",
+    "nccl_version": "native",
+}
+__all__ = [*_HOMES, "ops"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"ncclsync.{_HOMES[name]}"), name)
+    if name in ("ops", "communicator"):
+        return importlib.import_module(f"ncclsync.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,66 @@
+"""Group tensors into buckets: fewer, larger messages for the collectives.
+
+`plan_buckets` decides (pure Python, no TensorFlow); `pack` and `unpack` carry a plan out inside a graph.
+They know nothing of towers or of what is reduced.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import tensorflow as tf
+
+# What PyTorch's DistributedDataParallel settled on (`bucket_cap_mb`): large enough to reach the link's
+# bandwidth, small enough to start before back-propagation ends. Source: Li et al., "PyTorch Distributed:
+# Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+def plan_buckets(
+    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Assign tensors to buckets, last created first.
+
+    Back-propagation yields the gradients of the last layers first, so that a bucket that is filled in
+    reverse order of creation is complete early.
+
+    Args:
+        sizes_bytes: [N] size of each tensor, in bytes.
+        kinds: [N] tensors share a bucket only if their kinds are equal (dtype and operation, say).
+        bucket_bytes: a bucket is closed before it would exceed this size; a larger tensor is alone in its
+            bucket.
+
+    Returns:
+        [B] buckets, each a tuple of tensor indices; every index occurs exactly once.
+
+    Raises:
+        ValueError: if the lengths differ or `bucket_bytes` is not positive.
+    """
+    if len(sizes_bytes) != len(kinds):
+        raise ValueError(
+            f"Expected as many kinds as sizes. Received: {len(kinds)} kinds, {len(sizes_bytes)} sizes."
+        )
+    if bucket_bytes < 1:
+        raise ValueError(f"Expected bucket_bytes to be at least 1. Received: {bucket_bytes}")
+    buckets: list[list[int]] = []
+    open_bucket: dict[Hashable, tuple[list[int], int]] = {}
+    for index in reversed(range(len(sizes_bytes))):
+        kind, size = kinds[index], sizes_bytes[index]
+        bucket, filled = open_bucket.get(kind, ([], 0))
+        if not bucket or filled + size > bucket_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        open_bucket[kind] = (bucket, filled + size)
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenate tensors of one dtype and any shapes into one bucket, a tensor of shape [elements]."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+
+
+def unpack(bucket: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """Split a bucket into tensors of the given static shapes; the inverse of `pack`."""
+    sizes = [shape.num_elements() for shape in shapes]
+    parts = [bucket] if len(sizes) == 1 else tf.split(bucket, sizes)
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]

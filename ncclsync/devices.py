@@ -1,0 +1,139 @@
+"""Which devices the towers stand on, and what joins them. Chosen once, before anything is created."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
+
+_logger = logging.getLogger("ncclsync")
+
+BACKENDS = ("nccl", "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One device per tower, and the backend that joins them.
+
+    Attributes:
+        devices: such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times.
+        backend: "nccl" or "cpu".
+    """
+
+    devices: tuple[str, ...]
+    backend: str
+
+
+def check_arguments(
+    towers: int | None, devices: Sequence[str] | None, backend: str | None, bucket_bytes: int
+) -> None:
+    """Check what can be checked without asking TensorFlow for its devices, which would start it.
+
+    Raises:
+        TypeError, ValueError: see `choose_placement`; `bucket_bytes` must be a positive int.
+    """
+    if towers is not None:
+        if devices is not None:
+            raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
+        if isinstance(towers, bool) or not isinstance(towers, int):
+            raise TypeError(
+                f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}"
+            )
+        if towers < 1:
+            raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
+    if devices is not None and (
+        isinstance(devices, str) or not isinstance(devices, Sequence) or not devices
+    ):
+        raise TypeError(f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"Expected backend to be one of {BACKENDS} or None. Received: {backend!r}")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {bucket_bytes!r}")
+
+
+def choose_placement(
+    towers: int | None, devices: Sequence[str] | None, backend: str | None
+) -> Placement:
+    """Choose devices and backend; log the choice once, at INFO, with the reason.
+
+    Args:
+        towers: how many towers: the first GPUs, or that many CPU towers where there is no GPU. None: every
+            GPU, or one CPU tower.
+        devices: just these instead, such as ["GPU:0", "GPU:2"].
+        backend: "nccl", "cpu", or None to follow the devices.
+
+    Raises:
+        TypeError, ValueError: if an argument is not as described, names a device that is not there, names
+            a GPU twice, or asks for more towers than there are GPUs on a host that has some.
+    """
+    gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
+    if devices is not None:
+        chosen, reason = _named_devices(devices), "as named"
+    else:
+        chosen, reason = _first_devices(towers, gpus)
+    kinds = {device.split(":")[0] for device in chosen}
+    if backend is None:
+        backend = "nccl" if kinds == {"GPU"} else "cpu"
+        why = f"the towers stand on {' and '.join(sorted(kinds))} devices"
+    else:
+        why = "asked for"
+        if backend == "nccl" and devices is not None and kinds != {"GPU"}:
+            raise ValueError(
+                f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}"
+            )
+    _logger.info(
+        "%d tower(s) on %s (%s); backend %s (%s)", len(chosen), ", ".join(chosen), reason, backend, why
+    )
+    return Placement(tuple(chosen), backend)
+
+
+def connect(placement: Placement) -> Communicator:
+    """Create the communicator that joins a placement's towers. The caller closes it.
+
+    Raises:
+        NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+    """
+    if placement.backend == "nccl":
+        ordinals = [
+            int(device.split(":")[1]) if device.startswith("GPU") else index
+            for index, device in enumerate(placement.devices)
+        ]
+        return NcclCommunicator(ordinals)
+    return CpuCommunicator(len(placement.devices))
+
+
+def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]:
+    if towers is None:
+        return (gpus, "every visible GPU") if gpus else (["CPU:0"], "no GPU is visible")
+    if not gpus:
+        return ["CPU:0"] * towers, "no GPU is visible"
+    if towers > len(gpus):
+        raise ValueError(
+            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}"
+        )
+    return gpus[:towers], "the first GPUs"
+
+
+def _named_devices(devices: Sequence[str]) -> list[str]:
+    known = [_short_name(device.name) for device in tf.config.list_logical_devices()]
+    chosen = []
+    for name in devices:
+        try:
+            short = _short_name(name)
+        except (ValueError, AttributeError, TypeError):
+            short = None
+        if short not in known:
+            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}")
+        if short.startswith("GPU") and short in chosen:
+            raise ValueError(f"Expected every GPU once. Received: devices={list(devices)}")
+        chosen.append(short)
+    return chosen
+
+
+def _short_name(name: str) -> str:
+    spec = tf.DeviceSpec.from_string(name if name.startswith("/") else f"/{name}")
+    if spec.device_type is None:
+        raise ValueError(name)
+    return f"{spec.device_type.upper()}:{spec.device_index or 0}"

@@ -1,0 +1,1 @@
+def run_eagerly(*a): raise NotImplementedError

@@ -1,0 +1,159 @@
+"""Lay a program out on every tower: the body of the one graph that is a step.
+
+Reads as the data flow: shard, segment, all-reduce, segment, …, results. Must be called while a graph is
+built. `program.py` says what is laid out, `towers.py` on what.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.ops import group_all_reduce, group_broadcast
+from ncclsync.program import Bucket, Program, Segment
+from ncclsync.shard import Shards
+from ncclsync.towers import Towers
+
+
+class Rollback:
+    """What a step that writes weights on its way needs, so that an error on one tower undoes all of it.
+
+    The saved values share memory with tower 0's variables until a step writes those.
+    """
+
+    def __init__(self, program: Program, towers: Towers) -> None:
+        variables = dict(program.variables)
+        with tf.init_scope(), tf.device(f"/{towers.devices[0]}"):
+            self._saved = [
+                (variables[name], tf.Variable(variables[name].value(), trainable=False))
+                for name in program.rollback
+            ]
+            self._open = tf.Variable(False, trainable=False) if self._saved else None
+
+    def begin(self) -> list[tf.Operation]:
+        """Save, in the graph of the step; the step must wait for what is returned."""
+        if self._open is None:
+            return []
+        saves = [saved.assign(variable.read_value()).op for variable, saved in self._saved]
+        with tf.control_dependencies(saves):
+            return [self._open.assign(True).op]
+
+    def end(self, done: tf.Operation) -> tf.Operation:
+        """Note, in the graph of the step, that it is complete."""
+        if self._open is None:
+            return done
+        with tf.control_dependencies([done]):
+            return self._open.assign(False).op
+
+    def restore(self) -> None:
+        """Undo a step that failed on its way; do nothing if it failed before it began."""
+        if self._open is not None and self._open.numpy():
+            for variable, saved in self._saved:
+                variable.assign(saved)
+            self._open.assign(False)
+
+
+def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback) -> Any:
+    """Run `program` on all towers, in the graph that is being built.
+
+    Args:
+        program: a traced step, cut.
+        towers: N towers; copies of the program's variables are made as needed.
+        shards: the batch, split into N.
+        rollback: made for the same program.
+
+    Returns:
+        The step's results as one tower's would be: its structure, tensors combined as the program says.
+        They depend on every side effect of every tower.
+    """
+    count = len(towers)
+    values = [_inputs(program, towers, shards.batches[i], i) for i in range(count)]  # [N] {name: tensor}
+    received: list[list[tf.Tensor]] = [[] for _ in range(count)]  # [N][B]
+    before: list[Any] = rollback.begin()
+    for segment in program.segments:
+        sent, tokens = [], []
+        for i, device in enumerate(towers.devices):
+            with tf.device(f"/{device}"), tf.control_dependencies(before):
+                outcome = _run_segment(segment, values[i], received[i], shards.fractions[i], i)
+            values[i].update(zip(segment.fetches, outcome, strict=False))
+            sent.append(outcome[len(segment.fetches) : -1])
+            tokens.append(outcome[-1])
+        # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
+        before = [tf.group(*tokens)]
+        received = _exchange(segment.outgoing, sent, towers)
+    with tf.control_dependencies([rollback.end(before[0])]):
+        return _results(program, values, shards)
+
+
+def _inputs(program: Program, towers: Towers, batch: Any, tower: int) -> dict[str, tf.Tensor]:
+    leaves = [t for t in tf.nest.flatten(batch, expand_composites=True) if t is not None]
+    values = dict(zip(program.arguments, leaves, strict=True))
+    values.update(program.captures)
+    values.update((name, towers.copies(variable)[tower].handle) for name, variable in program.variables)
+    return values
+
+
+def _run_segment(
+    segment: Segment,
+    values: dict[str, tf.Tensor],
+    received: Sequence[tf.Tensor],
+    fraction: tf.Tensor,
+    tower: int,
+) -> list[tf.Tensor]:
+    sources = [values[name] for name in segment.sources]
+    return segment.function(*sources, *received, fraction, tf.constant(tower == 0))
+
+
+def _exchange(
+    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], towers: Towers
+) -> list[list[tf.Tensor]]:
+    """Join the towers' buckets; [N][B] in, [N][B] out."""
+    count = len(towers)
+    if count == 1:
+        return sent
+    columns = []  # [B][N]
+    for bucket, column in zip(buckets, zip(*sent, strict=True), strict=True):
+        wire = bucket.wire
+        if wire.root >= count:
+            raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
+        if wire.kind == "broadcast":
+            columns.append(group_broadcast(column, towers.communicator, wire.root))
+            continue
+        reduced = group_all_reduce(column, towers.communicator, wire.op)
+        if wire.kind == "reduce":
+            reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
+        columns.append(reduced)
+    return [[column[i] for column in columns] for i in range(count)]
+
+
+def _results(program: Program, values: list[dict[str, tf.Tensor]], shards: Shards) -> Any:
+    outputs = iter(program.outputs)
+    combined = []
+    for leaf in tf.nest.flatten(program.structure):
+        parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
+        if not parts:
+            combined.append(None)
+            continue
+        pieces = [
+            tf.nest.pack_sequence_as(leaf, [tower[name] for name, _ in parts], expand_composites=True)
+            for tower in values
+        ]
+        if parts[0][1] == "concat" and len(pieces) > 1:
+            combined.append(_concat(pieces, shards))
+        else:
+            combined.append(tf.nest.map_structure(tf.identity, pieces[0], expand_composites=True))
+    return tf.nest.pack_sequence_as(program.structure, combined)
+
+
+def _concat(pieces: Sequence[Any], shards: Shards) -> Any:
+    """Concatenate results of one row per sample, without those of a tower's stand-in row."""
+    kept = []
+    for piece, size in zip(pieces, shards.sizes, strict=True):
+        if isinstance(piece, tf.SparseTensor):
+            rows = tf.where(size > 0, piece.dense_shape[0], 0)
+            shape = tf.concat([[rows], piece.dense_shape[1:]], 0)
+            kept.append(tf.sparse.slice(piece, tf.zeros_like(shape), shape))
+        else:
+            rows = piece.nrows() if isinstance(piece, tf.RaggedTensor) else tf.shape(piece)[0]
+            kept.append(piece[: tf.where(size > 0, rows, 0)])
+    return tf.sparse.concat(0, kept) if isinstance(kept[0], tf.SparseTensor) else tf.concat(kept, 0)

@@ -1,0 +1,282 @@
+"""Collectives as TensorFlow ops.
+
+Two levels: `all_reduce` and `broadcast` are what a user calls inside a step, where they mean "with the
+other towers"; `group_all_reduce` and `group_broadcast` join the tensors of all towers in one graph by py
+ops over a communicator. What the former become depends on who runs the step (a `Context`): a mark while a
+step is traced, an exchange between towers that run eagerly, and nothing but the tensor itself where a
+step runs alone, since a reduction over one tower is the identity.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from ncclsync import native
+from ncclsync.communicator import Communicator, NcclCommunicator, empty_aligned
+
+REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One tensor's meeting with its counterparts on the other towers.
+
+    Attributes:
+        kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
+            zeros: the gradient of a broadcast).
+        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
+        root: the tower that a broadcast starts from, or that a reduce ends at.
+    """
+
+    kind: str
+    op: str = "sum"
+    root: int = 0
+
+
+class Context(Protocol):
+    """Whoever runs a step on towers; decides what a collective in it does."""
+
+    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
+        """Return what each tensor becomes; called once per collective, in the order of the step."""
+        ...
+
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def running_in(context: Context | None) -> Iterator[None]:
+    """Make `context` decide what the collectives of this thread do. None: the step runs alone."""
+    before = getattr(_running, "context", None)
+    _running.context = context
+    try:
+        yield
+    finally:
+        _running.context = before
+
+
+def current_context() -> Context | None:
+    """Return who runs the step of this thread, None outside a step on towers."""
+    return getattr(_running, "context", None)
+
+
+def all_reduce(tensors: Any, op: str = "mean") -> Any:
+    """Reduce each tensor with its counterparts on the other towers; every tower gets the result.
+
+    Collective: every tower must call it, which holds by itself for a step that is traced once. Outside a
+    step on towers there is one tower, and the result is the tensors themselves. Differentiable for
+    "mean" and "sum": the gradient of an all-reduce is the all-reduce of the gradients.
+
+    Args:
+        tensors: a tensor or a nested structure of tensors, any mix of numeric dtypes. Shapes must agree
+            between the towers. `tf.IndexedSlices` are made dense. None stays None.
+        op: "mean" weighs each tower by the number of its samples, sum(n_i * t_i) / sum(n_i), so that the
+            mean over a shard becomes the mean over the batch; floating dtypes only. "sum", "prod", "max",
+            "min" run over the towers that have samples.
+
+    Returns:
+        The same structure; dense tensors of the same shapes and dtypes.
+
+    Raises:
+        ValueError: if `op` is unknown.
+        TypeError: if a dtype cannot be reduced.
+        NcclSyncError: inside `tf.while_loop`, `tf.cond` or a nested `tf.function`, where a step cannot be
+            cut.
+    """
+    if op not in REDUCE_OPS:
+        raise ValueError(f"Expected op to be one of {REDUCE_OPS}. Received: op={op!r}")
+    return _map_collective(tensors, Collective("all_reduce", op))
+
+
+def broadcast(tensors: Any, root: int = 0) -> Any:
+    """Give every tower the tensors of tower `root`.
+
+    Collective, like `all_reduce`. The gradient is the sum of the towers' gradients on the root and zero
+    elsewhere. A root without samples (a batch with fewer rows than towers) sends what it computed on a
+    copy of the batch's first row.
+
+    Args:
+        tensors: a tensor or a nested structure of numeric tensors; shapes must agree between the towers.
+        root: index of the tower to take the tensors from.
+
+    Returns:
+        The same structure.
+
+    Raises:
+        ValueError: if `root` is negative, or not below the number of towers.
+        TypeError, NcclSyncError: as for `all_reduce`.
+    """
+    if isinstance(root, bool) or not isinstance(root, int) or root < 0:
+        raise ValueError(f"Expected root to be the index of a tower. Received: root={root!r}")
+    return _map_collective(tensors, Collective("broadcast", root=root))
+
+
+def _map_collective(structure: Any, collective: Collective) -> Any:
+    leaves = tf.nest.flatten(structure)
+    places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    tensors = [tf.convert_to_tensor(leaves[i]) for i in places]
+    for tensor in tensors:
+        _check_dtype(tensor.dtype, collective)
+    context = current_context()
+    if context is not None and tensors:
+        for i, tensor in zip(places, _exchange(context, tensors, collective), strict=True):
+            leaves[i] = tensor
+    else:
+        for i, tensor in zip(places, tensors, strict=True):
+            leaves[i] = tensor
+    return tf.nest.pack_sequence_as(structure, leaves)
+
+
+def _exchange(context: Context, tensors: list[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
+    @tf.custom_gradient
+    def differentiable(*values):
+        results = context.exchange(values, collective)
+
+        def gradient(*upstream):
+            floating = [i for i, value in enumerate(values) if value.dtype.is_floating]
+            reduced = _map_collective([upstream[i] for i in floating], _adjoint(collective))
+            gradients = [None] * len(values)
+            for i, tensor in zip(floating, reduced, strict=True):
+                gradients[i] = tensor
+            return gradients
+
+        return results, gradient
+
+    return list(differentiable(*tensors))
+
+
+def _adjoint(collective: Collective) -> Collective:
+    """The collective that carries the gradient of `collective` back."""
+    if collective.kind == "broadcast":
+        return Collective("reduce", root=collective.root)
+    if collective.kind == "reduce":
+        return Collective("broadcast", root=collective.root)
+    if collective.op in ("mean", "sum"):
+        return collective
+    raise ValueError(
+        "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
+        f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
+    )
+
+
+def _check_dtype(dtype: tf.DType, collective: Collective) -> None:
+    if collective.op == "mean" and collective.kind == "all_reduce" and not dtype.is_floating:
+        raise TypeError(f"Expected a floating dtype for op='mean'. Received: {dtype.name}")
+    if dtype.name not in native.DTYPES:
+        raise TypeError(f"Expected one of the dtypes {sorted(native.DTYPES)}. Received: {dtype.name}")
+
+
+def group_all_reduce(
+    tensors: Sequence[tf.Tensor], communicator: Communicator, op: str = "sum"
+) -> list[tf.Tensor]:
+    """Reduce one tensor per tower, in a graph, by py ops that wait for nothing but their inputs.
+
+    Args:
+        tensors: [N] tensors of one shape and dtype, tensor i on tower i's device.
+        communicator: of N ranks.
+        op: "sum", "prod", "max", "min" or "avg".
+
+    Returns:
+        [N] tensors on the same devices. Towers that share the host's memory get the same one.
+    """
+    if isinstance(communicator, NcclCommunicator):
+        return _group_on_devices(
+            tensors, lambda sends, recvs: communicator.all_reduce(sends, recvs, op)
+        )
+
+    def reduce_on_host(*sends):
+        result = empty_aligned(sends[0].shape, sends[0].dtype)
+        communicator.all_reduce(sends, [result] * len(sends), op)
+        return result
+
+    # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
+    # merged with another call: every py op carries a token of its own.
+    with tf.device("/CPU:0"):
+        result = tf.numpy_function(reduce_on_host, list(tensors), tensors[0].dtype, stateful=False)
+    result.set_shape(tensors[0].shape)
+    return [result] * len(tensors)
+
+
+def group_broadcast(
+    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0
+) -> list[tf.Tensor]:
+    """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
+    if isinstance(communicator, NcclCommunicator):
+
+        def broadcast_on_devices(sends, recvs):
+            communicator.broadcast([s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs))], root)
+
+        received = _group_on_devices(tensors, broadcast_on_devices)
+        return [t if i == root else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
+
+    def broadcast_on_host(send):
+        buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
+        buffers[root] = send
+        communicator.broadcast(buffers, root)
+        return [buffer for i, buffer in enumerate(buffers) if i != root]
+
+    if len(tensors) == 1:
+        return list(tensors)
+    sent = tensors[root]
+    with tf.device("/CPU:0"):
+        received = tf.numpy_function(
+            broadcast_on_host, [sent], [sent.dtype] * (len(tensors) - 1), stateful=False
+        )
+    for tensor in received:
+        tensor.set_shape(sent.shape)
+    return [*received[:root], sent, *received[root:]]
+
+
+def _group_on_devices(tensors: Sequence[tf.Tensor], collective) -> list[tf.Tensor]:
+    """Run a collective over tensors that stay in their devices' memory.
+
+    One py op takes all its inputs on one device, so three kinds of op share the work, and none of them
+    waits for another: per tower an op that takes the input and allocates the output; one op on the host
+    that runs the group; per tower an op that hands the output out. The tokens between them are what makes
+    the order right: copying a tower's token to the host waits for that tower's compute stream, behind which
+    its input is ready and its output's memory is free. The group blocks until it is complete.
+    """
+    count = len(tensors)
+    rounds: dict[int, list] = {}
+    lock = threading.Lock()
+
+    def take(index):
+        def stage(tensor):
+            # The same op may run again (steps_per_execution) only after its outputs were handed out.
+            output = tf.raw_ops.Empty(shape=tf.shape(tensor), dtype=tensor.dtype, init=False)
+            with lock:
+                rounds[index] = [tensor, output]
+            return tf.zeros([], tf.float32)
+
+        return stage
+
+    def run_group(*_tokens):
+        with lock:
+            pairs = [rounds[i] for i in range(count)]
+        collective([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        return tf.zeros([], tf.float32)
+
+    def hand_out(index):
+        def stage(_token):
+            with lock:
+                return rounds.pop(index)[1]
+
+        return stage
+
+    tokens = []
+    for i, tensor in enumerate(tensors):
+        with tf.device(tensor.device):
+            tokens.append(tf.py_function(take(i), [tensor], tf.float32))
+    with tf.device("/CPU:0"):
+        done = tf.py_function(run_group, tokens, tf.float32)
+    results = []
+    for i, tensor in enumerate(tensors):
+        with tf.device(tensor.device):
+            result = tf.py_function(hand_out(i), [done], tensor.dtype)
+        result.set_shape(tensor.shape)
+        results.append(result)
+    return results

@@ -1,0 +1,108 @@
+"""`@nccl_parallel`: from a model factory to a model that trains on towers."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import keras
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.bucket import DEFAULT_BUCKET_BYTES
+from ncclsync.devices import check_arguments
+from ncclsync.errors import NcclSyncError
+from ncclsync.towers import Towers
+from ncclsync.trainer import attach
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+@overload
+def nccl_parallel(factory: Factory) -> Factory: ...
+
+
+@overload
+def nccl_parallel(
+    *,
+    towers: int | None = None,
+    devices: Sequence[str] | None = None,
+    backend: str | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Callable[[Factory], Factory]: ...
+
+
+def nccl_parallel(
+    factory=None, *, towers=None, devices=None, backend=None, bucket_bytes=DEFAULT_BUCKET_BYTES
+):
+    """Decorate a model factory: the model it returns trains on several GPUs as on one.
+
+    Each GPU holds a full replica of the model, a tower. A batch is split among the towers, their gradients
+    are all-reduced, and every tower makes the same update. The batch size is the global one, as in Keras.
+
+    Args:
+        factory: any callable that returns a `keras.Model`; its arguments pass through.
+        towers: the first so many GPUs, or so many CPU towers where the host has no GPU. None: every
+            visible GPU; one CPU tower where there is none.
+        devices: just these instead, such as `["GPU:0", "GPU:2"]`.
+        backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
+        bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
+
+    Returns:
+        The factory, decorated. It calls the original once and returns that very model, of the same class,
+        with `model.towers`, a `Towers`.
+
+    Raises:
+        TypeError, ValueError: bad arguments, here or when the factory is called; a factory that returns
+            something else than a Keras model, or one made under `tf.distribute`.
+        NcclSyncError: Keras runs on another backend than TensorFlow.
+        NcclUnavailableError: NCCL was chosen and cannot be used.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise NcclSyncError(
+            "Expected Keras to run on the TensorFlow backend. "
+            f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+    check_arguments(towers, devices, backend, bucket_bytes)
+    if factory is None:
+        return functools.partial(
+            nccl_parallel, towers=towers, devices=devices, backend=backend, bucket_bytes=bucket_bytes
+        )
+    if not callable(factory):
+        raise TypeError(f"Expected a function that returns a keras.Model. Received: {factory!r}")
+
+    @functools.wraps(factory)
+    def build(*args, **kwargs):
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                "Expected to be called outside any tf.distribute scope. "
+                f"Received: a call under {type(tf.distribute.get_strategy()).__name__}"
+            )
+        replicas = Towers(towers, devices=devices, backend=backend, bucket_bytes=bucket_bytes)
+        try:
+            with tf.device(f"/{replicas.devices[0]}"):
+                model = factory(*args, **kwargs)
+            _check_model(model)
+        except BaseException:
+            replicas.close()
+            raise
+        attach(model, replicas)
+        return model
+
+    return build
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
+        )
+    for owner in (model, getattr(model, "optimizer", None)):
+        strategy = private.strategy_of(owner)
+        if strategy is not None:
+            raise ValueError(
+                "Expected a model made and compiled outside tf.distribute. "
+                f"Received: one made under {type(strategy).__name__}"
+            )
+    towers = getattr(model, "towers", None)
+    if isinstance(towers, Towers) and not towers.closed:
+        raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")

@@ -1,0 +1,164 @@
+"""Trace a step once, as a program of one tower, with marks where it calls a collective.
+
+Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, `Segment`, `Program`).
+`cut.py` does the cutting, `layout.py` runs the result on every tower; this module knows no device.
+"""
+
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import Collective, running_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One tensor of the program that meets its counterparts between two segments.
+
+    Attributes:
+        source: name of the tensor before; a name is unique within the program.
+        result: name of the tensor behind the exchange.
+        collective: what happens to it.
+        shape: static shape, perhaps with unknown dimensions.
+        dtype: its dtype.
+    """
+
+    source: str
+    result: str
+    collective: Collective
+    shape: tf.TensorShape
+    dtype: tf.DType
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Exchanges that travel together as one tensor: all of one dtype and one operation on the wire."""
+
+    wire: Collective
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A part of the program between collectives: one function, the same for every tower.
+
+    `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
+    the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
+    token depends on every side effect of the segment.
+    """
+
+    function: Any
+    sources: tuple[str, ...]
+    incoming: tuple[Bucket, ...]
+    fetches: tuple[str, ...]
+    outgoing: tuple[Bucket, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced step, cut.
+
+    Attributes:
+        segments: in order; buckets of one are reduced before the next.
+        arguments: names of the tensors of the batch, in the order of its flattened structure.
+        captures: (name, tensor) of what the step closes over, other than variables.
+        variables: (name of the handle, variable of tower 0).
+        outputs: names of the flattened results, and how towers' differing values become one: "first",
+            "concat" or None (an exchange has done it).
+        structure: the results' structure, with None in place of tensors that are None.
+        rollback: names of the handles of variables to restore if a step fails on the way: all that it
+            writes, if it writes any before the last segment, else none.
+    """
+
+    segments: tuple[Segment, ...]
+    arguments: tuple[str, ...]
+    captures: tuple[tuple[str, tf.Tensor], ...]
+    variables: tuple[tuple[str, tf.Variable], ...]
+    outputs: tuple[tuple[str, str], ...]
+    structure: Any
+    rollback: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """An `IdentityN` of the trace that stands for a collective."""
+
+    name: str
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A step as `tf.function` traced it.
+
+    Attributes:
+        function: the ConcreteFunction.
+        marks: by name of the marking op.
+    """
+
+    function: Any
+    marks: dict[str, Mark]
+
+
+class _Marking:
+    """The context of a step that is being traced: leaves marks."""
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+        self.marks: list[tuple[Any, Mark]] = []
+
+    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self.graph:
+            raise NcclSyncError(
+                "Expected a collective at the top level of a step, where the step can be cut. Received: one "
+                f"inside tf.while_loop, tf.cond or a nested tf.function, called at {_user_line()}. Move the "
+                "collective (or the optimizer's apply, which all-reduces the gradients) out of it."
+            )
+        outputs = tf.identity_n(list(tensors), name="ncclsync_mark")
+        self.marks.append((graph, Mark(outputs[0].op.name, collective)))
+        return outputs
+
+
+def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
+    """Trace `step(batch)` for one tower.
+
+    Args:
+        step: any function of a batch; its collectives become marks.
+        batch_specs: the batch's structure with a `tf.TypeSpec` (or None) in place of each tensor.
+
+    Returns:
+        The trace: a valid program of one tower, in which a mark changes nothing.
+
+    Raises:
+        NcclSyncError: for a collective where the step cannot be cut; the message names the line.
+        Exception: whatever the step raises while it is traced.
+    """
+    marking = _Marking()
+
+    def traced(batch):
+        # tf.function traces again when a step created variables; the last trace is the one that counts.
+        marking.graph = tf.compat.v1.get_default_graph()
+        with running_in(marking):
+            return step(batch)
+
+    function = tf.function(traced, autograph=False).get_concrete_function(batch_specs)
+    marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
+    return Trace(function, marks)
+
+
+def _user_line() -> str:
+    """Name the innermost line of the stack that belongs to none of the libraries."""
+    libraries = tuple(os.path.dirname(module.__file__) for module in (tf, keras)) + (
+        os.path.dirname(__file__),
+    )
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "a line that could not be found"

@@ -1,0 +1,215 @@
+"""Build one segment: a function of the ops of one level, which packs what it sends.
+
+Neighbours: `cut.py` decides what belongs to a segment, `layout.py` calls it on every tower.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.bucket import pack, unpack
+from ncclsync.program import Bucket, Exchange, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A variable whose towers' values become one at the end of the step.
+
+    Attributes:
+        handle: name of the variable's handle.
+        source: name of its value behind its last write.
+        result: name of the combined value.
+        writers: names of the ops that write it.
+        root_only: whether tower 0 alone keeps the result and the others start again from zero.
+    """
+
+    handle: str
+    source: str
+    result: str
+    writers: tuple[str, ...]
+    root_only: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentPlan:
+    """What one segment holds, by names of the trace; the fields of `Segment`, and its ops and folds."""
+
+    ops: list[str] = dataclasses.field(default_factory=list)
+    sent: list[Exchange] = dataclasses.field(default_factory=list)
+    fold_reads: list[Fold] = dataclasses.field(default_factory=list)
+    fold_writes: list[Fold] = dataclasses.field(default_factory=list)
+    sources: tuple[str, ...] = ()
+    incoming: tuple[Bucket, ...] = ()
+    fetches: tuple[str, ...] = ()
+    outgoing: tuple[Bucket, ...] = ()
+
+
+def build_segment(graph: Any, plan: SegmentPlan, jit_compile: bool) -> Segment:
+    """Turn a plan into a function that is the same for every tower.
+
+    Args:
+        graph: the `cut._Graph` that the plan names parts of.
+        plan: what to build.
+        jit_compile: whether XLA compiles it.
+    """
+    outside = {name: f"outside_{i}" for i, name in enumerate(_imports(graph, plan))}
+    definition = _graph_def(graph, plan, outside)
+
+    def body(*args):
+        values = dict(zip(plan.sources, args, strict=False))
+        for bucket, tensor in zip(plan.incoming, args[len(plan.sources) : -2], strict=True):
+            values.update(_receive(bucket, tensor))
+        fraction, is_root = args[-2:]
+        wanted = sorted(
+            name
+            for name in {*plan.fetches, *(exchange.source for exchange in plan.sent)}
+            if name not in values and not name.startswith("@fold_")
+        )
+        writers = sorted({name for fold in plan.fold_reads for name in fold.writers} & set(plan.ops))
+        effects = sorted(set(plan.ops) & graph.must_run)
+        imported = tf.graph_util.import_graph_def(
+            definition,
+            input_map={f"{placeholder}:0": values[name] for name, placeholder in outside.items()},
+            return_elements=[*wanted, *writers, *effects],
+            name="segment",
+        )
+        values.update(zip(wanted, imported, strict=False))
+        written = dict(zip(writers, imported[len(wanted) :], strict=False))
+        side_effects = list(imported[len(wanted) + len(writers) :])
+        for fold in plan.fold_reads:
+            with tf.control_dependencies([written[name] for name in fold.writers if name in written]):
+                exchange = next(e for e in plan.sent if e.source == fold.source)
+                value = tf.raw_ops.ReadVariableOp(resource=values[fold.handle], dtype=exchange.dtype)
+                values[fold.source] = tf.ensure_shape(value, exchange.shape)
+        with tf.control_dependencies(side_effects):
+            for fold in plan.fold_writes:
+                value = values[fold.result]
+                kept = tf.where(is_root, value, tf.zeros_like(value)) if fold.root_only else value
+                side_effects.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))
+        outgoing = [_send(bucket, values, fraction, is_root) for bucket in plan.outgoing]
+        with tf.control_dependencies(side_effects):
+            token = tf.constant(0.0)
+        return [*(tf.identity(values[name]) for name in plan.fetches), *outgoing, tf.identity(token)]
+
+    signature = [graph.spec(name) for name in plan.sources]
+    signature += [_bucket_spec(bucket) for bucket in plan.incoming]
+    signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
+    function = tf.function(
+        body,
+        input_signature=signature,
+        autograph=False,
+        jit_compile=jit_compile or None,
+        # A segment that TensorFlow inlines into the step is optimised anew for every tower.
+        experimental_attributes={"_noinline": True},
+    ).get_concrete_function()
+    return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing)
+
+
+def _imports(graph: Any, plan: SegmentPlan) -> list[str]:
+    """Names of the tensors that the ops of a plan take from outside."""
+    own = set(plan.ops)
+    names = {name for op in plan.ops for name in graph.inputs[op]}
+    return sorted(
+        name
+        for name in names
+        if name in graph.exchanges or (name.split(":")[0] not in own and not graph.is_constant(name))
+    )
+
+
+def _graph_def(graph: Any, plan: SegmentPlan, outside: dict[str, str]) -> tf.compat.v1.GraphDef:
+    """The plan's ops as a GraphDef in which `outside` names the placeholders of outer tensors."""
+    own = set(plan.ops)
+    used = {name.split(":")[0] for op in plan.ops for name in graph.inputs[op]}
+    used |= {name.split(":")[0] for name in (*plan.fetches, *(e.source for e in plan.sent))}
+    constants = [name for name in used if name in graph.by_name and graph.is_constant(f"{name}:0")]
+    definition = tf.compat.v1.GraphDef()
+    definition.versions.CopyFrom(graph.versions)
+    for name in [*sorted(constants), *plan.ops]:
+        node = definition.node.add()
+        node.CopyFrom(graph.nodes[name])
+        # Tower 0's placement means nothing on another tower; the caller's device decides.
+        if _same_device(node.device, graph.home_device):
+            node.device = ""
+        node.attr.pop("_class", None)
+        del node.input[:]
+        for source in graph.inputs[name]:
+            node.input.append(outside.get(source, source))
+        node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
+    for name, placeholder in outside.items():
+        node = definition.node.add()
+        node.name, node.op = placeholder, "Placeholder"
+        node.attr["dtype"].type = graph.spec(name).dtype.as_datatype_enum
+    _add_functions(graph, definition)
+    return definition
+
+
+def _add_functions(graph: Any, definition: tf.compat.v1.GraphDef) -> None:
+    """Copy the functions that a segment's nodes call, directly or not, into its library."""
+    added: set[str] = set()
+    queue = list(definition.node)
+    while queue:
+        node = queue.pop()
+        called = [node.op]
+        for attribute in node.attr.values():
+            called += [attribute.func.name, *(function.name for function in attribute.list.func)]
+        for name in called:
+            if name in graph.functions and name not in added:
+                added.add(name)
+                definition.library.function.add().CopyFrom(graph.functions[name])
+                queue.extend(graph.functions[name].node_def)
+    for gradient in graph.gradients:
+        if gradient.function_name in added:
+            definition.library.gradient.add().CopyFrom(gradient)
+
+
+@functools.cache
+def _same_device(one: str, other: str) -> bool:
+    first, second = (tf.DeviceSpec.from_string(name) for name in (one, other))
+    return (first.device_type, first.device_index) == (second.device_type, second.device_index)
+
+
+def _bucket_spec(bucket: Bucket) -> tf.TensorSpec:
+    first = bucket.exchanges[0]
+    if not first.shape.is_fully_defined():
+        return tf.TensorSpec(first.shape, first.dtype)
+    return tf.TensorSpec([sum(e.shape.num_elements() for e in bucket.exchanges)], first.dtype)
+
+
+def _receive(bucket: Bucket, tensor: tf.Tensor) -> dict[str, tf.Tensor]:
+    if not bucket.exchanges[0].shape.is_fully_defined():
+        return {bucket.exchanges[0].result: tensor}
+    parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
+    return {exchange.result: part for exchange, part in zip(bucket.exchanges, parts, strict=True)}
+
+
+def _send(
+    bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, is_root: tf.Tensor
+) -> tf.Tensor:
+    """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
+    tensors = []
+    for exchange in bucket.exchanges:
+        tensor = values[exchange.source]
+        if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
+            tensor = tensor * tf.cast(fraction, tensor.dtype)
+        tensors.append(tensor)
+    packed = pack(tensors) if bucket.exchanges[0].shape.is_fully_defined() else tensors[0]
+    if bucket.wire.kind == "broadcast":
+        return packed
+    neutral = _neutral(bucket.wire.op, packed.dtype)
+    # A select, not a product: what a tower computed on a stand-in row may be NaN.
+    return tf.cond(
+        fraction > 0, lambda: tf.identity(packed), lambda: tf.fill(tf.shape(packed), neutral)
+    )
+
+
+def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:
+    if op == "sum":
+        return tf.zeros([], dtype)
+    if op == "prod":
+        return tf.ones([], dtype)
+    extreme = dtype.min if op == "max" else dtype.max
+    if dtype.is_floating:
+        extreme = float("-inf") if op == "max" else float("inf")
+    return tf.constant(extreme, dtype)

@@ -1,0 +1,167 @@
+"""Split one global batch into shards, one per tower, for any number of rows.
+
+Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`).
+A tower for which no row is left gets a copy of the first row and a sample count of zero: it computes on
+something, since an empty tensor has no mean, and the collectives leave its results out.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
+    """Split `batch_size` rows as evenly as it goes: 10 over 4 is (3, 3, 2, 2).
+
+    Raises:
+        ValueError: if `batch_size` is negative or `towers` is less than one.
+    """
+    if batch_size < 0 or towers < 1:
+        raise ValueError(
+            "Expected batch_size of at least 0 and towers of at least 1. "
+            f"Received: batch_size={batch_size}, towers={towers}"
+        )
+    share, rest = divmod(batch_size, towers)
+    return tuple(share + (index < rest) for index in range(towers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """One batch, split.
+
+    Attributes:
+        batches: [towers] the batch's structure, with the tower's rows.
+        sizes: [towers] int32 scalars, the samples of each tower, 0 where it has none.
+        fractions: [towers] float64 scalars, each tower's share of the samples; they add up to 1.
+    """
+
+    batches: list[Any]
+    sizes: list[tf.Tensor]
+    fractions: list[tf.Tensor]
+
+
+def shard_batch(batch: Any, towers: int) -> Shards:
+    """Split every tensor of a batch along its first axis.
+
+    Args:
+        batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension;
+            scalars go to every tower as they are, and so does None.
+        towers: how many shards.
+
+    Raises:
+        ValueError: while the graph is built, if static shapes tell that the rows differ in number, or that
+            there is no tensor with rows.
+        InvalidArgumentError: when the graph runs, if the rows differ in number or there are none.
+    """
+    leaves = tf.nest.flatten(batch)
+    rowed = [leaf for leaf in leaves if _has_rows(leaf)]
+    if not rowed:
+        raise ValueError(
+            "Expected a batch with at least one tensor whose first axis runs over the samples. "
+            f"Received: {batch}"
+        )
+    static = {rows for leaf in rowed if (rows := _static_rows(leaf)) is not None}
+    if len(static) > 1:
+        raise ValueError(
+            "Expected every tensor of a batch to have the same number of rows. "
+            f"Received: {[tuple(leaf.shape.as_list()) for leaf in rowed]}"
+        )
+    rows = _count_rows(rowed[0])
+    checks = [
+        tf.debugging.assert_positive(rows, "Expected a batch of at least one row. Received: an empty batch.")
+    ]
+    if not static or any(_static_rows(leaf) is None for leaf in rowed):
+        checks += [
+            tf.debugging.assert_equal(
+                rows, _count_rows(leaf), "Expected every tensor of a batch to have the same number of rows."
+            )
+            for leaf in rowed[1:]
+        ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        rows = tf.identity(rows)
+    share, rest = rows // towers, rows % towers
+    batches, sizes = [], []
+    for index in range(towers):
+        size = share + tf.cast(index < rest, tf.int32)
+        start = index * share + tf.minimum(index, rest)
+        # Without samples: the first row, and a size of zero that keeps it out of every sum.
+        begin = tf.where(size > 0, start, 0)
+        count = tf.maximum(size, 1)
+        if len(static) == 1 and (whole := static.copy().pop()) % towers == 0 and whole:
+            begin, count = index * (whole // towers), whole // towers
+        batches.append(tf.nest.map_structure(lambda leaf, b=begin, c=count: _take_rows(leaf, b, c), batch))
+        sizes.append(size)
+    total = tf.cast(rows, tf.float64)
+    return Shards(batches, sizes, [tf.cast(size, tf.float64) / total for size in sizes])
+
+
+def shard_specs(batch: Any, towers: int) -> Any:
+    """Return the `tf.TypeSpec`s of one tower's shard of `batch` (tensors or specs); None stays None.
+
+    The number of rows is left open unless it is known and splits evenly.
+    """
+
+    def share(rows):
+        return rows // towers if rows and rows % towers == 0 else None
+
+    return _map_rows(batch, share)
+
+
+def open_specs(batch: Any) -> Any:
+    """Return the `tf.TypeSpec`s of a batch of tensors, with the number of rows left open."""
+    return _map_rows(batch, lambda _: None)
+
+
+def _map_rows(batch: Any, new_rows: Callable[[int | None], int | None]) -> Any:
+    def spec_of(leaf):
+        if leaf is None:
+            return None
+        spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+        if not _has_rows(spec):
+            return spec
+        shape = [new_rows(spec.shape[0]), *spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(
+                shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
+            )
+        if isinstance(spec, tf.SparseTensorSpec):
+            return tf.SparseTensorSpec(shape, spec.dtype)
+        return tf.TensorSpec(shape, spec.dtype)
+
+    return tf.nest.map_structure(spec_of, batch)
+
+
+def _has_rows(leaf: Any) -> bool:
+    if leaf is None:
+        return False
+    rank = leaf.shape.rank
+    if rank is None:
+        raise ValueError(f"Expected the tensors of a batch to have a known rank. Received: {leaf}")
+    return rank > 0
+
+
+def _static_rows(leaf: Any) -> int | None:
+    return leaf.shape[0]
+
+
+def _count_rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def _take_rows(leaf: Any, begin: Any, count: Any) -> Any:
+    if not _has_rows(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(rest)], 0)
+        piece = tf.sparse.slice(leaf, start, tf.concat([[tf.cast(count, tf.int64)], rest], 0))
+        # tf.sparse.slice forgets the shape, which the traced step relies on.
+        shape = tf.concat([[tf.cast(count, tf.int64)], rest], 0)
+        return tf.SparseTensor(piece.indices, piece.values, shape)
+    return leaf[begin : begin + count]

@@ -1,0 +1,282 @@
+"""The towers: their devices, their communicator, and a copy of every variable for each of them.
+
+Tower 0's variables are the user's own. `Towers` creates the other towers' copies, brings to them whatever
+Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import native, private
+from ncclsync.bucket import DEFAULT_BUCKET_BYTES
+from ncclsync.communicator import NcclCommunicator
+from ncclsync.devices import check_arguments, choose_placement, connect
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import current_context
+from ncclsync.variables import Role, role_of, start_value
+
+# Every method by which Python writes a tf.Variable.
+_WRITERS = (
+    "assign assign_add assign_sub batch_scatter_update scatter_add scatter_div scatter_max scatter_min "
+    "scatter_mul scatter_nd_add scatter_nd_sub scatter_nd_update scatter_sub scatter_update "
+    "_restore_from_tensors"
+).split()
+
+
+class Towers:
+    """N replicas of one model's state, one per device, and what joins them.
+
+    A context manager; `close` ends it. Tower 0 is the user's own model.
+
+    Attributes:
+        devices: [N] names such as "GPU:0"; several towers may share a CPU.
+        backend: "nccl" or "cpu".
+        bucket_bytes: size at which a gradient bucket is closed.
+        communicator: the N ranks, owned by this object.
+    """
+
+    def __init__(
+        self,
+        towers: int | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        backend: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """Choose devices and backend, and join them.
+
+        Args:
+            towers, devices, backend: see `devices.choose_placement`.
+            bucket_bytes: see `bucket.plan_buckets`.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+            NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+        """
+        check_arguments(towers, devices, backend, bucket_bytes)
+        placement = choose_placement(towers, devices, backend)
+        self.devices = placement.devices
+        self.backend = placement.backend
+        self.bucket_bytes = bucket_bytes
+        self.communicator = connect(placement)
+        self._closed = False
+        self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
+        self._pending: set[int] = set()
+        self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
+
+    def __enter__(self) -> "Towers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Free the other towers' copies and end the communicator. Idempotent.
+
+        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
+        """
+        self._closed = True
+        for replicas in self._replicas.values():
+            replicas.unwatch()
+        self._replicas.clear()
+        self._pending.clear()
+        self.communicator.close()
+
+    def get_weights(self, tower: int) -> list[np.ndarray]:
+        """Return tower `tower`'s weights as arrays, in the order of `model.get_weights()`.
+
+        Raises:
+            ValueError: if there is no such tower.
+        """
+        if isinstance(tower, bool) or not isinstance(tower, int) or not 0 <= tower < len(self):
+            raise ValueError(f"Expected a tower from 0 to {len(self) - 1}. Received: {tower!r}")
+        self.sync()
+        return [self.copies(private.backend_variable(v))[tower].numpy() for v in self._weights()]
+
+    def broadcast(self) -> None:
+        """Send tower 0's variables to all towers, now. Collective."""
+        self.require_open()
+        self._send(list(self._replicas))
+
+    def divergence(self) -> float:
+        """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
+
+        Over all variables that must be identical: weights, optimizer state, moving statistics; not over
+        metric state and random seeds, which differ by design. What Python wrote into tower 0 since the last
+        step is sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
+        """
+        self.sync()
+        largest = 0.0
+        for replicas in self._replicas.values():
+            if replicas.role is Role.SAME:
+                reference = replicas.variable.numpy()
+                for copy in replicas.copies:
+                    largest = max(largest, _distance(reference, copy.numpy()))
+        return largest
+
+    # What follows is for the other modules of this package.
+
+    def order_weights_by(self, weights: Callable[[], Sequence[Any]]) -> None:
+        """Let `weights()` decide which variables `get_weights` returns, and in what order."""
+        self._weights = weights
+
+    def require_open(self) -> None:
+        """Raise NcclSyncError if the towers are closed."""
+        if self._closed:
+            raise NcclSyncError(
+                "Expected open towers. Received: towers that were closed. Build the model again to train "
+                "on towers; saving and calling it still work."
+            )
+
+    def copies(self, variable: tf.Variable) -> list[tf.Variable]:
+        """Return [N] what stands for tower 0's `variable` on each tower, itself first.
+
+        Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
+        seed from one of the tower's own).
+        """
+        self.require_open()
+        if len(self) == 1:
+            return [variable]
+        replicas = self._replicas.get(id(variable))
+        if replicas is None:
+            with tf.init_scope():
+                role = role_of(variable)
+                copies = []
+                for tower, value in self._values(variable, role):
+                    with tf.device(self._device_of(variable, tower)):
+                        copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
+            replicas = self._replicas[id(variable)] = _Replicas(variable, role, copies, self._pending)
+            # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
+            weakref.finalize(variable, self._replicas.pop, id(variable), None).atexit = False
+        return [variable, *replicas.copies]
+
+    def sync(self) -> None:
+        """Send to all towers what Python wrote into tower 0 since the last step."""
+        self.require_open()
+        if self._pending:
+            self._send([key for key in self._pending if key in self._replicas])
+            # What a foreign graph may write at any time stays pending.
+            self._pending.intersection_update(
+                key for key, replicas in self._replicas.items() if replicas.written_by_graph
+            )
+
+    def distrust(self) -> None:
+        """Note that a step failed: every variable is sent again before the next one."""
+        self._pending.update(self._replicas)
+
+    def _send(self, keys: list[int]) -> None:
+        for key in keys:
+            replicas = self._replicas[key]
+            for tower, value in self._values(replicas.variable, replicas.role):
+                replicas.copies[tower - 1].assign(value)
+
+    def _values(self, variable: tf.Variable, role: Role):
+        """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
+
+        Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
+        """
+        value = variable.value()
+        placed = [self._device_of(variable, tower) for tower in range(len(self))]
+        memory = "GPU" if isinstance(self.communicator, NcclCommunicator) else "CPU"
+        if (
+            role is not Role.SAME
+            or value.dtype.name not in native.DTYPES
+            or any(memory not in device for device in placed)
+        ):
+            for tower in range(1, len(self)):
+                yield tower, start_value(value, role, tower)
+            return
+        buffers = [value]
+        for device in placed[1:]:
+            with tf.device(device):
+                buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
+        self.communicator.broadcast(buffers, 0)
+        yield from enumerate(buffers[1:], start=1)
+
+    def _device_of(self, variable: tf.Variable, tower: int) -> str:
+        """A tower's copy stands on the tower's device, unless the user keeps tower 0's on the CPU."""
+        if "CPU" in variable.device and "CPU" not in self.devices[tower]:
+            return variable.device
+        return f"/{self.devices[tower]}"
+
+
+class _Replicas:
+    """One variable of tower 0, its copies on the other towers, and a watch on what Python writes to it.
+
+    The watch replaces the variable's own methods, on this one object, so that it costs nothing between
+    writes and a step need not compare anything.
+    """
+
+    def __init__(
+        self, variable: tf.Variable, role: Role, copies: list[tf.Variable], pending: set[int]
+    ) -> None:
+        self._variable = weakref.ref(variable)
+        self.role = role
+        self.copies = copies
+        self.written_by_graph = False
+        self._pending = pending
+        for name in _WRITERS:
+            if hasattr(variable, name):
+                setattr(variable, name, self._watched(getattr(variable, name)))
+        self._key = id(variable)
+
+    @property
+    def variable(self) -> tf.Variable:
+        """Tower 0's variable, which this object must not keep alive."""
+        variable = self._variable()
+        if variable is None:
+            raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
+        return variable
+
+    def unwatch(self) -> None:
+        for name in _WRITERS:
+            self.variable.__dict__.pop(name, None)
+
+    def _watched(self, write: Callable) -> Callable:
+        @functools.wraps(write)
+        def watched(*args, **kwargs):
+            result = write(*args, **kwargs)
+            self._note_write()
+            return result
+
+        return watched
+
+    def _note_write(self) -> None:
+        if tf.executing_eagerly():
+            # Metric state stays zero on the other towers, whatever tower 0 starts from.
+            if self.role is not Role.SUM:
+                self._pending.add(self._key)
+        elif current_context() is None:
+            # Somebody's tf.function, which will write again without telling.
+            self.written_by_graph = True
+            self._pending.add(self._key)
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    if np.array_equal(one, other):
+        return 0.0
+    if one.dtype.kind not in "fiub" and one.dtype.name != "bfloat16":
+        return float("inf")
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    apart[np.isnan(apart)] = np.inf
+    return float(np.max(apart, initial=0.0))

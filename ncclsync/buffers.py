@@ -41,7 +41,7 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
-    """Return an uninitialised array whose data begin at a multiple of 64 bytes.
+    """Return an uninitialised array whose data, if any, begin at a multiple of 64 bytes.
 
     TensorFlow takes such an array without a copy, and vector instructions like it.
 

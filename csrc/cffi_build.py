@@ -55,11 +55,10 @@ class BuildNative(build_ext):
 class SourceArchive(sdist):
     """Adds what setuptools leaves out by itself: headers, this file, all tests and the examples."""
 
-    def add_defaults(self) -> None:
-        """Add every file of these folders that is not generated."""
-        super().add_defaults()
+    def make_release_tree(self, base_dir, files) -> None:
+        """Copy, with every source of these folders."""
+        # Not add_defaults(): setuptools asks another class for the defaults.
         for folder in ("csrc", "tests", "examples"):
-            files = sorted(pathlib.Path(folder).rglob("*.*"))
-            self.filelist.extend(
-                [str(file) for file in files if file.suffix in {".c", ".h", ".py"}]
-            )
+            found = sorted(pathlib.Path(folder).rglob("*.*"))
+            files = [*files, *(str(file) for file in found if file.suffix in {".c", ".h", ".py"})]
+        super().make_release_tree(base_dir, sorted(set(files)))

@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 def _read_table(describe: Any, *outputs: Any) -> list[tuple]:
-    rows = []
+    rows: list[tuple] = []
     while describe(len(rows), *outputs) == 0:
         name, *numbers = (output[0] for output in outputs)
         rows.append((ffi.string(name).decode(), *numbers))

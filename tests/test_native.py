@@ -133,20 +133,23 @@ def test_process_pool_is_one():
 
 @pytest.mark.timeout(60)
 def test_forked_child_makes_its_own_pool():
-    """Workers do not survive fork: a child that used the parent's pool would wait forever."""
+    """Workers do not survive fork, and the parent's pool may have been copied while locked."""
     code = """
 import os, warnings
 import numpy as np
+from ncclsync import native
 from ncclsync.communicator import CpuCommunicator
 warnings.simplefilter("ignore")  # Python warns of any fork of a process with threads
 sends = [np.ones(1_000_000, np.float32)] * 2
 recv = np.zeros(1_000_000, np.float32)
 comm = CpuCommunicator(2)
 comm.all_reduce(sends, [recv] * 2)
+pool = native.process_pool()
 child = os.fork()
 recv[:] = 0
 comm.all_reduce(sends, [recv] * 2)
 assert (recv == 2).all()
+assert (native.process_pool() is pool) == bool(child)
 if child:
     assert os.waitpid(child, 0)[1] == 0
     print("both")

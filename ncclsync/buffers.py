@@ -68,9 +68,7 @@ class Buffers:
 
     __slots__ = ("_alive", "count", "dtype", "pointers", "what")
 
-    def __init__(
-        self, buffers: Sequence[Any], what: str, devices: dict[int, str], writable: bool
-    ) -> None:
+    def __init__(self, buffers: Sequence[Any], what: str, devices: dict[int, str], writable: bool) -> None:
         """Read one buffer per rank.
 
         Args:
@@ -182,9 +180,7 @@ def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
             f"Expected {what}[{rank}] to be a tuple (pointer, count, dtype). Received: {buffer!r}"
         ) from None
     if count < 0 or pointer < 0 or (pointer == 0 and count > 0):
-        raise ValueError(
-            f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}"
-        )
+        raise ValueError(f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}")
     return ffi.cast(_POINTER, pointer), count, _dtype_code(dtype, what, rank)
 
 
@@ -200,15 +196,12 @@ def _dtype_code(dtype: Any, what: str, rank: int) -> int:
             name = dtype.name if dtype.isnative else str(dtype)
     if name not in DTYPES:
         raise TypeError(
-            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). "
-            f"Received: {name}"
+            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {name}"
         )
     return DTYPES[name]
 
 
-def _read_dlpack(
-    buffer: Any, what: str, rank: int, devices: dict[int, str]
-) -> tuple[Any, int, int, Any]:
+def _read_dlpack(buffer: Any, what: str, rank: int, devices: dict[int, str]) -> tuple[Any, int, int, Any]:
     device_type = int(buffer.__dlpack_device__()[0])
     if device_type not in devices:
         raise ValueError(

@@ -96,9 +96,7 @@ class Communicator(abc.ABC):
         )
 
     def _raise_length(self, what: str, received: str) -> None:
-        raise ValueError(
-            f"Expected {what} to hold {self.size} buffers, one per rank. Received: {received}"
-        )
+        raise ValueError(f"Expected {what} to hold {self.size} buffers, one per rank. Received: {received}")
 
     def __enter__(self):
         return self
@@ -124,9 +122,7 @@ class CpuCommunicator(Communicator):
                 by default those that all communicators share, one per usable core.
         """
         if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"Expected size to be a number of ranks, at least 1. Received: {size!r}"
-            )
+            raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         self.size = size
         self._pool = pool
         self._closed = False
@@ -188,9 +184,7 @@ class NcclCommunicator(Communicator):
         self._handle: Any = None
         ordinals = list(devices)
         if not ordinals or not all(isinstance(d, int) and d >= 0 for d in ordinals):
-            raise ValueError(
-                f"Expected devices to be CUDA ordinals, at least one. Received: {devices!r}"
-            )
+            raise ValueError(f"Expected devices to be CUDA ordinals, at least one. Received: {devices!r}")
         self.size = len(ordinals)
         self.devices = tuple(ordinals)
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
@@ -223,9 +217,7 @@ class NcclCommunicator(Communicator):
                     f"Expected recvs[{rank}] to be sends[{rank}] or a buffer of its own. "
                     f"Received: the one of sends[{read_at.index(address)}]"
                 )
-        self._run(
-            native.nccl_all_reduce, reads.pointers, writes.pointers, reads.count, reads.dtype, op
-        )
+        self._run(native.nccl_all_reduce, reads.pointers, writes.pointers, reads.count, reads.dtype, op)
 
     def _broadcast(self, buffers: Sequence[Any], root: int) -> None:
         ranks = Buffers(buffers, "buffers", CUDA, writable=True)

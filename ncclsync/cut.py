@@ -92,9 +92,7 @@ class _Graph:
         self.ops = self._live_ops(function, trace)
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
-        self.writes = {
-            op.name: private.written_handles(op) & set(self.role) for op in self.ops
-        }
+        self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self.folds: list[Fold] = []
@@ -298,9 +296,7 @@ def _assign_levels(graph: _Graph) -> dict[str, int]:
         + [_available(graph, levels, result) for result in graph.exchanges]
         + [0]
     )
-    weight_writes = [
-        name for name in levels if any(graph.role[h] is Role.SAME for h in graph.writes[name])
-    ]
+    weight_writes = [name for name in levels if any(graph.role[h] is Role.SAME for h in graph.writes[name])]
     if weight_writes:
         last = max(last, 1)
     latest = _latest(graph, levels, last)

@@ -43,9 +43,7 @@ def check_arguments(
             )
         if towers < 1:
             raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
-    if devices is not None and (
-        isinstance(devices, str) or not isinstance(devices, Sequence) or not devices
-    ):
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence) or not devices):
         raise TypeError(f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"Expected backend to be one of {BACKENDS} or None. Received: {backend!r}")
@@ -53,9 +51,7 @@ def check_arguments(
         raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {bucket_bytes!r}")
 
 
-def choose_placement(
-    towers: int | None, devices: Sequence[str] | None, backend: str | None
-) -> Placement:
+def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:

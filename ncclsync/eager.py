@@ -1,1 +1,243 @@
-def run_eagerly(*a): raise NotImplementedError
+"""`run_eagerly=True`: a step on towers without a graph, to debug it line by line.
+
+The towers take turns, in order: each runs the model's own Python until it meets a collective or its end.
+Before its turn a tower's state is put into the model's own variables, so that what a breakpoint shows is
+that tower's. One thread per tower keeps its place in the code; only one of them runs at any time.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import ops, private
+from ncclsync.communicator import CpuCommunicator, empty_aligned
+from ncclsync.errors import NcclSyncError
+from ncclsync.hooks import results_reduced
+from ncclsync.layout import concat_rows
+from ncclsync.ops import Collective
+from ncclsync.shard import Shards, shard_batch
+from ncclsync.variables import Role, role_of, start_value
+
+
+def run_eagerly(model: keras.Model, name: str, batch: Any, towers: int) -> Any:
+    """Run one step on all towers, one after the other.
+
+    Args:
+        model: tower 0. The other towers' state is derived from its variables at the start of the step.
+        name: the step, a method of the model.
+        batch: the global batch, of eager tensors.
+        towers: how many.
+
+    Returns:
+        The step's results, combined as a step in a graph combines them.
+
+    Raises:
+        Exception: whatever the step raises on any tower. Every variable then has its value from before.
+    """
+    shards = shard_batch(batch, towers)
+    state = _State(private.variables_of(model), towers)
+    step = getattr(model, name)
+    turns = [
+        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.fractions[i])
+        for i in range(towers)
+    ]
+    with state.restored_on_error(), results_reduced(), CpuCommunicator(towers) as communicator:
+        try:
+            _take_turns(turns, shards, communicator)
+        finally:
+            for turn in turns:
+                turn.cancel()
+        state.settle(shards, communicator)
+        results = [turn.result for turn in turns]
+        return _combine(results, shards, communicator, concat=name == "predict_step")
+
+
+def _combine(results: list[Any], shards: Shards, communicator: CpuCommunicator, concat: bool) -> Any:
+    """Make one result of the towers', as `cut` decides it for a graph, by the values themselves."""
+    rows = [int(size) for size in shards.sizes]
+
+    def combine(*pieces):
+        if pieces[0] is None or not tf.is_tensor(pieces[0]):
+            return pieces[0]
+        tensors = [tf.convert_to_tensor(p) if isinstance(p, keras.Variable) else p for p in pieces]
+        of_rows = concat or any(t.shape[:1] != tensors[0].shape[:1] for t in tensors)
+        if tensors[0].shape.rank and of_rows:
+            return concat_rows(tensors, rows)
+        numeric = tensors[0].dtype.is_floating or tensors[0].dtype.is_integer
+        if not numeric or all(np.array_equal(tensors[0], t, equal_nan=True) for t in tensors[1:]):
+            return tensors[0]
+        op = "mean" if tensors[0].dtype.is_floating else "sum"
+        return exchange(tensors, Collective("all_reduce", op), shards, communicator)[0]
+
+    return tf.nest.map_structure(combine, *results)
+
+
+def _take_turns(turns: "list[_Turn]", shards: Shards, communicator: CpuCommunicator) -> None:
+    """Let the towers run from collective to collective until all are done."""
+    while True:
+        for turn in turns:
+            turn.resume()
+        met = [turn.collective for turn in turns]
+        if len(set(met)) != 1:
+            raise NcclSyncError(f"Expected all towers to meet at the same collective. Received: {met}")
+        if met[0] is None:
+            return
+        columns = zip(*(turn.tensors for turn in turns), strict=True)
+        results = [exchange(column, met[0], shards, communicator) for column in columns]
+        for turn, answer in zip(turns, zip(*results, strict=True), strict=True):
+            turn.tensors = list(answer)
+
+
+def exchange(
+    tensors: Sequence[tf.Tensor], collective: Collective, shards: Shards, communicator: CpuCommunicator
+) -> list[tf.Tensor]:
+    """Join one eager tensor per tower; [N] in, [N] out. Towers without samples are left out."""
+    count = len(tensors)
+    if collective.root >= count:
+        raise ValueError(
+            f"Expected root to be below the number of towers, {count}. Received: {collective.root}"
+        )
+    if collective.kind == "broadcast":
+        return [tensors[collective.root]] * count
+    present = [i for i in range(count) if int(shards.sizes[i]) > 0]
+    sends = [np.asarray(tensors[i]) for i in present]
+    op = collective.op
+    if op == "mean":
+        op = "sum"
+        sends = [a * np.asarray(shards.fractions[i], a.dtype) for i, a in zip(present, sends, strict=True)]
+    result = empty_aligned(sends[0].shape, sends[0].dtype)
+    if len(present) == count:
+        communicator.all_reduce([np.ascontiguousarray(a) for a in sends], [result] * count, op)
+    else:
+        with CpuCommunicator(len(present)) as part:
+            part.all_reduce([np.ascontiguousarray(a) for a in sends], [result] * len(present), op)
+    reduced = tf.convert_to_tensor(result)
+    if collective.kind == "reduce":
+        return [reduced if i == collective.root else tf.zeros_like(reduced) for i in range(count)]
+    return [reduced] * count
+
+
+class _State:
+    """What each tower's variables hold, while the model's own variables hold those of one tower."""
+
+    def __init__(self, variables: Sequence[tf.Variable], towers: int) -> None:
+        self._variables = list(variables)
+        self._values: list[dict[int, tf.Tensor]] = [{} for _ in range(towers)]
+        self._before: dict[int, tf.Tensor] = {}
+        for variable in self._variables:
+            self._start(variable)
+
+    def _start(self, variable: tf.Variable) -> None:
+        value = variable.value()
+        self._before[id(variable)] = value
+        role = role_of(variable)
+        for tower, values in enumerate(self._values):
+            values[id(variable)] = start_value(value, role, tower) if tower else value
+
+    def create(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        """A `tf.variable_creator_scope`: a variable that one tower creates, all towers have."""
+        variable = next_creator(**kwargs)
+        self._variables.append(variable)
+        self._start(variable)
+        return variable
+
+    def load(self, tower: int) -> None:
+        for variable in self._variables:
+            variable.assign(self._values[tower][id(variable)])
+
+    def save(self, tower: int) -> None:
+        self._values[tower] = {id(variable): variable.value() for variable in self._variables}
+
+    @contextlib.contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for variable in self._variables:
+                variable.assign(self._before[id(variable)])
+            raise
+
+    def settle(self, shards: Shards, communicator: CpuCommunicator) -> None:
+        """Leave in the model's variables what the towers have in common, by role."""
+        for variable in self._variables:
+            values = [tower[id(variable)] for tower in self._values]
+            value = values[0]
+            if role_of(variable) is Role.SUM:
+                value = exchange(values, Collective("all_reduce", "sum"), shards, communicator)[0]
+            elif role_of(variable) is Role.SAME and value.dtype.is_floating:
+                if any(not np.array_equal(value, other, equal_nan=True) for other in values[1:]):
+                    value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
+            variable.assign(value)
+
+
+class _Turn:
+    """One tower's way through the step, in a thread of its own that runs only between `resume` and its return.
+
+    Attributes:
+        fraction: the tower's share of the batch's samples.
+        collective: what the tower waits for; None once it has finished.
+        tensors: what it brings to that collective, then what it takes from it.
+        result: what the step returned.
+    """
+
+    def __init__(self, step: Callable[[], Any], state: _State, tower: int, fraction: tf.Tensor) -> None:
+        self.fraction = fraction
+        self.collective: Collective | None = None
+        self.tensors: list[tf.Tensor] = []
+        self.result: Any = None
+        self._step, self._state, self._tower = step, state, tower
+        self._error: BaseException | None = None
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._cancelled = False
+        self._policy = keras.config.dtype_policy()
+        self._thread = threading.Thread(target=self._run, name=f"tower {tower}", daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Let the tower run to its next collective or its end; raise what it raises."""
+        self._state.load(self._tower)
+        self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        self._state.save(self._tower)
+
+    def cancel(self) -> None:
+        """Unwind a tower that waits; idempotent."""
+        self._cancelled = True
+        self._go.release()
+        self._thread.join()
+
+    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
+        """Called by the step, through `ops`: stop here until all towers have come."""
+        self.collective, self.tensors = collective, list(tensors)
+        self._stopped.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise _Cancelled
+        self.collective = None
+        return self.tensors
+
+    def _run(self) -> None:
+        self._go.acquire()
+        if self._cancelled:
+            return
+        keras.config.set_dtype_policy(self._policy)  # Keras keeps it per thread
+        try:
+            with ops.running_in(self), tf.variable_creator_scope(self._state.create):
+                self.result = self._step()
+        except _Cancelled:
+            return
+        except BaseException as error:  # handed to the thread that waits in `resume`
+            self._error = error
+        self._stopped.release()
+
+
+class _Cancelled(BaseException):
+    """Unwinds the step of a tower when another tower's has failed."""

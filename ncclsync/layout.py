@@ -23,7 +23,7 @@ class Rollback:
 
     def __init__(self, program: Program, towers: Towers) -> None:
         variables = dict(program.variables)
-        with tf.init_scope(), tf.device(f"/{towers.devices[0]}"):
+        with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
                 (variables[name], tf.Variable(variables[name].value(), trainable=False))
                 for name in program.rollback
@@ -67,7 +67,7 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
         They depend on every side effect of every tower.
     """
     count = len(towers)
-    values = [_inputs(program, towers, shards.batches[i], i) for i in range(count)]  # [N] {name: tensor}
+    values = [_inputs(program, towers, shards, i) for i in range(count)]  # [N] {name: tensor}
     received: list[list[tf.Tensor]] = [[] for _ in range(count)]  # [N][B]
     before: list[Any] = rollback.begin()
     for segment in program.segments:
@@ -85,9 +85,10 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
         return _results(program, values, shards)
 
 
-def _inputs(program: Program, towers: Towers, batch: Any, tower: int) -> dict[str, tf.Tensor]:
-    leaves = [t for t in tf.nest.flatten(batch, expand_composites=True) if t is not None]
-    values = dict(zip(program.arguments, leaves, strict=True))
+def _inputs(program: Program, towers: Towers, shards: Shards, tower: int) -> dict[str, tf.Tensor]:
+    leaves = tf.nest.flatten(shards.batches[tower], expand_composites=True)
+    arguments = [leaf for leaf in leaves if leaf is not None] + [shards.fractions[tower]]
+    values = dict(zip(program.arguments, arguments, strict=True))
     values.update(program.captures)
     values.update((name, towers.copies(variable)[tower].handle) for name, variable in program.variables)
     return values
@@ -115,7 +116,9 @@ def _exchange(
     for bucket, column in zip(buckets, zip(*sent, strict=True), strict=True):
         wire = bucket.wire
         if wire.root >= count:
-            raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
+            raise ValueError(
+                f"Expected root to be below the number of towers, {count}. Received: {wire.root}"
+            )
         if wire.kind == "broadcast":
             columns.append(group_broadcast(column, towers.communicator, wire.root))
             continue
@@ -139,21 +142,26 @@ def _results(program: Program, values: list[dict[str, tf.Tensor]], shards: Shard
             for tower in values
         ]
         if parts[0][1] == "concat" and len(pieces) > 1:
-            combined.append(_concat(pieces, shards))
+            combined.append(concat_rows(pieces, shards.sizes))
         else:
             combined.append(tf.nest.map_structure(tf.identity, pieces[0], expand_composites=True))
     return tf.nest.pack_sequence_as(program.structure, combined)
 
 
-def _concat(pieces: Sequence[Any], shards: Shards) -> Any:
-    """Concatenate results of one row per sample, without those of a tower's stand-in row."""
+def concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Concatenate the towers' results of one row per sample, without those of a stand-in row.
+
+    Args:
+        pieces: [N] tensors, dense, sparse or ragged.
+        sizes: [N] samples of each tower; where it is 0, the piece is left out.
+    """
     kept = []
-    for piece, size in zip(pieces, shards.sizes, strict=True):
+    for piece, size in zip(pieces, sizes, strict=True):
         if isinstance(piece, tf.SparseTensor):
             rows = tf.where(size > 0, piece.dense_shape[0], 0)
             shape = tf.concat([[rows], piece.dense_shape[1:]], 0)
             kept.append(tf.sparse.slice(piece, tf.zeros_like(shape), shape))
         else:
             rows = piece.nrows() if isinstance(piece, tf.RaggedTensor) else tf.shape(piece)[0]
-            kept.append(piece[: tf.where(size > 0, rows, 0)])
+            kept.append(piece[: tf.where(size > 0, rows, tf.zeros_like(rows))])
     return tf.sparse.concat(0, kept) if isinstance(kept[0], tf.SparseTensor) else tf.concat(kept, 0)

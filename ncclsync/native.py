@@ -46,9 +46,7 @@ DTYPE_SIZES: dict[int, int] = {
 }
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
-UNHANDLED_CUDA_ERROR = next(
-    value for value, name in STATUS_NAMES.items() if name == "ncclUnhandledCudaError"
-)
+UNHANDLED_CUDA_ERROR = next(value for value, name in STATUS_NAMES.items() if name == "ncclUnhandledCudaError")
 
 
 def check(status: int, call: str, last_error: str = "") -> None:
@@ -138,9 +136,7 @@ def _forget_process_pool() -> None:
 os.register_at_fork(after_in_child=_forget_process_pool)
 
 
-def cpu_all_reduce(
-    pool: Pool, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int
-) -> int:
+def cpu_all_reduce(pool: Pool, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int) -> int:
     """All-reduce host memory, one pointer per rank; see ``ncs_cpu_all_reduce``.
 
     Returns:
@@ -246,9 +242,7 @@ def nccl_create(library: NcclLibrary, devices: list[int]) -> Any:
     failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl_comm**")
     tried: list[str] = []
     for path in _candidates(*_CUDART):
-        status = lib.ncs_nccl_create(
-            library.handle, path.encode(), devices, len(devices), failure, handle
-        )
+        status = lib.ncs_nccl_create(library.handle, path.encode(), devices, len(devices), failure, handle)
         if status == 0:
             return handle[0]
         call = ffi.string(failure.call).decode()
@@ -271,9 +265,7 @@ def nccl_create(library: NcclLibrary, devices: list[int]) -> Any:
         raise
 
 
-def nccl_all_reduce(
-    comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int
-) -> None:
+def nccl_all_reduce(comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int) -> None:
     """All-reduce device memory; see ``ncs_nccl_all_reduce``. Blocks. Raises NcclError."""
     failure = ffi.new("ncs_failure*")
     status = lib.ncs_nccl_all_reduce(comm, sends, recvs, count, dtype, op, failure)

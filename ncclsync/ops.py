@@ -38,7 +38,13 @@ class Collective:
 
 
 class Context(Protocol):
-    """Whoever runs a step on towers; decides what a collective in it does."""
+    """Whoever runs a step on towers; decides what a collective in it does.
+
+    Attributes:
+        fraction: the tower's share of the batch's samples, a float64 scalar.
+    """
+
+    fraction: tf.Tensor
 
     def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
         """Return what each tensor becomes; called once per collective, in the order of the step."""
@@ -184,9 +190,7 @@ def group_all_reduce(
         [N] tensors on the same devices. Towers that share the host's memory get the same one.
     """
     if isinstance(communicator, NcclCommunicator):
-        return _group_on_devices(
-            tensors, lambda sends, recvs: communicator.all_reduce(sends, recvs, op)
-        )
+        return _group_on_devices(tensors, lambda sends, recvs: communicator.all_reduce(sends, recvs, op))
 
     def reduce_on_host(*sends):
         result = empty_aligned(sends[0].shape, sends[0].dtype)
@@ -208,7 +212,9 @@ def group_broadcast(
     if isinstance(communicator, NcclCommunicator):
 
         def broadcast_on_devices(sends, recvs):
-            communicator.broadcast([s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs))], root)
+            communicator.broadcast(
+                [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs))], root
+            )
 
         received = _group_on_devices(tensors, broadcast_on_devices)
         return [t if i == root else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]

@@ -4,6 +4,9 @@ Nothing else in the package touches such an interface. `tests/test_private.py` h
 function here, so that an upgrade that breaks an assumption is told by that assumption's name.
 """
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -32,17 +35,52 @@ def backend_variable(variable: Any) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
-def all_optimizer_classes() -> list[type]:
-    """Return every class derived from `keras.optimizers.Optimizer` that is loaded, it included."""
-    found: list[type] = []
-    queue: list[type] = [keras.optimizers.Optimizer, *keras.optimizers.Optimizer.__mro__[1:]]
+def loaded_classes(base: type) -> list[type]:
+    """Return `base`, what it derives from, and all loaded classes that derive from it."""
+    classes: list[type] = []
+    queue: list[type] = [*base.__mro__]
     while queue:
         cls = queue.pop()
-        if cls not in found and cls is not object:
-            found.append(cls)
-            if issubclass(cls, keras.optimizers.Optimizer):
-                queue.extend(cls.__subclasses__())
-    return found
+        if cls not in classes and cls is not object:
+            classes.append(cls)
+            queue.extend(cls.__subclasses__() if issubclass(cls, base) else ())
+    return classes
+
+
+_wrap_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def methods_wrapped(
+    classes: Sequence[type], name: str, wrap: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Replace method `name` of those `classes` that define it by `wrap(method)`, for a while.
+
+    Of classes, since a step may use objects that nobody can enumerate. One thread at a time.
+    """
+    with _wrap_lock:
+        wrapped = [(cls, cls.__dict__[name]) for cls in classes if name in cls.__dict__]
+        for cls, method in wrapped:
+            setattr(cls, name, wrap(method))
+        try:
+            yield
+        finally:
+            for cls, method in wrapped:
+                setattr(cls, name, method)
+
+
+def variables_of(model: keras.Model) -> list[tf.Variable]:
+    """Return all variables that can be found from a model: layers', metrics', optimizers', its own."""
+    found: dict[int, tf.Variable] = {}
+    owners = [model, *model._flatten_layers(include_self=False)]
+    values = [value for owner in owners for value in keras.tree.flatten(list(vars(owner).values()))]
+    for value in [*model.variables, *model.metrics, *values]:
+        states = value.variables if isinstance(value, (keras.Optimizer, keras.Metric)) else [value]
+        for state in states:
+            if isinstance(state, (keras.Variable, tf.Variable)):
+                variable = backend_variable(state)
+                found[id(variable)] = variable
+    return list(found.values())
 
 
 def strategy_of(owner: Any) -> tf.distribute.Strategy | None:

@@ -66,7 +66,8 @@ class Program:
 
     Attributes:
         segments: in order; buckets of one are reduced before the next.
-        arguments: names of the tensors of the batch, in the order of its flattened structure.
+        arguments: names of the tensors of the batch, in the order of its flattened structure, and of the
+            tower's share of the samples.
         captures: (name, tensor) of what the step closes over, other than variables.
         variables: (name of the handle, variable of tower 0).
         outputs: names of the flattened results, and how towers' differing values become one: "first",
@@ -111,6 +112,7 @@ class _Marking:
 
     def __init__(self) -> None:
         self.graph: Any = None
+        self.fraction: Any = None
         self.marks: list[tuple[Any, Mark]] = []
 
     def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
@@ -142,13 +144,15 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     """
     marking = _Marking()
 
-    def traced(batch):
+    def traced(batch, fraction):
         # tf.function traces again when a step created variables; the last trace is the one that counts.
-        marking.graph = tf.compat.v1.get_default_graph()
+        marking.graph, marking.fraction = tf.compat.v1.get_default_graph(), fraction
         with running_in(marking):
             return step(batch)
 
-    function = tf.function(traced, autograph=False).get_concrete_function(batch_specs)
+    function = tf.function(traced, autograph=False).get_concrete_function(
+        batch_specs, tf.TensorSpec([], tf.float64)
+    )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     return Trace(function, marks)
 

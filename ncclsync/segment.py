@@ -184,9 +184,7 @@ def _receive(bucket: Bucket, tensor: tf.Tensor) -> dict[str, tf.Tensor]:
     return {exchange.result: part for exchange, part in zip(bucket.exchanges, parts, strict=True)}
 
 
-def _send(
-    bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, is_root: tf.Tensor
-) -> tf.Tensor:
+def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, is_root: tf.Tensor) -> tf.Tensor:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     tensors = []
     for exchange in bucket.exchanges:
@@ -199,9 +197,7 @@ def _send(
         return packed
     neutral = _neutral(bucket.wire.op, packed.dtype)
     # A select, not a product: what a tower computed on a stand-in row may be NaN.
-    return tf.cond(
-        fraction > 0, lambda: tf.identity(packed), lambda: tf.fill(tf.shape(packed), neutral)
-    )
+    return tf.cond(fraction > 0, lambda: tf.identity(packed), lambda: tf.fill(tf.shape(packed), neutral))
 
 
 def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:

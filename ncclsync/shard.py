@@ -82,19 +82,17 @@ def shard_batch(batch: Any, towers: int) -> Shards:
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
-    batches, sizes = [], []
-    for index in range(towers):
-        size = share + tf.cast(index < rest, tf.int32)
-        start = index * share + tf.minimum(index, rest)
-        # Without samples: the first row, and a size of zero that keeps it out of every sum.
-        begin = tf.where(size > 0, start, 0)
-        count = tf.maximum(size, 1)
-        if len(static) == 1 and (whole := static.copy().pop()) % towers == 0 and whole:
-            begin, count = index * (whole // towers), whole // towers
-        batches.append(tf.nest.map_structure(lambda leaf, b=begin, c=count: _take_rows(leaf, b, c), batch))
-        sizes.append(size)
-    total = tf.cast(rows, tf.float64)
-    return Shards(batches, sizes, [tf.cast(size, tf.float64) / total for size in sizes])
+    sizes = share + tf.cast(tf.range(towers) < rest, tf.int32)  # [towers]
+    # Without samples: a copy of the first row, and a size of zero that keeps it out of every sum.
+    counts = tf.maximum(sizes, 1)
+    whole = next(iter(static), None)
+    splits: Any = [whole // towers] * towers if whole and whole % towers == 0 else counts
+    pieces = [_split(leaf, splits, rows, towers) for leaf in leaves]  # [leaves][towers]
+    batches = [
+        tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)
+    ]
+    fractions = tf.cast(sizes, tf.float64) / tf.cast(rows, tf.float64)
+    return Shards(batches, tf.unstack(sizes, towers), tf.unstack(fractions, towers))
 
 
 def shard_specs(batch: Any, towers: int) -> Any:
@@ -154,14 +152,40 @@ def _count_rows(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf)[0]
 
 
-def _take_rows(leaf: Any, begin: Any, count: Any) -> Any:
+def _split(leaf: Any, splits: Any, rows: tf.Tensor, towers: int) -> list[Any]:
+    """Split one element of a batch; `splits` are the rows of each tower's piece, at least 1."""
     if not _has_rows(leaf):
-        return leaf
+        return [leaf] * towers
+    static = _static_rows(leaf)
+    if static is None or static < towers:
+        leaf = tf.cond(rows < towers, lambda: _repeat_first_row(leaf, towers - rows), lambda: leaf)
+    if isinstance(leaf, tf.Tensor):
+        return tf.split(leaf, splits, num=towers)
+    ends = tf.cumsum(splits)
+    return [_take_rows(leaf, ends[i] - splits[i], splits[i]) for i in range(towers)]
+
+
+def _repeat_first_row(leaf: Any, times: tf.Tensor) -> Any:
+    """Append copies of the first row."""
+    first = _take_rows(leaf, 0, 1)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.concat(0, [leaf, _tile_sparse(first, times)])
+    repeated = tf.gather(first, tf.zeros([times], tf.int32))
+    return tf.concat([leaf, repeated], axis=0)
+
+
+def _tile_sparse(row: tf.SparseTensor, times: tf.Tensor) -> tf.SparseTensor:
+    count = tf.shape(row.values)[0]
+    places = tf.repeat(tf.range(tf.cast(times, tf.int64)), count)
+    indices = tf.concat([places[:, None], tf.tile(row.indices, [times, 1])[:, 1:]], axis=1)
+    shape = tf.concat([[tf.cast(times, tf.int64)], row.dense_shape[1:]], axis=0)
+    return tf.SparseTensor(indices, tf.tile(row.values, [times]), shape)
+
+
+def _take_rows(leaf: Any, begin: Any, count: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
         start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(rest)], 0)
-        piece = tf.sparse.slice(leaf, start, tf.concat([[tf.cast(count, tf.int64)], rest], 0))
-        # tf.sparse.slice forgets the shape, which the traced step relies on.
-        shape = tf.concat([[tf.cast(count, tf.int64)], rest], 0)
-        return tf.SparseTensor(piece.indices, piece.values, shape)
+        # Its dense shape is that of the slice, but for a last one that would reach beyond the end.
+        return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(count, tf.int64)], rest], 0))
     return leaf[begin : begin + count]

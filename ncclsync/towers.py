@@ -156,12 +156,11 @@ class Towers:
             return [variable]
         replicas = self._replicas.get(id(variable))
         if replicas is None:
-            with tf.init_scope():
-                role = role_of(variable)
-                copies = []
-                for tower, value in self._values(variable, role):
-                    with tf.device(self._device_of(variable, tower)):
-                        copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
+            role = role_of(variable)
+            copies = []
+            for tower, value in self._values(variable, role):
+                with tf.device(self._device_of(variable, tower)):
+                    copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
             replicas = self._replicas[id(variable)] = _Replicas(variable, role, copies, self._pending)
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             weakref.finalize(variable, self._replicas.pop, id(variable), None).atexit = False

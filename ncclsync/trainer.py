@@ -4,18 +4,17 @@ A model keeps its class and its loops. Only what makes its train, test and predi
 on the one object, by functions that run the model's own step on all towers.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import private
 from ncclsync.cut import cut
 from ncclsync.eager import run_eagerly
+from ncclsync.hooks import step_hooks
 from ncclsync.layout import Rollback, lay_out
 from ncclsync.program import Program, trace
 from ncclsync.shard import open_specs, shard_batch, shard_specs
@@ -99,13 +98,15 @@ class StepFunction:
     def _run_batch(self, batch: Any) -> Any:
         batch = tf.nest.map_structure(_to_tensor, batch)
         if self._model.run_eagerly:
-            with gradients_reduced():
+            with step_hooks():
                 return self._guarded(
-                    run_eagerly, self._model, self._name, _without_optionals(batch), self._towers
+                    run_eagerly, self._model, self._name, _without_optionals(batch), len(self._towers)
                 )
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         batch = _without_optionals(batch)
-        function = self._function("batch", functools.partial(_spread, self._on_towers, batch), open_specs(batch))
+        function = self._function(
+            "batch", functools.partial(_spread, self._on_towers, batch), open_specs(batch)
+        )
         return self._guarded(function, *_leaves(batch))
 
     def _function(self, kind: str, function: Callable, batch_specs: Any) -> Callable:
@@ -118,6 +119,8 @@ class StepFunction:
             specs = shard_specs(_without_optionals(batch_specs), len(self._towers))
             if repr(specs) not in self._programs:
                 program = self._make_program(specs)
+                for _, variable in program.variables:
+                    self._towers.copies(variable)
                 self._programs[repr(specs)] = program, Rollback(program, self._towers)
             signature = None if kind == "iterator" else _leaves(batch_specs)
             self._functions[key] = tf.function(function, input_signature=signature, autograph=False)
@@ -175,7 +178,7 @@ class StepFunction:
         model = self._model
         _build_state(model, self._name, specs)
         step = _python_step(getattr(model, self._name))
-        with gradients_reduced(), tf.device(f"/{self._towers.devices[0]}"):
+        with step_hooks(), tf.device(f"/{self._towers.devices[0]}"):
             traced = trace(step, specs)
         return cut(
             traced,
@@ -184,45 +187,6 @@ class StepFunction:
             concat_outputs=self._name == "predict_step",
             jit_compile=bool(model.jit_compile),
         )
-
-
-_hook_lock = threading.RLock()
-_applying = threading.local()
-
-
-@contextlib.contextmanager
-def gradients_reduced() -> Iterator[None]:
-    """Let every optimizer all-reduce its gradients before `apply`, in steps that run on towers.
-
-    Before, not within: clipping, accumulation, loss scaling and weight decay then see the global gradient.
-    It is the classes' `apply` that is wrapped, since a step may use optimizers that nobody can enumerate.
-    """
-    with _hook_lock:
-        wrapped = [
-            (cls, cls.__dict__["apply"]) for cls in private.all_optimizer_classes() if "apply" in cls.__dict__
-        ]
-        for cls, apply in wrapped:
-            cls.apply = _reducing(apply)
-        try:
-            yield
-        finally:
-            for cls, apply in wrapped:
-                cls.apply = apply
-
-
-def _reducing(apply: Callable) -> Callable:
-    @functools.wraps(apply)
-    def reducing_apply(self, grads, *args, **kwargs):
-        # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
-        if ops.current_context() is None or getattr(_applying, "nested", False):
-            return apply(self, grads, *args, **kwargs)
-        _applying.nested = True
-        try:
-            return apply(self, ops.all_reduce(list(grads), op="mean"), *args, **kwargs)
-        finally:
-            _applying.nested = False
-
-    return reducing_apply
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

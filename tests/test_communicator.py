@@ -103,9 +103,7 @@ def test_broadcast_copies_the_roots_buffer(size, count):
     """From every root; buffers equal to the root's are allowed."""
     comm = CpuCommunicator(size)
     for root in range(size):
-        buffers = [
-            send + 10 * rank for rank, send in enumerate(unique_inputs(size, count, DTYPES[2]))
-        ]
+        buffers = [send + 10 * rank for rank, send in enumerate(unique_inputs(size, count, DTYPES[2]))]
         expected = buffers[root].copy()
         comm.broadcast(buffers, root)
         for buffer in buffers:
@@ -369,9 +367,7 @@ def test_bad_broadcasts_are_refused():
     with pytest.raises(ValueError, match=r"Expected buffers\[0\] to be apart from buffers\[1\]"):
         comm.broadcast([BASE[:4], BASE[2:6]])
     for root in (-1, 2):
-        with pytest.raises(
-            ValueError, match=f"Expected root to be a rank, 0 to 1. Received: {root}"
-        ):
+        with pytest.raises(ValueError, match=f"Expected root to be a rank, 0 to 1. Received: {root}"):
             comm.broadcast(PAIR, root)
 
 

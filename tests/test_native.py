@@ -41,9 +41,7 @@ def test_success_passes_and_every_other_status_raises():
     assert native.STATUS_NAMES[0] == "ncclSuccess"
     for status, name in native.STATUS_NAMES.items():
         if status:
-            with pytest.raises(
-                NcclError, match=rf"ncclAllReduce returned {name} \({status}\): why"
-            ):
+            with pytest.raises(NcclError, match=rf"ncclAllReduce returned {name} \({status}\): why"):
                 native.check(status, "ncclAllReduce", "why")
     with pytest.raises(NcclError, match=r"unknown status \(1234\)"):
         native.check(1234, "ncclAllReduce")

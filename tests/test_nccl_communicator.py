@@ -79,19 +79,13 @@ def run(standin, tmp_path):
 
 CREATED = [
     "ncclCommInitAll 3",
-    *(
-        line
-        for device in (4, 0, 2)
-        for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithFlags 1")
-    ),
+    *(line for device in (4, 0, 2) for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithFlags 1")),
     "cudaSetDevice 5",
 ]
 ABORTED = [f"ncclCommAbort {rank}" for rank in (2, 1, 0)]
 STREAMS_GONE = [f"cudaStreamDestroy {device}" for device in (2, 0, 4)]
 WAITED = [
-    line
-    for device in (4, 0, 2)
-    for line in (f"cudaSetDevice {device}", f"cudaDeviceSynchronize {device}")
+    line for device in (4, 0, 2) for line in (f"cudaSetDevice {device}", f"cudaDeviceSynchronize {device}")
 ]
 DONE = [
     *(f"cudaStreamSynchronize {device}" for device in (4, 0, 2)),

@@ -73,7 +73,7 @@ def variables_of(model: keras.Model) -> list[tf.Variable]:
     """Return all variables that can be found from a model: layers', metrics', optimizers', its own."""
     found: dict[int, tf.Variable] = {}
     owners = [model, *model._flatten_layers(include_self=False)]
-    values = [value for owner in owners for value in keras.tree.flatten(list(vars(owner).values()))]
+    values = [value for owner in owners for member in vars(owner).values() for value in _contents(member)]
     for value in [*model.variables, *model.metrics, *values]:
         states = value.variables if isinstance(value, (keras.Optimizer, keras.Metric)) else [value]
         for state in states:
@@ -81,6 +81,17 @@ def variables_of(model: keras.Model) -> list[tf.Variable]:
                 variable = backend_variable(state)
                 found[id(variable)] = variable
     return list(found.values())
+
+
+def _contents(member: Any) -> Iterator[Any]:
+    """Yield what an attribute holds, inside lists, tuples and dictionaries too."""
+    if isinstance(member, dict):
+        member = list(member.values())
+    if isinstance(member, (list, tuple)):
+        for item in member:
+            yield from _contents(item)
+    else:
+        yield member
 
 
 def strategy_of(owner: Any) -> tf.distribute.Strategy | None:

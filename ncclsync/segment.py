@@ -119,7 +119,7 @@ def _imports(graph: Any, plan: SegmentPlan) -> list[str]:
 
 
 def _graph_def(graph: Any, plan: SegmentPlan, outside: dict[str, str]) -> tf.compat.v1.GraphDef:
-    """The plan's ops as a GraphDef in which `outside` names the placeholders of outer tensors."""
+    """The plan's ops as a GraphDef in which `outside` gives the names of tensors that are mapped in."""
     own = set(plan.ops)
     used = {name.split(":")[0] for op in plan.ops for name in graph.inputs[op]}
     used |= {name.split(":")[0] for name in (*plan.fetches, *(e.source for e in plan.sent))}
@@ -137,10 +137,6 @@ def _graph_def(graph: Any, plan: SegmentPlan, outside: dict[str, str]) -> tf.com
         for source in graph.inputs[name]:
             node.input.append(outside.get(source, source))
         node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
-    for name, placeholder in outside.items():
-        node = definition.node.add()
-        node.name, node.op = placeholder, "Placeholder"
-        node.attr["dtype"].type = graph.spec(name).dtype.as_datatype_enum
     _add_functions(graph, definition)
     return definition
 

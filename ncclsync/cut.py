@@ -7,7 +7,7 @@ it. Each level becomes one *segment*, which also packs what it sends and unpacks
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ from ncclsync import private
 from ncclsync.bucket import plan_buckets
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Trace
-from ncclsync.segment import Fold, SegmentPlan, build_segment
+from ncclsync.segment import Fold, SegmentPlan, build_segment, is_packed
 from ncclsync.variables import Role, role_of
 
 SUM, MEAN, FOLLOW = Collective("all_reduce", "sum"), Collective("all_reduce", "mean"), Collective("broadcast")
@@ -141,7 +141,10 @@ class _Graph:
         """Put an exchange behind the tensor `source`; return the result's name."""
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
-        self.exchanges[result] = Exchange(source, result, collective, spec.shape, spec.dtype)
+        shape = spec.shape
+        if collective.kind == "all_gather":
+            shape = tf.TensorShape([None, *shape[1:]])
+        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype)
         return result
 
     def origin(self, name: str) -> tuple[str, int]:
@@ -191,11 +194,11 @@ def _find_exchanges(graph: _Graph, trace: Trace, concat_outputs: bool) -> None:
         for handle in graph.writes[op.name]:
             if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
                 continue
-            collective = _settling(op, graph.spec(inputs[1]) if len(inputs) == 2 else None)
-            if collective is None:
+            settling = _settling(op, graph.spec(inputs[1]) if len(inputs) == 2 else None)
+            if settling is None:
                 drifting.add(handle)
             else:
-                inputs[1] = graph.exchange(inputs[1], collective)
+                inputs[1] = graph.exchange(inputs[1], settling)
                 value_differs = False
         if op.name in result_reads:
             renamed[outputs[0]] = graph.exchange(outputs[0], SUM)
@@ -422,8 +425,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ..
     kinds: list[Any] = []
     sizes = []
     for index, exchange in enumerate(exchanges):
-        known = exchange.shape.is_fully_defined()
-        # A tensor of unknown shape keeps it, alone in its bucket.
+        known = is_packed(exchange)
         kinds.append((_wire(exchange.collective), exchange.dtype, None if known else index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if known else 0)
     return tuple(
@@ -439,7 +441,7 @@ def _wire(collective: Collective) -> Collective:
     return collective
 
 
-def _parents(op: tf.Operation):
+def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
     return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
 
 

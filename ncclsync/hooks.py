@@ -19,8 +19,8 @@ _nested = threading.local()
 
 @contextlib.contextmanager
 def step_hooks() -> Iterator[None]:
-    """What every step on towers needs: reduced gradients, and scalars that count once."""
-    with gradients_reduced(), scalars_weighed():
+    """What every step on towers needs: reduced gradients, scalars that count once, losses that are sums."""
+    with gradients_reduced(), scalars_weighed(), sums_kept():
         yield
 
 
@@ -37,7 +37,7 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
             if ops.current_context() is None or _is_nested("apply"):
                 return apply(self, grads, *args, **kwargs)
             with _nesting("apply"):
-                return apply(self, ops.all_reduce(list(grads), op="mean"), *args, **kwargs)
+                return apply(self, ops.reduce_gradients(list(grads)), *args, **kwargs)
 
         return reducing_apply
 
@@ -64,6 +64,27 @@ def scalars_weighed() -> contextlib.AbstractContextManager[None]:
         return weighed_update
 
     return private.methods_wrapped([keras.metrics.Mean, keras.metrics.Sum], "update_state", weighing)
+
+
+def sums_kept() -> contextlib.AbstractContextManager[None]:
+    """Let a loss that is a sum over the samples stay one.
+
+    Gradients and losses of shards are combined as means are, weighted by each shard's share of the samples: so
+    a sum is divided by that share. (A tower without samples divides by zero, and is left out.)
+    """
+
+    def keeping(call: Callable) -> Callable:
+        @functools.wraps(call)
+        def kept_call(self, *args, **kwargs):
+            loss = call(self, *args, **kwargs)
+            context = ops.current_context()
+            if context is None or self.reduction != "sum":
+                return loss
+            return loss / keras.ops.cast(context.fraction, loss.dtype)
+
+        return kept_call
+
+    return private.methods_wrapped([keras.Loss], "__call__", keeping)
 
 
 def results_reduced() -> contextlib.AbstractContextManager[None]:

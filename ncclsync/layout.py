@@ -122,6 +122,9 @@ def _exchange(
         if wire.kind == "broadcast":
             columns.append(group_broadcast(column, towers.communicator, wire.root))
             continue
+        if wire.kind == "all_gather":
+            columns.append(_gather(column, towers))
+            continue
         reduced = group_all_reduce(column, towers.communicator, wire.op)
         if wire.kind == "reduce":
             reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
@@ -129,9 +132,19 @@ def _exchange(
     return [[column[i] for column in columns] for i in range(count)]
 
 
+def _gather(tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:
+    """Concatenate the towers' rows, once for all towers of one device."""
+    gathered: dict[str, tf.Tensor] = {}
+    for device in towers.devices:
+        if device not in gathered:
+            with tf.device(f"/{device}"):
+                gathered[device] = tf.concat(tensors, axis=0)
+    return [gathered[device] for device in towers.devices]
+
+
 def _results(program: Program, values: list[dict[str, tf.Tensor]], shards: Shards) -> Any:
     outputs = iter(program.outputs)
-    combined = []
+    combined: list[Any] = []
     for leaf in tf.nest.flatten(program.structure):
         parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
         if not parts:

@@ -10,7 +10,7 @@ step runs alone, since a reduction over one tower is the identity.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -27,7 +27,7 @@ class Collective:
 
     Attributes:
         kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
-            zeros: the gradient of a broadcast).
+            zeros: the gradient of a broadcast); "all_gather" (the towers' rows, one tower's behind another's).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
     """
@@ -121,6 +121,31 @@ def broadcast(tensors: Any, root: int = 0) -> Any:
     return _map_collective(tensors, Collective("broadcast", root=root))
 
 
+def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Take the mean over the batch of what every tower computed as the mean over its shard.
+
+    Sparse gradients are gathered, not added up: an optimizer then sees the very slices that one device would
+    have, repeated rows included, which Keras' adaptive optimizers do not treat as their sum.
+
+    Args:
+        gradients: tensors, `tf.IndexedSlices` or None.
+
+    Returns:
+        The same kinds, in the same order.
+    """
+    context = current_context()
+    sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+    if context is None:
+        return list(gradients)
+    reduced = all_reduce([None if i in sparse else gradient for i, gradient in enumerate(gradients)])
+    for i in sparse:
+        slices = gradients[i]
+        values = slices.values * tf.cast(context.fraction, slices.values.dtype)
+        gathered = _exchange(context, [values, slices.indices], Collective("all_gather"))
+        reduced[i] = tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
+    return reduced
+
+
 def _map_collective(structure: Any, collective: Collective) -> Any:
     leaves = tf.nest.flatten(structure)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
@@ -163,6 +188,8 @@ def _adjoint(collective: Collective) -> Collective:
         return Collective("broadcast", root=collective.root)
     if collective.op in ("mean", "sum"):
         return collective
+    if collective.kind == "all_gather":
+        raise ValueError("Expected no gradient of a sparse gradient's exchange. Received: one is asked for.")
     raise ValueError(
         "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
         f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
@@ -237,7 +264,9 @@ def group_broadcast(
     return [*received[:root], sent, *received[root:]]
 
 
-def _group_on_devices(tensors: Sequence[tf.Tensor], collective) -> list[tf.Tensor]:
+def _group_on_devices(
+    tensors: Sequence[tf.Tensor], collective: Callable[[list[Any], list[Any]], None]
+) -> list[tf.Tensor]:
     """Run a collective over tensors that stay in their devices' memory.
 
     One py op takes all its inputs on one device, so three kinds of op share the work, and none of them

@@ -46,6 +46,11 @@ class SegmentPlan:
     outgoing: tuple[Bucket, ...] = ()
 
 
+def is_packed(exchange: Exchange) -> bool:
+    """Whether an exchange shares a bucket, flattened; one of unknown size travels alone, in its own shape."""
+    return exchange.shape.is_fully_defined() and exchange.collective.kind != "all_gather"
+
+
 def build_segment(graph: Any, plan: SegmentPlan, jit_compile: bool) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
@@ -168,13 +173,13 @@ def _same_device(one: str, other: str) -> bool:
 
 def _bucket_spec(bucket: Bucket) -> tf.TensorSpec:
     first = bucket.exchanges[0]
-    if not first.shape.is_fully_defined():
+    if not is_packed(first):
         return tf.TensorSpec(first.shape, first.dtype)
     return tf.TensorSpec([sum(e.shape.num_elements() for e in bucket.exchanges)], first.dtype)
 
 
 def _receive(bucket: Bucket, tensor: tf.Tensor) -> dict[str, tf.Tensor]:
-    if not bucket.exchanges[0].shape.is_fully_defined():
+    if not is_packed(bucket.exchanges[0]):
         return {bucket.exchanges[0].result: tensor}
     parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
     return {exchange.result: part for exchange, part in zip(bucket.exchanges, parts, strict=True)}
@@ -188,9 +193,12 @@ def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, is_
         if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
             tensor = tensor * tf.cast(fraction, tensor.dtype)
         tensors.append(tensor)
-    packed = pack(tensors) if bucket.exchanges[0].shape.is_fully_defined() else tensors[0]
+    packed = pack(tensors) if is_packed(bucket.exchanges[0]) else tensors[0]
     if bucket.wire.kind == "broadcast":
         return packed
+    if bucket.wire.kind == "all_gather":
+        rows = tf.shape(packed)[0]
+        return packed[: tf.where(fraction > 0, rows, 0)]
     neutral = _neutral(bucket.wire.op, packed.dtype)
     # A select, not a product: what a tower computed on a stand-in row may be NaN.
     return tf.cond(fraction > 0, lambda: tf.identity(packed), lambda: tf.fill(tf.shape(packed), neutral))

@@ -6,7 +6,7 @@ Python writes into tower 0, and compares them. It knows nothing of models beyond
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,7 @@ class Towers:
             for tower, value in self._values(replicas.variable, replicas.role):
                 replicas.copies[tower - 1].assign(value)
 
-    def _values(self, variable: tf.Variable, role: Role):
+    def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
         """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.

@@ -25,7 +25,7 @@ _HOMES = {
     "nccl_parallel": "parallel",
     "nccl_version": "native",
 }
-__all__ = [*_HOMES, "ops"]  # noqa: PLE0604
+__all__ = [*_HOMES, "ops"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,32 +1,24 @@
 """Cut a traced step into segments at its collectives.
 
 Three passes over the graph. *Exchanges* are found: at the marks of the step, and wherever towers would
-otherwise drift apart (see `_find_exchanges`). Every op gets a *level*, one more than any exchange before
-it. Each level becomes one *segment*, which also packs what it sends and unpacks what it receives.
+otherwise drift apart (`exchanges.py`). Every op gets a *level*, one more than any exchange before it. Each
+level becomes one *segment* (`segment.py`), which also packs what it sends and unpacks what it receives.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from ncclsync import private
 from ncclsync.bucket import plan_buckets
+from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Trace
-from ncclsync.segment import Fold, SegmentPlan, build_segment, is_packed
-from ncclsync.variables import Role, role_of
-
-SUM, MEAN, FOLLOW = Collective("all_reduce", "sum"), Collective("all_reduce", "mean"), Collective("broadcast")
-
-# Stateful ops whose results are equal on all towers if their inputs are.
-_REPEATABLE = frozenset(
-    "ReadVariableOp ResourceGather ResourceGatherNd VarIsInitializedOp VariableShape VarHandleOp Assert "
-    "Print PrintV2 PartitionedCall StatefulPartitionedCall If While Case LookupTableFindV2 LookupTableSizeV2 "
-    "LookupTableExportV2 NoOp".split()
-)
+from ncclsync.segment import SegmentPlan, build_segment, is_packed
+from ncclsync.step_graph import StepGraph, op_name
+from ncclsync.variables import Role
 
 
 def cut(
@@ -43,8 +35,8 @@ def cut(
             the mean over the samples, integers by the sum, tensors of unknown length by concatenation.
         jit_compile: whether XLA compiles the segments.
     """
-    graph = _Graph(trace, home_device)
-    _find_exchanges(graph, trace, concat_outputs)
+    graph = StepGraph(trace, home_device)
+    find_exchanges(graph, trace, concat_outputs)
     levels = _assign_levels(graph)
     segments = _build_segments(graph, levels, bucket_bytes, jit_compile)
     return Program(
@@ -58,234 +50,7 @@ def cut(
     )
 
 
-class _Graph:
-    """The traced graph by names: who computes what, and what is put between them.
-
-    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
-    """
-
-    def __init__(self, trace: Trace, home_device: str):
-        function = trace.function
-        self.home_device = home_device
-        definition = function.graph.as_graph_def()
-        self.versions = definition.versions
-        self.nodes = {node.name: node for node in definition.node}
-        self.functions = {f.signature.name: f for f in definition.library.function}
-        self.gradients = list(definition.library.gradient)
-        self.tf_graph = function.graph
-        flat_inputs = [tensor.name for tensor in function.inputs]
-        captured = function.captured_inputs
-        count = len(flat_inputs) - len(captured)
-        self.arguments = tuple(flat_inputs[:count])
-        by_handle = {id(variable.handle): variable for variable in function.variables}
-        self.variables: list[tuple[str, tf.Variable]] = []
-        captures = []
-        for name, tensor in zip(flat_inputs[count:], captured, strict=True):
-            if id(tensor) in by_handle:
-                self.variables.append((name, by_handle[id(tensor)]))
-            else:
-                captures.append((name, tensor))
-        self.captures = tuple(captures)
-        self.role = {name: role_of(variable) for name, variable in self.variables}
-        self.placeholders = {_op_name(name) for name in flat_inputs}
-        self.must_run = {op.name for op in self.tf_graph.control_outputs}
-        self.ops = self._live_ops(function, trace)
-        self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
-        self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
-        self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
-        self.marks = trace.marks
-        self.exchanges: dict[str, Exchange] = {}  # by name of the result
-        self.folds: list[Fold] = []
-        self.structure = function.graph.structured_outputs
-        self.outputs: list[tuple[str, str]] = []
-        self.by_name = {op.name: op for op in self.ops}
-
-    def _live_ops(self, function: Any, trace: Trace) -> list[tf.Operation]:
-        """What the outputs and side effects need, inputs before consumers."""
-        order: list[tf.Operation] = []
-        done: set[str] = set()
-        roots = [*function.graph.control_outputs, *(tensor.op for tensor in function.outputs)]
-        # Creation order is not topological: automatic control dependencies are added later. Walking the
-        # roots in creation order keeps as much of it as there can be.
-        created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
-        for root in sorted(roots, key=lambda op: created[op.name]):
-            stack = [(root, _parents(root))]
-            while stack:
-                op, parents = stack[-1]
-                if op.name in done:
-                    stack.pop()
-                    continue
-                for parent in parents:
-                    if parent.name not in done:
-                        stack.append((parent, _parents(parent)))
-                        break
-                else:
-                    done.add(op.name)
-                    order.append(op)
-                    stack.pop()
-        return order
-
-    def spec(self, name: str) -> tf.TensorSpec:
-        """Shape and dtype of a tensor of the trace, or of an exchange's result."""
-        if name in self.exchanges:
-            return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
-        tensor = self.tf_graph.get_tensor_by_name(name)
-        return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
-
-    def is_constant(self, name: str) -> bool:
-        """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
-        op = self.by_name.get(_op_name(name))
-        return op is not None and op.type == "Const" and not op.control_inputs
-
-    def exchange(self, source: str, collective: Collective) -> str:
-        """Put an exchange behind the tensor `source`; return the result's name."""
-        spec = self.spec(source)
-        result = f"@exchange_{len(self.exchanges)}:0"
-        shape = spec.shape
-        if collective.kind == "all_gather":
-            shape = tf.TensorShape([None, *shape[1:]])
-        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype)
-        return result
-
-    def origin(self, name: str) -> tuple[str, int]:
-        """The op that a tensor comes from, and how many exchanges lie between."""
-        hops = 0
-        while name in self.exchanges:
-            name, hops = self.exchanges[name].source, hops + 1
-        return _op_name(name), hops
-
-
-def _find_exchanges(graph: _Graph, trace: Trace, concat_outputs: bool) -> None:
-    """Find every tensor that must meet its counterparts, by following what can differ between towers.
-
-    What differs: the batch, random state, the state of metrics, and all that is computed from them. What
-    does not: variables, constants, and whatever comes out of an exchange. So an exchange is put
-    - at each mark, unless all towers hold the same value already (then mean, max, min change nothing);
-    - before a differing value is written to a variable that must be the same on all towers: a moving
-      average takes the mean over the batch, and so does a hand-written weight update;
-    - behind each read of a metric's state that is not part of its own update: the result is global;
-    - behind differing results of the step.
-    Writes that cannot be intercepted (inside a branch, or a scatter) are folded at the end of the step, and
-    so is metric state.
-    """
-    differs: set[str] = set()  # tensor names
-    drifting: set[str] = set()  # handles of variables that differ until the end of the step
-    result_reads = _result_reads(graph)
-    renamed: dict[str, str] = {}
-
-    for op in graph.ops:
-        inputs = graph.inputs[op.name] = [renamed.get(name, name) for name in graph.inputs[op.name]]
-        outputs = [tensor.name for tensor in op.outputs]
-        if op.name in graph.placeholders:
-            differs.update(name for name in outputs if name in graph.arguments)
-            continue
-        if op.name in graph.marks:
-            collective = graph.marks[op.name].collective
-            repeatable = collective.op in ("mean", "max", "min") and collective.kind == "all_reduce"
-            for source, output in zip(inputs, outputs, strict=True):
-                settled = source not in differs and (repeatable or collective.kind == "broadcast")
-                renamed[output] = source if settled else graph.exchange(source, collective)
-                if collective.kind == "reduce":
-                    differs.add(renamed[output])
-            continue
-        handles = [name for name in inputs if name in graph.role]
-        local = any(graph.role[name] is not Role.SAME or name in drifting for name in handles)
-        value_differs = any(name in differs for name in inputs)
-        for handle in graph.writes[op.name]:
-            if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
-                continue
-            settling = _settling(op, graph.spec(inputs[1]) if len(inputs) == 2 else None)
-            if settling is None:
-                drifting.add(handle)
-            else:
-                inputs[1] = graph.exchange(inputs[1], settling)
-                value_differs = False
-        if op.name in result_reads:
-            renamed[outputs[0]] = graph.exchange(outputs[0], SUM)
-        elif local or value_differs or _is_random(op):
-            differs.update(outputs)
-
-    _find_folds(graph, drifting)
-    for tensor in trace.function.outputs:
-        name = renamed.get(tensor.name, tensor.name)
-        # The function's outputs are identities of what the step returned.
-        graph.outputs.append(_settle_output(graph, name, name in differs, concat_outputs))
-
-
-def _settle_output(graph: _Graph, name: str, differs: bool, concat: bool) -> tuple[str, str]:
-    tensor = graph.spec(name)
-    if differs and tensor.shape.rank and (concat or tensor.shape[0] is None):
-        return name, "concat"
-    if not differs or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        return name, "first"
-    return graph.exchange(name, MEAN if tensor.dtype.is_floating else SUM), "first"
-
-
-def _settling(op: tf.Operation, value: tf.TensorSpec | None) -> Collective | None:
-    """How a differing value that `op` writes becomes the same on all towers; None if it cannot be reached."""
-    if value is None or not op.type.startswith("Assign"):
-        return None
-    if value.dtype.is_floating:
-        return MEAN
-    if not value.dtype.is_integer:
-        return None
-    # A counter of samples adds up; any other integer has no mean, so that tower 0 decides.
-    return SUM if op.type in ("AssignAddVariableOp", "AssignSubVariableOp") else FOLLOW
-
-
-def _is_random(op: tf.Operation) -> bool:
-    return private.is_stateful(op) and op.type not in _REPEATABLE and not op.type.startswith("Assign")
-
-
-def _result_reads(graph: _Graph) -> set[str]:
-    """Names of the reads of metric state, without those that feed an update of the same state."""
-    reads = {
-        op.name: graph.inputs[op.name][0]
-        for op in graph.ops
-        if op.type == "ReadVariableOp" and graph.role.get(graph.inputs[op.name][0]) is Role.SUM
-    }
-    updates: set[str] = set()
-    for op in graph.ops:
-        states = {handle for handle in graph.writes[op.name] if graph.role[handle] is Role.SUM}
-        if states:
-            ancestors = _ancestors(graph, op.name)
-            updates.update(name for name, handle in reads.items() if handle in states and name in ancestors)
-    return set(reads) - updates
-
-
-def _ancestors(graph: _Graph, name: str) -> set[str]:
-    found: set[str] = set()
-    queue = [name]
-    while queue:
-        for parent in map(_op_name, graph.inputs[queue.pop()]):
-            if parent not in found:
-                found.add(parent)
-                queue.append(parent)
-    return found
-
-
-def _find_folds(graph: _Graph, drifting: set[str]) -> None:
-    """Plan what brings metric state and drifting variables together at the end of the step."""
-    variables = dict(graph.variables)
-    writers = collections.defaultdict(list)
-    for op in graph.ops:
-        for handle in graph.writes[op.name]:
-            writers[handle].append(op.name)
-    for handle, names in writers.items():
-        role, variable = graph.role[handle], variables[handle]
-        if role is Role.SUM or handle in drifting:
-            collective = SUM if role is Role.SUM else _fold_collective(variable.dtype)
-            source = f"@fold_{len(graph.folds)}:0"
-            result = f"@folded_{len(graph.folds)}:0"
-            graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype)
-            graph.folds.append(Fold(handle, source, result, tuple(names), role is Role.SUM))
-
-
-def _fold_collective(dtype: tf.DType) -> Collective:
-    return MEAN if dtype.is_floating else FOLLOW
-
-
-def _assign_levels(graph: _Graph) -> dict[str, int]:
+def _assign_levels(graph: StepGraph) -> dict[str, int]:
     """Give each live op the number of its segment.
 
     First as early as can be. Then every write to a variable that must be the same on all towers moves as
@@ -308,7 +73,7 @@ def _assign_levels(graph: _Graph) -> dict[str, int]:
     return _earliest(graph, floors)
 
 
-def _earliest(graph: _Graph, floors: dict[str, int]) -> dict[str, int]:
+def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
     levels: dict[str, int] = {}
     for op in graph.ops:
         name = op.name
@@ -321,7 +86,7 @@ def _earliest(graph: _Graph, floors: dict[str, int]) -> dict[str, int]:
     return levels
 
 
-def _latest(graph: _Graph, levels: dict[str, int], last: int) -> dict[str, int]:
+def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
     latest = dict.fromkeys(levels, last)
     for fold in graph.folds:
         for name in fold.writers:
@@ -338,7 +103,7 @@ def _latest(graph: _Graph, levels: dict[str, int], last: int) -> dict[str, int]:
     return latest
 
 
-def _dependencies(graph: _Graph, name: str) -> Iterable[tuple[str, int]]:
+def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
     """(op, exchanges between) for all that op `name` waits for; a mark stands for what it is fed by."""
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)
@@ -351,7 +116,7 @@ def _dependencies(graph: _Graph, name: str) -> Iterable[tuple[str, int]]:
             yield control, 0
 
 
-def _available(graph: _Graph, levels: dict[str, int], name: str) -> int:
+def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
     """The first segment that can use tensor `name`."""
     for fold in graph.folds:
         if name == fold.source:
@@ -362,7 +127,7 @@ def _available(graph: _Graph, levels: dict[str, int], name: str) -> int:
     return levels.get(origin, 0) + hops
 
 
-def _rollback(graph: _Graph, levels: dict[str, int]) -> tuple[str, ...]:
+def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
     last = max(levels.values(), default=0)
     written = {
         (handle, levels[name])
@@ -371,11 +136,17 @@ def _rollback(graph: _Graph, levels: dict[str, int]) -> tuple[str, ...]:
         if graph.role[handle] is Role.SAME
     }
     early = any(level < last for _, level in written)
-    return tuple(sorted({handle for handle, _ in written})) if early else ()
+    # An assertion or a Python function beside the writes may fail when some of them are done.
+    exposed = any(level == last and _may_raise(graph.by_name[name]) for name, level in levels.items())
+    return tuple(sorted({handle for handle, _ in written})) if early or exposed else ()
+
+
+def _may_raise(op: tf.Operation) -> bool:
+    return op.type in ("Assert", "CheckNumerics", "CheckNumericsV2") or "PyFunc" in op.type
 
 
 def _build_segments(
-    graph: _Graph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool
+    graph: StepGraph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool
 ) -> tuple[Any, ...]:
     outputs = [name for name, _ in graph.outputs]
     available = {result: _available(graph, levels, result) for result in graph.exchanges}
@@ -405,7 +176,7 @@ def _build_segments(
         received = {e.result for bucket in (buckets[level - 1] if level else ()) for e in bucket.exchanges}
         made = set(received)
         for name in {*outputs, *(n for later in uses[level:] for n in later)} - inputs:
-            if name not in graph.exchanges and levels.get(_op_name(name)) == level:
+            if name not in graph.exchanges and levels.get(op_name(name)) == level:
                 made.add(name)
         later = {*outputs, *(name for later in uses[level + 1 :] for name in later)}
         constants = {n for n in outputs if graph.is_constant(n)} if level == 0 else set()
@@ -439,11 +210,3 @@ def _wire(collective: Collective) -> Collective:
     if collective.kind == "all_reduce" and collective.op == "mean":
         return SUM
     return collective
-
-
-def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
-    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
-
-
-def _op_name(tensor_name: str) -> str:
-    return tensor_name.split(":")[0]

@@ -85,6 +85,11 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     return Placement(tuple(chosen), backend)
 
 
+def default_device() -> str:
+    """Return the device on which TensorFlow runs what nobody places."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
 def connect(placement: Placement) -> Communicator:
     """Create the communicator that joins a placement's towers. The caller closes it.
 

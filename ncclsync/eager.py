@@ -70,7 +70,7 @@ def _combine(results: list[Any], shards: Shards, communicator: CpuCommunicator, 
         if tensors[0].shape.rank and of_rows:
             return concat_rows(tensors, rows)
         numeric = tensors[0].dtype.is_floating or tensors[0].dtype.is_integer
-        if not numeric or all(np.array_equal(tensors[0], t, equal_nan=True) for t in tensors[1:]):
+        if not numeric or _all_equal(tensors):
             return tensors[0]
         op = "mean" if tensors[0].dtype.is_floating else "sum"
         return exchange(tensors, Collective("all_reduce", op), shards, communicator)[0]
@@ -125,6 +125,10 @@ def exchange(
     return [reduced] * count
 
 
+def _all_equal(tensors: Sequence[tf.Tensor]) -> bool:
+    return all(np.array_equal(tensors[0], tensor, equal_nan=True) for tensor in tensors[1:])
+
+
 class _State:
     """What each tower's variables hold, while the model's own variables hold those of one tower."""
 
@@ -172,14 +176,13 @@ class _State:
             value = values[0]
             if role_of(variable) is Role.SUM:
                 value = exchange(values, Collective("all_reduce", "sum"), shards, communicator)[0]
-            elif role_of(variable) is Role.SAME and value.dtype.is_floating:
-                if any(not np.array_equal(value, other, equal_nan=True) for other in values[1:]):
-                    value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
+            elif role_of(variable) is Role.SAME and value.dtype.is_floating and not _all_equal(values):
+                value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
             variable.assign(value)
 
 
 class _Turn:
-    """One tower's way through the step, in a thread of its own that runs only between `resume` and its return.
+    """One tower's way through the step, in a thread that runs only between `resume` and its return.
 
     Attributes:
         fraction: the tower's share of the batch's samples.

@@ -69,8 +69,8 @@ def scalars_weighed() -> contextlib.AbstractContextManager[None]:
 def sums_kept() -> contextlib.AbstractContextManager[None]:
     """Let a loss that is a sum over the samples stay one.
 
-    Gradients and losses of shards are combined as means are, weighted by each shard's share of the samples: so
-    a sum is divided by that share. (A tower without samples divides by zero, and is left out.)
+    Gradients and losses of shards are combined as means are, weighted by each shard's share of the samples:
+    so a sum is divided by that share. (A tower without samples divides by zero, and is left out.)
     """
 
     def keeping(call: Callable) -> Callable:

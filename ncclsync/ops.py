@@ -27,7 +27,7 @@ class Collective:
 
     Attributes:
         kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
-            zeros: the gradient of a broadcast); "all_gather" (the towers' rows, one tower's behind another's).
+            zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
     """
@@ -240,7 +240,7 @@ def group_broadcast(
 
         def broadcast_on_devices(sends, recvs):
             communicator.broadcast(
-                [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs))], root
+                [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs, strict=True))], root
             )
 
         received = _group_on_devices(tensors, broadcast_on_devices)

@@ -94,7 +94,8 @@ def nccl_parallel(
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
+            "Expected the factory to return a keras.Model. "
+            f"Received: {model!r} of type {type(model).__name__}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
         strategy = private.strategy_of(owner)

@@ -159,9 +159,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
 
 def _user_line() -> str:
     """Name the innermost line of the stack that belongs to none of the libraries."""
-    libraries = tuple(os.path.dirname(module.__file__) for module in (tf, keras)) + (
-        os.path.dirname(__file__),
-    )
+    libraries = tuple(os.path.dirname(file) for file in (tf.__file__, keras.__file__, __file__))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"

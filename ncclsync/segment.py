@@ -5,31 +5,12 @@ Neighbours: `cut.py` decides what belongs to a segment, `layout.py` calls it on 
 
 import dataclasses
 import functools
-from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.bucket import pack, unpack
 from ncclsync.program import Bucket, Exchange, Segment
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """A variable whose towers' values become one at the end of the step.
-
-    Attributes:
-        handle: name of the variable's handle.
-        source: name of its value behind its last write.
-        result: name of the combined value.
-        writers: names of the ops that write it.
-        root_only: whether tower 0 alone keeps the result and the others start again from zero.
-    """
-
-    handle: str
-    source: str
-    result: str
-    writers: tuple[str, ...]
-    root_only: bool
+from ncclsync.step_graph import Fold, StepGraph, op_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +32,11 @@ def is_packed(exchange: Exchange) -> bool:
     return exchange.shape.is_fully_defined() and exchange.collective.kind != "all_gather"
 
 
-def build_segment(graph: Any, plan: SegmentPlan, jit_compile: bool) -> Segment:
+def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
     Args:
-        graph: the `cut._Graph` that the plan names parts of.
+        graph: the graph that the plan names parts of.
         plan: what to build.
         jit_compile: whether XLA compiles it.
     """
@@ -112,22 +93,22 @@ def build_segment(graph: Any, plan: SegmentPlan, jit_compile: bool) -> Segment:
     return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing)
 
 
-def _imports(graph: Any, plan: SegmentPlan) -> list[str]:
+def _imports(graph: StepGraph, plan: SegmentPlan) -> list[str]:
     """Names of the tensors that the ops of a plan take from outside."""
     own = set(plan.ops)
     names = {name for op in plan.ops for name in graph.inputs[op]}
     return sorted(
         name
         for name in names
-        if name in graph.exchanges or (name.split(":")[0] not in own and not graph.is_constant(name))
+        if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name))
     )
 
 
-def _graph_def(graph: Any, plan: SegmentPlan, outside: dict[str, str]) -> tf.compat.v1.GraphDef:
+def _graph_def(graph: StepGraph, plan: SegmentPlan, outside: dict[str, str]) -> tf.compat.v1.GraphDef:
     """The plan's ops as a GraphDef in which `outside` gives the names of tensors that are mapped in."""
     own = set(plan.ops)
-    used = {name.split(":")[0] for op in plan.ops for name in graph.inputs[op]}
-    used |= {name.split(":")[0] for name in (*plan.fetches, *(e.source for e in plan.sent))}
+    used = {op_name(name) for op in plan.ops for name in graph.inputs[op]}
+    used |= {op_name(name) for name in (*plan.fetches, *(e.source for e in plan.sent))}
     constants = [name for name in used if name in graph.by_name and graph.is_constant(f"{name}:0")]
     definition = tf.compat.v1.GraphDef()
     definition.versions.CopyFrom(graph.versions)
@@ -146,7 +127,7 @@ def _graph_def(graph: Any, plan: SegmentPlan, outside: dict[str, str]) -> tf.com
     return definition
 
 
-def _add_functions(graph: Any, definition: tf.compat.v1.GraphDef) -> None:
+def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
     """Copy the functions that a segment's nodes call, directly or not, into its library."""
     added: set[str] = set()
     queue = list(definition.node)

@@ -22,10 +22,22 @@ from ncclsync.variables import Role, role_of, start_value
 
 # Every method by which Python writes a tf.Variable.
 _WRITERS = (
-    "assign assign_add assign_sub batch_scatter_update scatter_add scatter_div scatter_max scatter_min "
-    "scatter_mul scatter_nd_add scatter_nd_sub scatter_nd_update scatter_sub scatter_update "
-    "_restore_from_tensors"
-).split()
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "batch_scatter_update",
+    "scatter_add",
+    "scatter_div",
+    "scatter_max",
+    "scatter_min",
+    "scatter_mul",
+    "scatter_nd_add",
+    "scatter_nd_sub",
+    "scatter_nd_update",
+    "scatter_sub",
+    "scatter_update",
+    "_restore_from_tensors",
+)
 
 
 class Towers:

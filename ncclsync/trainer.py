@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.cut import cut
+from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import Rollback, lay_out
@@ -25,7 +26,7 @@ def attach(model: keras.Model, towers: Towers) -> None:
     """Let a model train, evaluate and predict on towers. Tower 0 is the model itself."""
     model.towers = towers
     towers.order_weights_by(lambda: model.weights)
-    if len(towers) == 1 and towers.devices[0] in ("CPU:0", "GPU:0"):
+    if len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 
     def make_train_function(force=False):

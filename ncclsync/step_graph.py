@@ -1,0 +1,140 @@
+"""The graph of a traced step by names: who computes what, and what is put in between.
+
+A view for the passes that cut a step (`exchanges.py`, `cut.py`, `segment.py`); it decides nothing itself.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.ops import Collective
+from ncclsync.program import Exchange, Trace
+from ncclsync.variables import role_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A variable whose towers' values become one at the end of the step.
+
+    Attributes:
+        handle: name of the variable's handle.
+        source: name of its value behind its last write.
+        result: name of the combined value.
+        writers: names of the ops that write it.
+        root_only: whether tower 0 alone keeps the result and the others start again from zero.
+    """
+
+    handle: str
+    source: str
+    result: str
+    writers: tuple[str, ...]
+    root_only: bool
+
+
+class StepGraph:
+    """The traced graph by names: who computes what, and what is put between them.
+
+    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
+    """
+
+    def __init__(self, trace: Trace, home_device: str):
+        function = trace.function
+        self.home_device = home_device
+        definition = function.graph.as_graph_def()
+        self.versions = definition.versions
+        self.nodes = {node.name: node for node in definition.node}
+        self.functions = {f.signature.name: f for f in definition.library.function}
+        self.gradients = list(definition.library.gradient)
+        self.tf_graph = function.graph
+        flat_inputs = [tensor.name for tensor in function.inputs]
+        captured = function.captured_inputs
+        count = len(flat_inputs) - len(captured)
+        self.arguments = tuple(flat_inputs[:count])
+        by_handle = {id(variable.handle): variable for variable in function.variables}
+        self.variables: list[tuple[str, tf.Variable]] = []
+        captures = []
+        for name, tensor in zip(flat_inputs[count:], captured, strict=True):
+            if id(tensor) in by_handle:
+                self.variables.append((name, by_handle[id(tensor)]))
+            else:
+                captures.append((name, tensor))
+        self.captures = tuple(captures)
+        self.role = {name: role_of(variable) for name, variable in self.variables}
+        self.placeholders = {op_name(name) for name in flat_inputs}
+        self.must_run = {op.name for op in self.tf_graph.control_outputs}
+        self.ops = self._live_ops(function, trace)
+        self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
+        self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
+        self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
+        self.marks = trace.marks
+        self.exchanges: dict[str, Exchange] = {}  # by name of the result
+        self.folds: list[Fold] = []
+        self.structure = function.graph.structured_outputs
+        self.outputs: list[tuple[str, str]] = []
+        self.by_name = {op.name: op for op in self.ops}
+
+    def _live_ops(self, function: Any, trace: Trace) -> list[tf.Operation]:
+        """What the outputs and side effects need, inputs before consumers."""
+        order: list[tf.Operation] = []
+        done: set[str] = set()
+        roots = [*function.graph.control_outputs, *(tensor.op for tensor in function.outputs)]
+        # Creation order is not topological: automatic control dependencies are added later. Walking the
+        # roots in creation order keeps as much of it as there can be.
+        created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
+        for root in sorted(roots, key=lambda op: created[op.name]):
+            stack = [(root, _parents(root))]
+            while stack:
+                op, parents = stack[-1]
+                if op.name in done:
+                    stack.pop()
+                    continue
+                for parent in parents:
+                    if parent.name not in done:
+                        stack.append((parent, _parents(parent)))
+                        break
+                else:
+                    done.add(op.name)
+                    order.append(op)
+                    stack.pop()
+        return order
+
+    def spec(self, name: str) -> tf.TensorSpec:
+        """Shape and dtype of a tensor of the trace, or of an exchange's result."""
+        if name in self.exchanges:
+            return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
+        tensor = self.tf_graph.get_tensor_by_name(name)
+        return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
+        op = self.by_name.get(op_name(name))
+        return op is not None and op.type == "Const" and not op.control_inputs
+
+    def exchange(self, source: str, collective: Collective) -> str:
+        """Put an exchange behind the tensor `source`; return the result's name."""
+        spec = self.spec(source)
+        result = f"@exchange_{len(self.exchanges)}:0"
+        shape = spec.shape
+        if collective.kind == "all_gather":
+            shape = tf.TensorShape([None, *shape[1:]])
+        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype)
+        return result
+
+    def origin(self, name: str) -> tuple[str, int]:
+        """The op that a tensor comes from, and how many exchanges lie between."""
+        hops = 0
+        while name in self.exchanges:
+            name, hops = self.exchanges[name].source, hops + 1
+        return op_name(name), hops
+
+
+def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
+    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
+
+
+def op_name(tensor_name: str) -> str:
+    """Return the name of the op that a tensor comes from."""
+    return tensor_name.split(":")[0]

@@ -6,7 +6,6 @@ Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, 
 
 import dataclasses
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,7 +159,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
 def _user_line() -> str:
     """Name the innermost line of the stack that belongs to none of the libraries."""
     libraries = tuple(os.path.dirname(file) for file in (tf.__file__, keras.__file__, __file__))
-    for frame in reversed(traceback.extract_stack()):
+    # An op's own traceback, since TensorFlow maps what autograph has generated back to its source there.
+    for frame in reversed(tf.no_op().traceback):
         if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
     return "a line that could not be found"

@@ -5,6 +5,7 @@ Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, 
 """
 
 import dataclasses
+import linecache
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -162,5 +163,6 @@ def _user_line() -> str:
     # An op's own traceback, since TensorFlow maps what autograph has generated back to its source there.
     for frame in reversed(tf.no_op().traceback):
         if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            return f"{frame.filename}:{frame.lineno} ({line})"
     return "a line that could not be found"

@@ -16,19 +16,21 @@ class NcclError(NcclSyncError):
 
     Attributes:
         status: the status as a number, e.g. 1.
-        status_name: its name in ``nccl.h``, e.g. ``"ncclUnhandledCudaError"``.
         call: the call that failed, e.g. ``"ncclCommInitAll"``.
         last_error: NCCL's (or CUDA's, or the loader's) own words; may be empty.
+        status_name: the status' name in ``nccl.h``, e.g. ``"ncclUnhandledCudaError"``.
     """
 
-    def __init__(self, status: int, status_name: str, call: str, last_error: str = "") -> None:
+    def __init__(
+        self, status: int, call: str, last_error: str = "", status_name: str = "unknown status"
+    ) -> None:
         self.status = status
-        self.status_name = status_name
         self.call = call
         self.last_error = last_error
+        self.status_name = status_name
         words = f": {last_error}" if last_error else ""
         super().__init__(f"{call} returned {status_name} ({status}){words}")
 
     def __reduce__(self):
         """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.status, self.status_name, self.call, self.last_error)
+        return type(self), (self.status, self.call, self.last_error, self.status_name)

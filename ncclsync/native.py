@@ -61,7 +61,7 @@ def check(status: int, call: str, last_error: str = "") -> None:
         NcclError: for every status but ``ncclSuccess``.
     """
     if status != 0:
-        raise NcclError(status, STATUS_NAMES.get(status, "unknown status"), call, last_error)
+        raise NcclError(status, call, last_error, STATUS_NAMES.get(status, "unknown status"))
 
 
 def _check_failure(status: int, failure: Any) -> None:

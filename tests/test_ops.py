@@ -1,0 +1,324 @@
+"""The collectives: outside a step, inside one on unequal shards, their gradients, and how many there are."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, assert_towers_agree, data, mlp, on_towers
+
+from ncclsync import native, ops
+from ncclsync.communicator import CpuCommunicator
+
+TOWERS = 4
+ROWS = 64 - 6  # 15, 15, 14, 14
+SIZES = [15, 15, 14, 14]
+X, Y = data(ROWS)
+X[:, -1] = np.repeat(np.arange(TOWERS), SIZES)  # the last feature tells which tower a row goes to
+SHARDS = np.split(X, np.cumsum(SIZES)[:-1])
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}
+
+
+# Outside a step on towers
+
+
+def test_alone_a_collective_is_the_identity():
+    """One tower: the tensors themselves, of every dtype, in their structure; None stays None."""
+    given = {"a": [tf.constant([1, 2]), None], "b": (tf.constant(2.5, tf.bfloat16), np.float64(3.0))}
+    for result in (ops.all_reduce(given, op="sum"), ops.broadcast(given), ops.all_reduce(given, op="max")):
+        assert result["a"][1] is None
+        assert (result["b"][0].dtype, result["b"][1].dtype) == (tf.bfloat16, tf.float64)
+        np.testing.assert_array_equal(result["a"][0], [1, 2])
+        assert float(result["b"][0]) == 2.5 and float(result["b"][1]) == 3.0
+    assert ops.all_reduce(None) is None and ops.all_reduce([]) == []
+
+
+def test_alone_in_a_function_and_under_a_tape():
+    """The identity holds in a graph, and its gradient is one."""
+
+    @tf.function
+    def square(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = ops.all_reduce(x, "sum") ** 2 + ops.broadcast(x)
+        return tape.gradient(y, x)
+
+    assert float(square(tf.constant(3.0))) == 7.0
+
+
+def test_indexed_slices_become_dense():
+    """Rows that occur twice add up."""
+    slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([2, 0, 2]), tf.constant([3, 1]))
+    np.testing.assert_array_equal(ops.all_reduce([slices], "sum")[0], [[2.0], [0.0], [5.0]])
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x: ops.all_reduce(x, op="avg"), ValueError, r"Expected op to be one of \('mean'.*op='avg'"),
+        (lambda x: ops.all_reduce(x, op=None), ValueError, r"Expected op to be one of .*op=None"),
+        (lambda x: ops.broadcast(x, root=-1), ValueError, r"Expected root to be the index .*root=-1"),
+        (lambda x: ops.broadcast(x, root=True), ValueError, r"Expected root to be the index .*root=True"),
+        (lambda x: ops.broadcast(x, root=0.0), ValueError, r"Expected root to be the index .*root=0.0"),
+        (lambda x: ops.all_reduce(tf.cast(x, tf.int32)), TypeError, r"floating dtype for op='mean'.*int32"),
+        (lambda x: ops.all_reduce(x > 0, "max"), TypeError, r"Expected one of the dtypes \[.*Received: bool"),
+        (lambda x: ops.broadcast(tf.as_string(x)), TypeError, r"Expected one of the dtypes .*: string"),
+        (
+            lambda x: ops.all_reduce(tf.cast(x, tf.complex64), "sum"),
+            TypeError,
+            r"Expected one of the dtypes .*: complex64",
+        ),
+    ],
+)
+def test_bad_argument(call, error, message):
+    """Refused by its message, also where a collective would change nothing."""
+    with pytest.raises(error, match=message):
+        call(tf.constant([1.0, 2.0]))
+
+
+# Inside a step on towers
+
+
+class Step(keras.Model):
+    """A model whose train_step is `function(model, x)`, a dictionary; returns each tower's: [N, ...]."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.kernel = self.add_weight(shape=(12,), initializer="ones")
+        self.built = True
+
+    def train_step(self, batch):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        place = tf.one_hot(tf.cast(x[0, -1], tf.int32), TOWERS, dtype=tf.float64)
+        return {
+            name: ops.all_reduce(tf.tensordot(place, tf.cast(value, tf.float64), axes=0), "sum")
+            for name, value in self.function(self, x).items()
+        }
+
+
+def run(function, **compile_arguments):
+    """What `function(model, x)` returns on each of four towers: {name: [N, ...]}."""
+
+    def factory():
+        model = Step(function)
+        model.compile("sgd", **compile_arguments)
+        return model
+
+    return on_towers(factory, TOWERS).train_on_batch(X, return_dict=True)
+
+
+def on_every_tower(value):
+    return np.stack([value] * TOWERS)
+
+
+@pytest.fixture(params=[False, True], ids=["graph", "eager"], scope="module")
+def eagerly(request):
+    return request.param
+
+
+def test_reductions_of_every_dtype(eagerly):
+    """sum, prod, max and min, and of floats the mean by samples: closed forms over unequal shards."""
+    cases = [(d, op) for d in native.DTYPES for op in ops.REDUCE_OPS if op != "mean" or d in FLOATS]
+
+    def function(model, x):
+        excess = tf.cast(tf.shape(x)[0] - 13, tf.float32)  # 2 or 1
+        results = [ops.all_reduce([tf.cast(tf.stack([excess, 2.0]), dtype)], op)[0] for dtype, op in cases]
+        return {"all": tf.stack([tf.cast(result, tf.float64) for result in results])}
+
+    results = run(function, run_eagerly=eagerly)["all"]  # [N, cases, 2]
+    mean = np.dot([2, 2, 1, 1], SIZES) / ROWS
+    expected = {"sum": [6, 8], "prod": [4, 16], "max": [2, 2], "min": [1, 2], "mean": [mean, 2]}
+    for i, (dtype, op) in enumerate(cases):
+        assert_close(
+            results[:, i], on_every_tower(expected[op]), TOLERANCE.get(dtype, 0.0), what=f"{dtype} {op}"
+        )
+
+
+def test_scalars_structures_and_none(eagerly):
+    """A nested structure of mixed dtypes, scalars among them, comes back as it was given."""
+
+    def function(model, x):
+        given = {"a": (tf.reduce_sum(x), None), "b": [tf.shape(x)[0], x[0]]}
+        result = ops.all_reduce(given, "sum")
+        assert result["a"][1] is None and isinstance(result["a"], tuple) and isinstance(result["b"], list)
+        return {"sum": result["a"][0], "rows": result["b"][0], "first": result["b"][1]}
+
+    results = run(function, run_eagerly=eagerly)
+    assert_close(results["sum"], on_every_tower(X.sum(dtype=np.float64)))
+    assert_close(results["rows"], on_every_tower(ROWS))
+    assert_close(results["first"], on_every_tower(sum(shard[0] for shard in SHARDS)))
+
+
+def test_broadcast_from_the_third_tower(eagerly):
+    """Every tower gets tower 2's."""
+    results = run(lambda model, x: {"first": ops.broadcast(x[0], root=2)}, run_eagerly=eagerly)
+    assert_close(results["first"], on_every_tower(SHARDS[2][0]))
+
+
+def test_broadcast_from_a_tower_that_is_not_there(eagerly):
+    """The error names both numbers."""
+    with pytest.raises(ValueError, match=r"Expected root to be below the number of towers, 4. Received: 4"):
+        run(lambda model, x: {"first": ops.broadcast(x[0], root=4)}, run_eagerly=eagerly)
+
+
+def gradient_of(collective):
+    """A step that returns the gradient of sum(c * collective(mean of x * kernel)) with c = 1 + the tower's
+    first element, before it is reduced: what a tower's own tape gives.
+    """
+
+    def function(model, x):
+        with tf.GradientTape() as tape:
+            inner = tf.reduce_mean(x, 0) * model.kernel
+            loss = tf.reduce_sum((1.0 + x[0, 0]) * collective(inner))
+        return {"gradient": tape.gradient(loss, model.kernel)}
+
+    return function
+
+
+def test_gradient_of_sum_mean_and_broadcast(eagerly):
+    """The upstream gradients c_i are joined by the same collective, then flow into each tower's own part:
+    sum -> sum(c) * m_i, mean -> mean(c) * m_i, broadcast -> sum(c) * m_root on the root and 0 elsewhere.
+    """
+    factors = np.array([1.0 + shard[0, 0] for shard in SHARDS])
+    means = np.stack([shard.mean(0) for shard in SHARDS])
+    weighted = np.dot(factors, SIZES) / ROWS
+    for collective, expected in (
+        (lambda t: ops.all_reduce(t, "sum"), factors.sum() * means),
+        (ops.all_reduce, weighted * means),
+        (lambda t: ops.broadcast(t, root=1), factors.sum() * means * np.eye(TOWERS)[1][:, None]),
+    ):
+        result = run(gradient_of(collective), run_eagerly=eagerly)["gradient"]
+        assert_close(result, expected, what=str(collective))
+
+
+def test_gradient_of_max_is_an_error(eagerly):
+    """It has none that is a collective of its own; the error names the way out."""
+    with pytest.raises(ValueError, match=r"Expected op 'mean' or 'sum' .*Received: op='max'.*stop_gradient"):
+        run(gradient_of(lambda t: ops.all_reduce(t, "max")), run_eagerly=eagerly)
+
+
+def test_shapes_that_differ_are_an_error(eagerly):
+    """Towers that bring tensors of different shapes get an error, no hang and no wrong sum."""
+    with pytest.raises((ValueError, tf.errors.OpError), match=r"(?i)expected|shape|same"):
+        run(lambda model, x: {"sum": tf.reduce_sum(ops.all_reduce(x, "sum"))}, run_eagerly=eagerly)
+
+
+@pytest.mark.parametrize("rows", [64, 61])
+def test_synchronised_normalisation(rows):
+    """A normalisation by the whole batch's mean and variance, forward and backward, equals one device's."""
+    x, y = data(rows)
+
+    class Norm(keras.layers.Layer):
+        def call(self, inputs):
+            mean, square = ops.all_reduce(
+                [tf.reduce_mean(inputs, 0), tf.reduce_mean(inputs * inputs, 0)], op="mean"
+            )
+            return (inputs - mean) * tf.math.rsqrt(square - mean * mean + 1e-3)
+
+    def factory():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(8), Norm(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((12,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss)
+        return model
+
+    def train(model):
+        losses = model.fit(x, y, batch_size=rows, epochs=5, verbose=0, shuffle=False).history
+        return [losses, model.get_weights()]
+
+    model = on_towers(factory, 4)
+    assert_close(train(model), train(factory()))
+    assert_towers_agree(model)
+
+
+# The group collectives in a graph
+
+
+def unique(dtype, tower, shape=(3, 2)):
+    return tf.cast(tf.reshape(tf.range(6), shape) % 4 + tower, dtype)
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_group_collectives_of_every_dtype(dtype):
+    """Closed forms in a graph; out come tensors of the shape and dtype that went in."""
+    with CpuCommunicator(3) as communicator:
+
+        @tf.function
+        def joined():
+            tensors = [unique(dtype, i) for i in range(3)]
+            return ops.group_all_reduce(tensors, communicator), ops.group_broadcast(tensors, communicator, 1)
+
+        reduced, copied = joined()
+    base = np.arange(6).reshape(3, 2) % 4
+    for sum_, copy in zip(reduced, copied, strict=True):
+        assert sum_.dtype.name == copy.dtype.name == dtype
+        np.testing.assert_array_equal(tf.cast(sum_, tf.float64), 3 * base + 3)
+        np.testing.assert_array_equal(tf.cast(copy, tf.float64), base + 1)
+
+
+class HostCommunicator:
+    """Stands in for NCCL's communicator: takes tensors as they are, writes into the receiving ones."""
+
+    def __init__(self, size):
+        self.inner = CpuCommunicator(size)
+
+    def all_reduce(self, sends, recvs):
+        self.inner.all_reduce(sends, recvs, "sum")
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+def test_group_on_devices(loops):
+    """The way that tensors in GPU memory take, on host memory: right, when called again, and in a loop."""
+    communicator = HostCommunicator(3)
+
+    @tf.function
+    def doubled(*tensors):
+        def body(step, *values):
+            joined = ops._group_on_devices(list(values), communicator.all_reduce)
+            return (step + 1, *joined)
+
+        return tf.while_loop(lambda step, *_: step < loops, body, (0, *tensors), parallel_iterations=1)[1:]
+
+    for start in (0, 5):
+        tensors = [unique("float32", i + start) for i in range(3)]
+        total = sum(tensors) * 3.0 ** (loops - 1)
+        for result in doubled(*tensors):
+            np.testing.assert_array_equal(result, total)
+        np.testing.assert_array_equal(tensors[0], unique("float32", start))  # inputs are not written
+
+
+# How many
+
+
+@contextlib.contextmanager
+def counted(communicator):
+    calls = []
+    real = communicator.all_reduce
+    communicator.all_reduce = lambda sends, *rest: (calls.append(sends[0].dtype.name), real(sends, *rest))
+    try:
+        yield calls
+    finally:
+        communicator.all_reduce = real
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+def test_one_collective_per_step(metrics):
+    """A step of a model with four variables makes one all-reduce: gradients and metrics in one bucket."""
+    model = on_towers(lambda: mlp(metrics=metrics), 4)
+    model.train_on_batch(X, Y)
+    with counted(model.towers.communicator) as calls:
+        model.train_on_batch(X, Y)
+    assert calls == ["float32"]
+
+
+def test_small_buckets_make_more_collectives():
+    """`bucket_bytes` bounds what travels at once: four gradients and eight scalars of metrics, each alone."""
+    model = on_towers(mlp, 4, bucket_bytes=1)
+    model.train_on_batch(X, Y)
+    with counted(model.towers.communicator) as calls:
+        model.train_on_batch(X, Y)
+    assert len(calls) == 4 + 8

@@ -1,0 +1,199 @@
+"""One test per function of `private`, against the installed TensorFlow and Keras: which assumption broke."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync import private
+
+
+def ops_of(function, *arguments):
+    """The ops of a function's graph, by type."""
+    graph = tf.function(function, autograph=False).get_concrete_function(*arguments).graph
+    return {op.type: op for op in graph.get_operations()}
+
+
+def test_written_handles():
+    """TensorFlow's bookkeeping tells reads from writes, also inside a branch, a loop and a function."""
+    read, written = tf.Variable(1.0), tf.Variable(2.0)
+
+    def both():
+        written.assign_add(read)
+        return written.read_value()
+
+    def step(x):
+        nested = tf.function(both)()
+        branch = tf.cond(x > 0, both, lambda: tf.constant(0.0))
+        loop = tf.while_loop(lambda i: i < x, lambda i: i + both(), [0.0])
+        return nested + branch + loop + read + both()
+
+    ops = ops_of(step, tf.TensorSpec([]))
+    for kind in ("StatefulPartitionedCall", "If", "While", "AssignAddVariableOp"):
+        handles = [tensor.name for tensor in ops[kind].inputs if tensor.dtype == tf.resource]
+        assert len(handles) == (1 if kind == "AssignAddVariableOp" else 2)
+        (only,) = private.written_handles(ops[kind])
+        assert only in handles
+    assert private.written_handles(ops["ReadVariableOp"]) == set()
+
+    table = tf.Variable([1.0, 2.0])
+
+    def scatter():
+        tf.raw_ops.ResourceScatterAdd(resource=table.handle, indices=[0], updates=[1.0])
+
+    assert len(private.written_handles(ops_of(scatter)["ResourceScatterAdd"])) == 1
+
+
+def test_is_stateful():
+    """Draws, assertions and variable ops are stateful; arithmetic and stateless draws are not."""
+
+    variable = tf.Variable(1.0)
+
+    def step(x):
+        tf.raw_ops.Assert(condition=x > 0, data=[x])
+        return x + tf.random.normal([]) + tf.random.stateless_normal([], [1, 2]) + variable
+
+    ops = ops_of(step, tf.TensorSpec([]))
+    for kind in ("RandomStandardNormal", "Assert", "ReadVariableOp"):
+        assert private.is_stateful(ops[kind])
+    assert not private.is_stateful(ops["AddV2"])
+    assert not private.is_stateful(ops["StatelessRandomNormalV2"])
+
+
+def test_is_seed():
+    """Keras names the state of its seed generators so, alone and inside a layer; and nothing else."""
+    dropout = keras.layers.Dropout(0.5)
+    generator = keras.random.SeedGenerator(1, name="mine")
+    states = [dropout.seed_generator.state, generator.state]
+    assert all(private.is_seed(private.backend_variable(state)) for state in states)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
+    assert not any(private.is_seed(private.backend_variable(v)) for v in model.variables)
+
+
+def test_backend_variable():
+    """The tf.Variable itself, whatever autocast scope is open; a tf.Variable is its own."""
+    variable = keras.Variable(np.ones(3), dtype="float32")
+    with keras.src.backend.common.variables.AutocastScope("float16"):
+        inner = private.backend_variable(variable)
+    assert isinstance(inner, tf.Variable) and inner.dtype == tf.float32
+    inner.assign([1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(variable, [1.0, 2.0, 3.0])
+    assert private.backend_variable(inner) is inner
+
+
+def test_loaded_classes():
+    """A base class of several levels, every class that derives from it, and every one above, each once."""
+
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    classes = private.loaded_classes(keras.Optimizer)
+    assert {keras.Optimizer, keras.optimizers.Adam, keras.optimizers.SGD, Mine} <= set(classes)
+    assert any("apply" in cls.__dict__ for cls in keras.Optimizer.__mro__ if cls in classes)
+    assert len(classes) == len(set(classes)) and object not in classes
+    assert not any(issubclass(cls, keras.Model) for cls in classes)
+
+
+def test_methods_wrapped():
+    """For a while, where a class defines the method; then all is as before, also if the block fails."""
+
+    class Base:
+        def name(self):
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    before = Base.__dict__["name"]
+    with (
+        pytest.raises(ZeroDivisionError),
+        private.methods_wrapped([Base, Derived], "name", lambda method: lambda self: method(self) + "!"),
+    ):
+        assert Derived().name() == "base!" and "name" not in Derived.__dict__
+        raise ZeroDivisionError
+    assert Base.__dict__["name"] is before and Derived().name() == "base"
+
+
+def test_optimizers_and_metrics_go_through_the_wrapped_methods():
+    """`apply_gradients` calls `apply`, also of wrapped optimizers; a metric's call calls `update_state`."""
+    calls = []
+
+    def counting(method):
+        def counted(self, *args, **kwargs):
+            calls.append(type(self).__name__)
+            return method(self, *args, **kwargs)
+
+        return counted
+
+    weight = keras.Variable([1.0])
+    with private.methods_wrapped(private.loaded_classes(keras.Optimizer), "apply", counting):
+        for optimizer in (
+            keras.optimizers.Adam(),
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        ):
+            calls.clear()
+            optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+            assert type(optimizer).__name__ in calls
+    with private.methods_wrapped([keras.metrics.Mean], "update_state", counting):
+        calls.clear()
+        keras.metrics.Mean()(tf.constant(1.0))
+        assert calls == ["Mean"]
+
+
+def test_variables_of():
+    """Weights, nested layers, metrics, optimizers under any attribute, and a model's own tf.Variable."""
+
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)]
+            )
+            self.plain = tf.Variable(1.0)
+            self.tools = {"first": keras.optimizers.Adam(), "rest": [keras.optimizers.SGD()]}
+            self.seen = keras.metrics.Mean()
+
+    model = Mine()
+    model.tools["first"].build(model.inner.trainable_variables)
+    found = private.variables_of(model)
+    assert len(found) == len({id(variable) for variable in found})
+    optimizers = [model.tools["first"], model.tools["rest"][0]]
+    states = [*model.inner.variables, *(v for o in optimizers for v in o.variables), *model.seen.variables]
+    expected = {id(private.backend_variable(v)) for v in [*states, model.plain]}
+    assert expected <= {id(variable) for variable in found}
+    assert any(private.is_seed(variable) for variable in found)
+
+
+def test_aggregation_tells_metric_state():
+    """Keras declares "sum" on the state of metrics and on nothing else: `variables.role_of` relies on it."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae", keras.metrics.AUC(), keras.metrics.MeanIoU(2)])
+    private.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    total = tf.VariableAggregation.SUM
+    states = model.metrics_variables
+    assert states and all(private.backend_variable(v).aggregation == total for v in states)
+    others = [*model.variables, *model.optimizer.variables]
+    assert not any(private.backend_variable(v).aggregation == total for v in others)
+
+
+@pytest.mark.parametrize("owner", ["model", "optimizer"])
+def test_strategy_of(owner):
+    """A model and an optimizer keep the strategy that they were made under; none is None."""
+    make = keras.optimizers.SGD if owner == "optimizer" else keras.Sequential
+    assert private.strategy_of(make()) is None and private.strategy_of(None) is None
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        made = make()
+    assert private.strategy_of(made) is strategy
+
+
+def test_build_symbolically():
+    """Shapes alone create the metrics' and the optimizer's variables, and draw nothing."""
+    dropout = keras.layers.Dropout(0.5)
+    model = keras.Sequential([keras.Input((3,)), dropout, keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"])
+    seed = dropout.seed_generator.state.numpy()
+    private.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    assert model.optimizer.built and len(model.optimizer.variables) == 2 + 2 * 2
+    assert len(model.metrics_variables) == 4
+    np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())

@@ -1,12 +1,8 @@
 """`model.towers`, and what `@nccl_parallel` leaves as it was: the model, its class, the process around it."""
 
-import asyncio
 import copy
 import gc
 import logging
-import subprocess
-import sys
-import weakref
 
 import keras
 import numpy as np
@@ -280,36 +276,6 @@ def test_two_models_in_one_process():
     assert_towers_agree(pair[0])
 
 
-def test_deleted_models_leave_nothing():
-    """Without `close`, a deleted model's variables, their copies and the communicator die with it."""
-
-    def use():
-        model = on_towers(mlp, 3)
-        fit(model)
-        variables = [v for weight in model.weights for v in copies(model, weight)]
-        slots = [v for slot in model.optimizer.variables for v in copies(model, slot)]
-        owners = [model, model.towers, model.towers.communicator]
-        return [weakref.ref(each) for each in variables + slots + owners]
-
-    references = use()
-    gc.collect()
-    gc.collect()
-    left = [reference() for reference in references if reference() is not None]
-    assert not left, f"{len(left)} of {len(references)} are left: {left[:3]}"
-
-
-def test_compile_again_drops_the_old_optimizers_copies():
-    """The towers hold what the model uses, not what it used before."""
-    model = on_towers(mlp, 3)
-    fit(model)
-    old = [weakref.ref(v) for slot in model.optimizer.variables for v in copies(model, slot)]
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    fit(model)
-    gc.collect()
-    assert not [reference() for reference in old if reference() is not None]
-    assert_towers_agree(model)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_the_model_are_plain(trained, duplicate):
     """A copied model belongs to no towers and trains by itself; the original goes on as before."""
@@ -323,73 +289,3 @@ def test_copies_of_the_model_are_plain(trained, duplicate):
     assert_close(trained.get_weights(), before, tolerance=0.0)
     assert np.abs(plain.get_weights()[0] - before[0]).max() > 0
     assert_towers_agree(trained)
-
-
-# Complete by itself. No source file tells what its `train_step` is, which the user decorated.
-PROGRAM = """
-import numpy as np
-import tensorflow as tf
-print(tf.function(tf.square)(tf.constant(2.0)).numpy())  # TensorFlow has started before any tower
-import keras
-from ncclsync import nccl_parallel
-
-class Model(keras.Sequential):
-    @tf.function
-    def train_step(self, batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        weights = self.trainable_weights
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-        return {"loss": loss}
-
-def build_model():
-    keras.utils.set_random_seed(1)
-    model = Model([keras.Input((4,)), keras.layers.Dense(3)])
-    model.compile("adam", "mse")
-    return model
-
-x = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
-results = []
-for factory in (nccl_parallel(towers=3)(build_model), build_model):
-    model = factory()
-    model.fit(x, x[:, :3], batch_size=5, shuffle=False, verbose=0)
-    results.append(model.get_weights())
-for one, other in zip(*results):
-    np.testing.assert_allclose(one, other, atol=1e-6)
-outcome = "trained"
-print(outcome)
-"""
-
-
-def test_program_in_a_process_of_its_own(tmp_path):
-    """`python -c` and a plain script, without a main guard, after TensorFlow operations of the user's."""
-    (tmp_path / "script.py").write_text(PROGRAM)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for arguments in (["-c", PROGRAM], [tmp_path / "script.py"])
-    ]
-    for process in processes:
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert output.split() == ["4.0", "trained"]
-
-
-def test_program_in_a_cell():
-    """Text that has no file, run while an event loop runs, as a notebook does."""
-
-    async def run_cell(namespace):
-        exec(compile(PROGRAM, "<cell>", "exec"), namespace)
-
-    namespace = {"__name__": "__main__"}
-    asyncio.run(run_cell(namespace))
-    assert namespace["outcome"] == "trained"
-
-
-def test_program_in_ipython():
-    """The same by IPython's own shell, where it is installed."""
-    shells = pytest.importorskip("IPython.core.interactiveshell", reason="IPython is not installed")
-    result = shells.InteractiveShell.instance().run_cell(PROGRAM)
-    result.raise_error()

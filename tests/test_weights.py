@@ -4,9 +4,6 @@ Every test compares with the same operations on plain Keras, after a step that f
 that still held an old value would have computed another gradient, or made another update.
 """
 
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -288,70 +285,3 @@ def test_backup_and_restore(tmp_path):
     assert_close(state(resumed), state(alone))
     assert_copies_equal(resumed)
     assert_towers_agree(resumed)
-
-
-MEMORY = """
-import threading, time
-import keras, numpy as np, psutil
-from ncclsync import nccl_parallel
-
-MB = 1e6
-process = psutil.Process()
-
-class Peak(threading.Thread):
-    # The largest resident size while the block runs, sampled.
-    def __enter__(self):
-        self.before, self.seconds, self.stop = process.memory_info().rss, time.perf_counter(), False
-        self.peak = self.before
-        self.start()
-        return self
-    def run(self):
-        while not self.stop:
-            self.peak = max(self.peak, process.memory_info().rss)
-            time.sleep(0.001)
-    def __exit__(self, *_):
-        self.seconds = time.perf_counter() - self.seconds
-        self.stop = True
-        self.join()
-        self.after = process.memory_info().rss
-
-@nccl_parallel(towers=4)
-def build(rows, columns):
-    return keras.Sequential([keras.Input((1,), dtype="int32"),
-                             keras.layers.Embedding(rows, columns, embeddings_initializer="zeros")])
-
-x = np.zeros((8, 1), "int32")
-build(10, 10).predict(x, verbose=0)  # the libraries' own memory
-model = build(1_000_000, 100)
-size = 4e8
-with Peak() as first:
-    model.predict(x, verbose=0)
-with Peak() as again:
-    model.towers.broadcast()
-source = model.get_weights()[0]
-start = time.perf_counter()
-copies = [source.copy() for _ in range(3)]
-fresh = time.perf_counter() - start
-start = time.perf_counter()
-for copy in copies:
-    np.copyto(copy, source)
-warm = time.perf_counter() - start
-grown = [(p - first.before) / size for p in (first.after, first.peak, again.after, again.peak)]
-print("grown", *(f"{replicas:.3f}" for replicas in grown))
-print(f"100 million parameters to 3 more CPU towers: first predict {first.seconds:.2f} s, broadcast again "
-      f"{again.seconds:.2f} s; 3 numpy copies {fresh:.2f} s into new memory, {warm:.2f} s into old")
-"""
-
-
-def test_memory_of_100_million_parameters():
-    """Towers cost one replica each and nothing else, not even for a moment; the time is only printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    grown = next(line for line in done.stdout.splitlines() if line.startswith("grown"))
-    for replicas in map(
-        float, grown.split()[1:]
-    ):  # after the first step, its peak, after a broadcast, its peak
-        assert replicas == pytest.approx(3.0, rel=0.1)

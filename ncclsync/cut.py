@@ -77,7 +77,7 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
     levels: dict[str, int] = {}
     for op in graph.ops:
         name = op.name
-        if name in graph.placeholders or name in graph.marks or graph.is_constant(f"{name}:0"):
+        if name in graph.placeholders or name in graph.passing or graph.is_constant(f"{name}:0"):
             continue
         level = floors[name]
         for parent, hops in _dependencies(graph, name):
@@ -104,14 +104,14 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
 
 
 def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
-    """(op, exchanges between) for all that op `name` waits for; a mark stands for what it is fed by."""
+    """(op, exchanges between) for all that op `name` waits for; a passing op stands for what it is fed by."""
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)
     for control in graph.controls[name]:
-        if control in graph.marks:
+        if control in graph.passing:
             for tensor in graph.inputs[control]:
                 origin, hops = graph.origin(tensor)
-                yield origin, hops + 1
+                yield origin, hops + (control in graph.marks)
         else:
             yield control, 0
 
@@ -119,9 +119,9 @@ def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
 def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
     """The first segment that can use tensor `name`."""
     for fold in graph.folds:
-        if name == fold.source:
+        if fold.source is not None and name == fold.source:
             return max(levels[writer] for writer in fold.writers)
-        if name == fold.result:
+        if fold.source is not None and name == fold.result:
             return _available(graph, levels, fold.source) + 1
     origin, hops = graph.origin(name)
     return levels.get(origin, 0) + hops
@@ -136,8 +136,11 @@ def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
         if graph.role[handle] is Role.SAME
     }
     early = any(level < last for _, level in written)
-    # An assertion or a Python function beside the writes may fail when some of them are done.
-    exposed = any(level == last and _may_raise(graph.by_name[name]) for name, level in levels.items())
+    # What computes on one tower's data, beside the writes, may fail there when some of them are done.
+    exposed = any(
+        level == last and (name in graph.local or _may_raise(graph.by_name[name]))
+        for name, level in levels.items()
+    )
     return tuple(sorted({handle for handle, _ in written})) if early or exposed else ()
 
 
@@ -158,7 +161,8 @@ def _build_segments(
     for result, exchange in graph.exchanges.items():
         plans[available[result] - 1].sent.append(exchange)
     for fold in graph.folds:
-        plans[available[fold.result] - 1].fold_reads.append(fold)
+        if fold.source is not None:
+            plans[available[fold.result] - 1].fold_reads.append(fold)
         plans[-1].fold_writes.append(fold)
     buckets: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes) for plan in plans]
 

@@ -70,9 +70,16 @@ def find_exchanges(graph: StepGraph, trace: Trace, concat_outputs: bool) -> None
                 if collective.kind == "reduce":
                     differs.add(renamed[output])
             continue
+        if op.name in graph.passing:
+            # Each output is its input, however different the others are: tf.custom_gradient passes the
+            # results of a collective on beside its arguments.
+            renamed.update(zip(outputs, inputs, strict=True))
+            continue
         handles = [name for name in inputs if name in graph.role]
         local = any(graph.role[name] is not Role.SAME or name in drifting for name in handles)
         value_differs = any(name in differs for name in inputs)
+        if value_differs:
+            graph.local.add(op.name)
         for handle in graph.writes[op.name]:
             if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
                 continue
@@ -87,7 +94,7 @@ def find_exchanges(graph: StepGraph, trace: Trace, concat_outputs: bool) -> None
         elif local or value_differs or _is_random(op):
             differs.update(outputs)
 
-    _find_folds(graph, drifting)
+    _find_folds(graph, drifting, result_reads)
     for tensor in trace.function.outputs:
         name = renamed.get(tensor.name, tensor.name)
         # The function's outputs are identities of what the step returned.
@@ -146,7 +153,7 @@ def _ancestors(graph: StepGraph, name: str) -> set[str]:
     return found
 
 
-def _find_folds(graph: StepGraph, drifting: set[str]) -> None:
+def _find_folds(graph: StepGraph, drifting: set[str], result_reads: set[str]) -> None:
     """Plan what brings metric state and drifting variables together at the end of the step."""
     variables = dict(graph.variables)
     writers = collections.defaultdict(list)
@@ -155,12 +162,27 @@ def _find_folds(graph: StepGraph, drifting: set[str]) -> None:
             writers[handle].append(op.name)
     for handle, names in writers.items():
         role, variable = graph.role[handle], variables[handle]
-        if role is Role.SUM or handle in drifting:
+        if role is Role.SUM and (read := _final_read(graph, handle, names[-1], result_reads)):
+            result = next(name for name, e in graph.exchanges.items() if op_name(e.source) == read)
+            graph.folds.append(Fold(handle, None, result, (), root_only=True))
+        elif role is Role.SUM or handle in drifting:
             collective = SUM if role is Role.SUM else _fold_collective(variable.dtype)
             source = f"@fold_{len(graph.folds)}:0"
             result = f"@folded_{len(graph.folds)}:0"
             graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype)
             graph.folds.append(Fold(handle, source, result, tuple(names), role is Role.SUM))
+
+
+def _final_read(graph: StepGraph, handle: str, writer: str, result_reads: set[str]) -> str | None:
+    """The name of a read of metric state behind its last write, which serves the fold as well."""
+    for op in graph.ops:
+        if (
+            op.name in result_reads
+            and graph.inputs[op.name][0] == handle
+            and writer in graph.controls[op.name]
+        ):
+            return op.name
+    return None
 
 
 def _fold_collective(dtype: tf.DType) -> Collective:

@@ -66,9 +66,9 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Seg
         side_effects = list(imported[len(wanted) + len(writers) :])
         for fold in plan.fold_reads:
             with tf.control_dependencies([written[name] for name in fold.writers if name in written]):
-                exchange = next(e for e in plan.sent if e.source == fold.source)
+                exchange = next(e for e in plan.sent if e.result == fold.result)
                 value = tf.raw_ops.ReadVariableOp(resource=values[fold.handle], dtype=exchange.dtype)
-                values[fold.source] = tf.ensure_shape(value, exchange.shape)
+                values[exchange.source] = tf.ensure_shape(value, exchange.shape)
         with tf.control_dependencies(side_effects):
             for fold in plan.fold_writes:
                 value = values[fold.result]

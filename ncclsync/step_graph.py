@@ -21,14 +21,14 @@ class Fold:
 
     Attributes:
         handle: name of the variable's handle.
-        source: name of its value behind its last write.
+        source: name of its value behind its last write, to be read; None if the step reads it there itself.
         result: name of the combined value.
         writers: names of the ops that write it.
         root_only: whether tower 0 alone keeps the result and the others start again from zero.
     """
 
     handle: str
-    source: str
+    source: str | None
     result: str
     writers: tuple[str, ...]
     root_only: bool
@@ -70,6 +70,9 @@ class StepGraph:
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
         self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
+        # Not computed by any segment: a consumer of such an op is given what it passes on.
+        self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self.folds: list[Fold] = []
         self.structure = function.graph.structured_outputs

@@ -135,7 +135,11 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name, row", [*((name, 39) for name in STEPS), ("checked_afterwards", 20)])
+@pytest.mark.parametrize(
+    "name, row",
+    # Row 39 is the last tower's, row 20 the first's, which then has made a part of its writes.
+    [*((name, 39) for name in STEPS), ("two_optimizers", 20), ("checked_afterwards", 20)],
+)
 def test_fit_with_a_bad_label(name, row):
     """A label out of range in one tower's shard: that error, the state from before that very step, and the
     numbers of one device that never saw the batch from there on.

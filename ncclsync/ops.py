@@ -10,6 +10,7 @@ step runs alone, since a reduction over one tower is the identity.
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import tensorflow as tf
 
 from ncclsync import native
 from ncclsync.communicator import Communicator, NcclCommunicator, empty_aligned
+from ncclsync.errors import NcclSyncError
 
 REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
 
@@ -216,12 +218,13 @@ def group_all_reduce(
     Returns:
         [N] tensors on the same devices. Towers that share the host's memory get the same one.
     """
+    borrowed = weakref.ref(communicator)  # TensorFlow keeps every py op's function for good
     if isinstance(communicator, NcclCommunicator):
-        return _group_on_devices(tensors, lambda sends, recvs: communicator.all_reduce(sends, recvs, op))
+        return _group_on_devices(tensors, lambda sends, recvs: _alive(borrowed).all_reduce(sends, recvs, op))
 
     def reduce_on_host(*sends):
         result = empty_aligned(sends[0].shape, sends[0].dtype)
-        communicator.all_reduce(sends, [result] * len(sends), op)
+        _alive(borrowed).all_reduce(sends, [result] * len(sends), op)
         return result
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
@@ -236,10 +239,11 @@ def group_broadcast(
     tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0
 ) -> list[tf.Tensor]:
     """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
+    borrowed = weakref.ref(communicator)
     if isinstance(communicator, NcclCommunicator):
 
         def broadcast_on_devices(sends, recvs):
-            communicator.broadcast(
+            _alive(borrowed).broadcast(
                 [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs, strict=True))], root
             )
 
@@ -249,7 +253,7 @@ def group_broadcast(
     def broadcast_on_host(send):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
         buffers[root] = send
-        communicator.broadcast(buffers, root)
+        _alive(borrowed).broadcast(buffers, root)
         return [buffer for i, buffer in enumerate(buffers) if i != root]
 
     if len(tensors) == 1:
@@ -262,6 +266,13 @@ def group_broadcast(
     for tensor in received:
         tensor.set_shape(sent.shape)
     return [*received[:root], sent, *received[root:]]
+
+
+def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
+    communicator = borrowed()
+    if communicator is None:
+        raise NcclSyncError("Expected an open communicator. Received: one that was deleted.")
+    return communicator
 
 
 def _group_on_devices(

@@ -94,6 +94,13 @@ def _contents(member: Any) -> Iterator[Any]:
         yield member
 
 
+def autograph_converted(function: Callable) -> Callable:
+    """Return `function` as `tf.function` would trace it: through autograph, if there is source to convert."""
+    return tf.__internal__.autograph.tf_convert(
+        function, tf.__internal__.autograph.control_status_ctx(), convert_by_default=True
+    )
+
+
 def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
     """Return the `tf.distribute` strategy that a Keras model or optimizer was created under, if any."""
     for name in ("_distribute_strategy", "_distribution_strategy"):

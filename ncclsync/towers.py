@@ -117,7 +117,7 @@ class Towers:
         Raises:
             ValueError: if there is no such tower.
         """
-        if isinstance(tower, bool) or not isinstance(tower, int) or not 0 <= tower < len(self):
+        if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or not 0 <= tower < len(self):
             raise ValueError(f"Expected a tower from 0 to {len(self) - 1}. Received: {tower!r}")
         self.sync()
         return [self.copies(private.backend_variable(v))[tower].numpy() for v in self._weights()]
@@ -183,20 +183,24 @@ class Towers:
         self.require_open()
         if self._pending:
             self._send([key for key in self._pending if key in self._replicas])
-            # What a foreign graph may write at any time stays pending.
-            self._pending.intersection_update(
-                key for key, replicas in self._replicas.items() if replicas.written_by_graph
-            )
 
     def distrust(self) -> None:
         """Note that a step failed: every variable is sent again before the next one."""
         self._pending.update(self._replicas)
 
     def _send(self, keys: list[int]) -> None:
+        """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
+            self._pending.add(key)
+            # Freed before its successor is made: a variable's copies never take memory twice.
+            for copy in replicas.copies:
+                with tf.device(copy.device):
+                    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
             for tower, value in self._values(replicas.variable, replicas.role):
-                replicas.copies[tower - 1].assign(value)
+                tf.raw_ops.AssignVariableOp(resource=replicas.copies[tower - 1].handle, value=value)
+            if not replicas.written_by_graph:
+                self._pending.discard(key)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
         """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
@@ -285,7 +289,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
         return 0.0
     if one.dtype.kind not in "fiub" and one.dtype.name != "bfloat16":
         return float("inf")
-    one, other = one.astype(np.float64), other.astype(np.float64)
+    one, other = np.atleast_1d(one.astype(np.float64), other.astype(np.float64))
     with np.errstate(invalid="ignore"):
         apart = np.abs(one - other)
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0

@@ -44,6 +44,9 @@ def attach(model: keras.Model, towers: Towers) -> None:
             model.predict_function = StepFunction(model, towers, "predict_step").run_each
         return model.predict_function
 
+    # From here on, and not from the first step: a write must find somebody watching.
+    for variable in model.weights:
+        towers.copies(private.backend_variable(variable))
     model.make_train_function = make_train_function
     model.make_test_function = make_test_function
     model.make_predict_function = make_predict_function
@@ -204,7 +207,7 @@ def _build_state(model: keras.Model, name: str, specs: Any) -> None:
 def _python_step(step: Callable) -> Callable:
     """Return the Python function behind a step that its author decorated with `tf.function`."""
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
-        return tf.autograph.to_graph(step.python_function)
+        return private.autograph_converted(step.python_function)
     return step
 
 

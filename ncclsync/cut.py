@@ -31,12 +31,12 @@ def cut(
         home_device: tower 0's device, where the trace placed what must run on every tower's own.
         bucket_bytes: see `bucket.plan_buckets`.
         concat_outputs: whether each result holds one row per sample (a prediction), so that the towers'
-            results are concatenated. If not, results that differ between towers are combined: floats by
-            the mean over the samples, integers by the sum, tensors of unknown length by concatenation.
+            results are concatenated. If not, results that differ between towers are combined: those as long
+            as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
     """
     graph = StepGraph(trace, home_device)
-    find_exchanges(graph, trace, concat_outputs)
+    find_exchanges(graph, concat_outputs)
     levels = _assign_levels(graph)
     segments = _build_segments(graph, levels, bucket_bytes, jit_compile)
     return Program(

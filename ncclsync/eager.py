@@ -66,8 +66,8 @@ def _combine(results: list[Any], shards: Shards, communicator: CpuCommunicator, 
         if pieces[0] is None or not tf.is_tensor(pieces[0]):
             return pieces[0]
         tensors = [tf.convert_to_tensor(p) if isinstance(p, keras.Variable) else p for p in pieces]
-        of_rows = concat or any(t.shape[:1] != tensors[0].shape[:1] for t in tensors)
-        if tensors[0].shape.rank and of_rows:
+        of_rows = tensors[0].shape.rank and [t.shape[0] for t in tensors] == [max(1, n) for n in rows]
+        if tensors[0].shape.rank and (concat or of_rows):
             return concat_rows(tensors, rows)
         numeric = tensors[0].dtype.is_floating or tensors[0].dtype.is_integer
         if not numeric or _all_equal(tensors):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.ops import Collective
-from ncclsync.program import Exchange, Trace
+from ncclsync.program import Exchange
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
 
@@ -37,7 +37,7 @@ _REPEATABLE = frozenset(
 )
 
 
-def find_exchanges(graph: StepGraph, trace: Trace, concat_outputs: bool) -> None:
+def find_exchanges(graph: StepGraph, concat_outputs: bool) -> None:
     """Find every tensor that must meet its counterparts, by following what can differ between towers.
 
     What differs: the batch, random state, the state of metrics, and all that is computed from them. What
@@ -95,15 +95,15 @@ def find_exchanges(graph: StepGraph, trace: Trace, concat_outputs: bool) -> None
             differs.update(outputs)
 
     _find_folds(graph, drifting, result_reads)
-    for tensor in trace.function.outputs:
+    for tensor in graph.results:
         name = renamed.get(tensor.name, tensor.name)
-        # The function's outputs are identities of what the step returned.
         graph.outputs.append(_settle_output(graph, name, name in differs, concat_outputs))
 
 
 def _settle_output(graph: StepGraph, name: str, differs: bool, concat: bool) -> tuple[str, str]:
     tensor = graph.spec(name)
-    if differs and tensor.shape.rank and (concat or tensor.shape[0] is None):
+    of_rows = tensor.shape.rank and (tensor.shape[0] is None or tensor.shape[0] in graph.rows)
+    if differs and tensor.shape.rank and (concat or of_rows):
         return name, "concat"
     if not differs or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
         return name, "first"

@@ -15,6 +15,52 @@ from ncclsync.shard import Shards
 from ncclsync.towers import Towers
 
 
+class KeptBatch:
+    """The batch of the step that runs, to be run again if that step fails without saying why.
+
+    It shares the batch's memory. Why: an error on one tower cancels the others, and TensorFlow may report
+    the cancellation instead of the error. Run again outside a graph, tower by tower, there is but the error.
+    """
+
+    def __init__(self, specs: Any) -> None:
+        """Prepare for batches of these `tf.TypeSpec`s."""
+        self._specs = specs
+        with tf.device("/CPU:0"):
+            self._leaves = [
+                tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
+                if leaf.dtype != tf.string
+                else tf.Variable([""], shape=tf.TensorShape(None), trainable=False)
+                for leaf in _components(specs)
+            ]
+
+    def keep(self, batch: Any) -> Any:
+        """Keep a batch, in the graph of the step; return it for the step to use."""
+        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, leaves, strict=True)]
+        with tf.control_dependencies(_ops(kept)):
+            return tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
+            )
+
+    def batch(self) -> Any:
+        """Return the last batch kept."""
+        leaves = iter([variable.read_value() for variable in self._leaves])
+        return tf.nest.map_structure(
+            lambda spec: (
+                None
+                if spec is None
+                else tf.nest.pack_sequence_as(
+                    spec, [next(leaves) for _ in _components(spec)], expand_composites=True
+                )
+            ),
+            self._specs,
+        )
+
+
+def _components(specs: Any) -> list[tf.TensorSpec]:
+    return [spec for spec in tf.nest.flatten(specs, expand_composites=True) if spec is not None]
+
+
 class Rollback:
     """What a step that writes weights on its way needs, so that an error on one tower undoes all of it.
 
@@ -34,16 +80,16 @@ class Rollback:
         """Save, in the graph of the step; the step must wait for what is returned."""
         if self._open is None:
             return []
-        saves = [saved.assign(variable.read_value()).op for variable, saved in self._saved]
-        with tf.control_dependencies(saves):
-            return [self._open.assign(True).op]
+        saves = [saved.assign(variable.read_value()) for variable, saved in self._saved]
+        with tf.control_dependencies(_ops(saves)):
+            return _ops([self._open.assign(True)])
 
     def end(self, done: tf.Operation) -> tf.Operation:
         """Note, in the graph of the step, that it is complete."""
         if self._open is None:
             return done
         with tf.control_dependencies([done]):
-            return self._open.assign(False).op
+            return tf.group(self._open.assign(False))
 
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
@@ -51,6 +97,11 @@ class Rollback:
             for variable, saved in self._saved:
                 variable.assign(saved)
             self._open.assign(False)
+
+
+def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
+    """The ops to wait for; none outside a graph, where everything has happened already."""
+    return [] if tf.executing_eagerly() else [variable.op for variable in assigned]
 
 
 def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback) -> Any:

@@ -64,6 +64,12 @@ class StepGraph:
         self.captures = tuple(captures)
         self.role = {name: role_of(variable) for name, variable in self.variables}
         self.placeholders = {op_name(name) for name in flat_inputs}
+        # tf.function returns identities that wait for every side effect; what they wait for says the layout.
+        self.results = [
+            tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs
+        ]
+        # Rows of a shard, where they are known.
+        self.rows = {t.shape[0] for t in function.inputs[:count] if t.shape.rank} - {None}
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
         self.ops = self._live_ops(function, trace)
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
@@ -83,7 +89,7 @@ class StepGraph:
         """What the outputs and side effects need, inputs before consumers."""
         order: list[tf.Operation] = []
         done: set[str] = set()
-        roots = [*function.graph.control_outputs, *(tensor.op for tensor in function.outputs)]
+        roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
         # Creation order is not topological: automatic control dependencies are added later. Walking the
         # roots in creation order keeps as much of it as there can be.
         created = {op.name: i for i, op in enumerate(function.graph.get_operations())}

@@ -4,6 +4,7 @@ A model keeps its class and its loops. Only what makes its train, test and predi
 on the one object, by functions that run the model's own step on all towers.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from ncclsync.cut import cut
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
 from ncclsync.hooks import step_hooks
-from ncclsync.layout import Rollback, lay_out
+from ncclsync.layout import KeptBatch, Rollback, lay_out
 from ncclsync.program import Program, trace
-from ncclsync.shard import open_specs, shard_batch, shard_specs
+from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import Towers
 
 
@@ -53,6 +54,15 @@ def attach(model: keras.Model, towers: Towers) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What one graph function runs, and what it needs if that fails."""
+
+    program: Program
+    rollback: Rollback
+    kept: KeptBatch
+
+
 class StepFunction:
     """One of a model's steps, on all towers."""
 
@@ -67,8 +77,8 @@ class StepFunction:
         self._model = model
         self._towers = towers
         self._name = name
-        self._programs: dict[str, tuple[Program, Rollback]] = {}  # by the specs of a shard
-        self._functions: dict[str, Callable] = {}  # by the specs of a batch, and whether it is iterated
+        self._programs: dict[str, Program] = {}  # by the specs of a shard
+        self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
 
     def run(self, iterator: Any) -> Any:
         """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
@@ -83,8 +93,8 @@ class StepFunction:
                 those from before that step or from after it.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
-            function = self._function("iterator", self._steps_on_iterator, iterator.element_spec)
-            return self._guarded(function, iterator)
+            graph, plan = self._graph_of(iterator.element_spec, iterated=True)
+            return self._guarded(functools.partial(graph, iterator), plan)
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(batch)
@@ -100,52 +110,69 @@ class StepFunction:
         return tf.nest.map_structure(_concat, *results)
 
     def _run_batch(self, batch: Any) -> Any:
-        batch = tf.nest.map_structure(_to_tensor, batch)
+        batch = _without_optionals(tf.nest.map_structure(_to_tensor, batch))
         if self._model.run_eagerly:
+            eagerly = functools.partial(run_eagerly, self._model, self._name, batch, len(self._towers))
             with step_hooks():
-                return self._guarded(
-                    run_eagerly, self._model, self._name, _without_optionals(batch), len(self._towers)
-                )
+                return self._guarded(eagerly, None)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
-        batch = _without_optionals(batch)
-        function = self._function(
-            "batch", functools.partial(_spread, self._on_towers, batch), open_specs(batch)
-        )
-        return self._guarded(function, *_leaves(batch))
+        graph, plan = self._graph_of(open_specs(batch), iterated=False)
+        return self._guarded(functools.partial(graph, *_leaves(batch)), plan)
 
-    def _function(self, kind: str, function: Callable, batch_specs: Any) -> Callable:
+    def _graph_of(self, batch_specs: Any, iterated: bool) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.
 
         Before, since a step that is traced while another function is being traced records no gradients.
         """
-        key = f"{kind} {batch_specs!r}"
-        if key not in self._functions:
-            specs = shard_specs(_without_optionals(batch_specs), len(self._towers))
-            if repr(specs) not in self._programs:
-                program = self._make_program(specs)
-                for _, variable in program.variables:
-                    self._towers.copies(variable)
-                self._programs[repr(specs)] = program, Rollback(program, self._towers)
-            signature = None if kind == "iterator" else _leaves(batch_specs)
-            self._functions[key] = tf.function(function, input_signature=signature, autograph=False)
-        return self._functions[key]
+        key = f"{batch_specs!r} {iterated}"
+        if key not in self._graphs:
+            specs = _without_optionals(batch_specs)
+            shard = shard_specs(specs, len(self._towers))
+            if repr(shard) not in self._programs:
+                self._programs[repr(shard)] = self._make_program(shard)
+            program = self._programs[repr(shard)]
+            for _, variable in program.variables:
+                self._towers.copies(variable)
+            plan = _Plan(program, Rollback(program, self._towers), KeptBatch(specs))
+            if iterated:
+                graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
+            else:
+                on_leaves = functools.partial(_spread, functools.partial(self._on_towers, plan), specs)
+                graph = tf.function(on_leaves, input_signature=_leaves(specs), autograph=False)
+            self._graphs[key] = graph, plan
+        return self._graphs[key]
 
-    def _guarded(self, function: Callable, *arguments: Any) -> Any:
+    def _guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails."""
         self._towers.sync()
         try:
-            return function(*arguments)
+            return run()
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
-        except BaseException:
-            for _, rollback in self._programs.values():
-                rollback.restore()
-            self._towers.distrust()
+        except BaseException as error:
+            self._mend(plan)
+            if plan is not None and isinstance(error, tf.errors.CancelledError):
+                self._raise_what_cancelled(plan)
             raise
 
-    def _steps_on_iterator(self, iterator: tf.data.Iterator) -> Any:
+    def _mend(self, plan: "_Plan | None") -> None:
+        """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
+        if plan is not None:
+            plan.rollback.restore()
+        self._towers.distrust()
+
+    def _raise_what_cancelled(self, plan: "_Plan") -> None:
+        """Run the batch of a cancelled step again, outside a graph: one tower after another."""
+        self._towers.sync()
+        try:
+            lay_out(plan.program, self._towers, self._shards(plan.kept.batch()), plan.rollback)
+        except BaseException:
+            self._mend(plan)
+            raise
+
+    def _steps_on_iterator(self, plan: "_Plan", iterator: tf.data.Iterator) -> Any:
         """In a graph: run `steps_per_execution` steps, or as many as there are batches for."""
-        logs = self._on_towers(iterator.get_next())
+        logs = self._on_towers(plan, iterator.get_next())
         steps = self._model.steps_per_execution
         if steps == 1:
             return logs
@@ -159,7 +186,7 @@ class StepFunction:
             )
 
         def body(done, batch, _):
-            logs = self._on_towers(batch.get_value())
+            logs = self._on_towers(plan, batch.get_value())
             with tf.control_dependencies(_leaves(logs)):
                 done = done + 1
             # A batch that no step of this call will use stays in the iterator.
@@ -172,11 +199,13 @@ class StepFunction:
         )
         return tf.nest.pack_sequence_as(logs, flat)
 
-    def _on_towers(self, batch: Any) -> Any:
+    def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
         """In a graph: one step on all towers."""
-        batch = _without_optionals(batch)
-        program, rollback = self._programs[repr(shard_specs(batch, len(self._towers)))]
-        return lay_out(program, self._towers, shard_batch(batch, len(self._towers)), rollback)
+        batch = plan.kept.keep(_without_optionals(batch))
+        return lay_out(plan.program, self._towers, self._shards(batch), plan.rollback)
+
+    def _shards(self, batch: Any) -> Shards:
+        return shard_batch(batch, len(self._towers))
 
     def _make_program(self, specs: Any) -> Program:
         model = self._model

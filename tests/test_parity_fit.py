@@ -47,7 +47,9 @@ FEEDS = {
     "batch_size_1": lambda m: fit(m, X[:5], Y[:5], batch_size=1),
     "first_batch_odd": lambda m: fit(m, X[:13], Y[:13], batch_size=13),
     "sample_weight": lambda m: fit(m, X, Y, batch_size=16, sample_weight=WEIGHTS),
-    "class_weight": lambda m: fit(m, X, Y, batch_size=16, class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.0, 4: 3.0}),
+    "class_weight": lambda m: fit(
+        m, X, Y, batch_size=16, class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.0, 4: 3.0}
+    ),
     "validation_split": lambda m: fit(m, X, Y, batch_size=16, validation_split=0.3),
     "tf_data": lambda m: fit(m, dataset()),
     "tf_data_static_shapes": lambda m: fit(m, dataset(12, drop_remainder=True)),
@@ -132,7 +134,9 @@ def test_compile_again():
     def run(model):
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         first = fit(model, X, Y, batch_size=20)
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+        )
         return [first, fit(model, X, Y, batch_size=20)]
 
     model = on_towers(mlp, 3)
@@ -182,7 +186,10 @@ def test_update_by_hand():
         return model
 
     def run(model):
-        return [model.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False).history, model.get_weights()]
+        return [
+            model.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False).history,
+            model.get_weights(),
+        ]
 
     model = on_towers(factory, 4)
     assert_close(run(model), run(factory()))

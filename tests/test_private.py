@@ -197,3 +197,18 @@ def test_build_symbolically():
     assert model.optimizer.built and len(model.optimizer.variables) == 2 + 2 * 2
     assert len(model.metrics_variables) == 4
     np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())
+
+
+def test_autograph_converted_with_and_without_source():
+    """A tensor decides a Python `if` where there is source; code without source is taken as it is."""
+
+    def choose(x):
+        if x > 0:
+            return x
+        return -x
+
+    traced = tf.function(private.autograph_converted(choose), autograph=False)
+    assert float(traced(tf.constant(-2.0))) == 2.0
+    namespace = {}
+    exec("def double(x):\n    return x * 2", namespace)
+    assert float(private.autograph_converted(namespace["double"])(tf.constant(2.0))) == 4.0

@@ -69,7 +69,7 @@ def main():
     """Train, check and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--towers", type=int, help="default: every GPU, or one CPU tower")
-    parser.add_argument("--epochs", type=int, default=30, help="at least 2; default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=40, help="at least 2; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
     parser.add_argument("--save", type=pathlib.Path, help="where to keep the model, such as digits.keras")
     options = parser.parse_args()

@@ -7,6 +7,7 @@ level becomes one *segment* (`segment.py`), which also packs what it sends and u
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -179,10 +180,10 @@ def _build_segments(
     for level, plan in enumerate(plans):
         received = {e.result for bucket in (buckets[level - 1] if level else ()) for e in bucket.exchanges}
         made = set(received)
-        for name in {*outputs, *(n for later in uses[level:] for n in later)} - inputs:
+        for name in {*outputs, *itertools.chain(*uses[level:])} - inputs:
             if name not in graph.exchanges and levels.get(op_name(name)) == level:
                 made.add(name)
-        later = {*outputs, *(name for later in uses[level + 1 :] for name in later)}
+        later = {*outputs, *itertools.chain(*uses[level + 1 :])}
         constants = {n for n in outputs if graph.is_constant(n)} if level == 0 else set()
         plan = dataclasses.replace(
             plan,

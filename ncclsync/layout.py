@@ -1,7 +1,7 @@
 """Lay a program out on every tower: the body of the one graph that is a step.
 
-Reads as the data flow: shard, segment, all-reduce, segment, …, results. Must be called while a graph is
-built. `program.py` says what is laid out, `towers.py` on what.
+Reads as the data flow: shard, segment, all-reduce, segment, …, results. Called while a graph is built, or
+outside one to run the same parts one after another. `program.py` says what is laid out, `towers.py` on what.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
 
 
 def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback) -> Any:
-    """Run `program` on all towers, in the graph that is being built.
+    """Run `program` on all towers, in the graph that is being built if there is one.
 
     Args:
         program: a traced step, cut.

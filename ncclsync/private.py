@@ -13,6 +13,25 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
+# Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.
+VARIABLE_WRITERS = (
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "batch_scatter_update",
+    "scatter_add",
+    "scatter_div",
+    "scatter_max",
+    "scatter_min",
+    "scatter_mul",
+    "scatter_nd_add",
+    "scatter_nd_sub",
+    "scatter_nd_update",
+    "scatter_sub",
+    "scatter_update",
+    "_restore_from_tensors",
+)
+
 
 def written_handles(op: tf.Operation) -> set[str]:
     """Return the names of the resource inputs that `op` may write to, by TensorFlow's own bookkeeping."""

@@ -70,11 +70,11 @@ class Program:
             tower's share of the samples.
         captures: (name, tensor) of what the step closes over, other than variables.
         variables: (name of the handle, variable of tower 0).
-        outputs: names of the flattened results, and how towers' differing values become one: "first",
-            "concat" or None (an exchange has done it).
+        outputs: names of the flattened results, and what stands for all towers': the "first", since they are
+            equal (perhaps by an exchange), or the "concat" of their rows.
         structure: the results' structure, with None in place of tensors that are None.
         rollback: names of the handles of variables to restore if a step fails on the way: all that it
-            writes, if it writes any before the last segment, else none.
+            writes, if it may fail when it has written some of them, else none.
     """
 
     segments: tuple[Segment, ...]

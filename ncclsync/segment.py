@@ -74,7 +74,7 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Seg
                 value = values[fold.result]
                 kept = tf.where(is_root, value, tf.zeros_like(value)) if fold.root_only else value
                 side_effects.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))
-        outgoing = [_send(bucket, values, fraction, is_root) for bucket in plan.outgoing]
+        outgoing = [_send(bucket, values, fraction) for bucket in plan.outgoing]
         with tf.control_dependencies(side_effects):
             token = tf.constant(0.0)
         return [*(tf.identity(values[name]) for name in plan.fetches), *outgoing, tf.identity(token)]
@@ -166,7 +166,7 @@ def _receive(bucket: Bucket, tensor: tf.Tensor) -> dict[str, tf.Tensor]:
     return {exchange.result: part for exchange, part in zip(bucket.exchanges, parts, strict=True)}
 
 
-def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, is_root: tf.Tensor) -> tf.Tensor:
+def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> tf.Tensor:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     tensors = []
     for exchange in bucket.exchanges:

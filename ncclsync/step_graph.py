@@ -71,7 +71,7 @@ class StepGraph:
         # Rows of a shard, where they are known.
         self.rows = {t.shape[0] for t in function.inputs[:count] if t.shape.rank} - {None}
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
-        self.ops = self._live_ops(function, trace)
+        self.ops = self._live_ops(function)
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
         self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
@@ -85,7 +85,7 @@ class StepGraph:
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
 
-    def _live_ops(self, function: Any, trace: Trace) -> list[tf.Operation]:
+    def _live_ops(self, function: Any) -> list[tf.Operation]:
         """What the outputs and side effects need, inputs before consumers."""
         order: list[tf.Operation] = []
         done: set[str] = set()

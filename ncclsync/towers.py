@@ -20,25 +20,6 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
 
-# Every method by which Python writes a tf.Variable.
-_WRITERS = (
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "batch_scatter_update",
-    "scatter_add",
-    "scatter_div",
-    "scatter_max",
-    "scatter_min",
-    "scatter_mul",
-    "scatter_nd_add",
-    "scatter_nd_sub",
-    "scatter_nd_update",
-    "scatter_sub",
-    "scatter_update",
-    "_restore_from_tensors",
-)
-
 
 class Towers:
     """N replicas of one model's state, one per device, and what joins them.
@@ -247,7 +228,7 @@ class _Replicas:
         self.copies = copies
         self.written_by_graph = False
         self._pending = pending
-        for name in _WRITERS:
+        for name in private.VARIABLE_WRITERS:
             if hasattr(variable, name):
                 setattr(variable, name, self._watched(getattr(variable, name)))
         self._key = id(variable)
@@ -261,7 +242,7 @@ class _Replicas:
         return variable
 
     def unwatch(self) -> None:
-        for name in _WRITERS:
+        for name in private.VARIABLE_WRITERS:
             self.variable.__dict__.pop(name, None)
 
     def _watched(self, write: Callable) -> Callable:

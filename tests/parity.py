@@ -1,11 +1,73 @@
-"""Shared by the parity tests: small models, data, and the comparison of N towers with one device."""
+"""Shared by the parity tests: the rows of the matrix, small models and data, the comparison with one device.
+
+A test module of the matrix holds a table `CASES` (name to `Case`) and one test that runs `check(case, towers)`
+for each row; `examples/compare_parity.py` runs the same tables through other libraries.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 from ncclsync import nccl_parallel
 
 TOWERS = (1, 2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the matrix.
+
+    Attributes:
+        build: makes the compiled model, from the same start each time it is called.
+        run: trains it, or whatever the row is about; returns everything that must be equal, nested.
+        tolerance: relative to the largest magnitude of each array.
+        options: arguments of `nccl_parallel` beside `towers`.
+    """
+
+    build: Callable[[], keras.Model]
+    run: Callable[[keras.Model], Any]
+    tolerance: float = 1e-5
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
+    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them."""
+    return [
+        pytest.param(name, towers[i % len(towers)], id=f"{name}-{towers[i % len(towers)]}")
+        for i, name in enumerate(cases)
+    ]
+
+
+def check(case: Case, towers: int) -> None:
+    """N towers give one device's numbers, and all towers hold the same."""
+    model = on_towers(case.build, towers, **case.options)
+    assert_close(case.run(model), case.run(case.build()), case.tolerance)
+    assert_towers_agree(model)
+    model.towers.close()
+
+
+def fit(x, y=None, **options) -> Callable[[keras.Model], Any]:
+    """A `run` of 20 steps: 5 epochs of 61 rows in batches of 20, the last of 1 row, unless told otherwise."""
+
+    def run(model):
+        arguments = {"batch_size": 20, "epochs": 5, "verbose": 0, "shuffle": False, **options}
+        history = model.fit(x, y, **arguments).history
+        return {"history": history, **state(model)}
+
+    return run
+
+
+def state(model) -> dict[str, Any]:
+    """What a model and its optimizer hold."""
+    optimizer = getattr(model, "optimizer", None)
+    return {
+        "weights": model.get_weights(),
+        "optimizer": [np.asarray(v) for v in optimizer.variables] if optimizer else [],
+    }
 
 
 def data(rows=61, features=12, classes=5, seed=0):
@@ -33,11 +95,17 @@ def on_towers(factory, towers, **arguments):
 
 def assert_close(actual, expected, tolerance=1e-5, what=""):
     """Compare nested results to a tolerance relative to the largest magnitude of each array."""
-    for i, (one, other) in enumerate(zip(flat(actual), flat(expected), strict=True)):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        assert one.shape == other.shape, f"{what}[{i}]: {one.shape} is not {other.shape}"
+    names = [".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(expected)]
+    for name, one, other in zip(names, flat(actual), flat(expected), strict=True):
+        name = f"{what} {name}"
+        one, other = np.asarray(one), np.asarray(other)
+        assert one.shape == other.shape, f"{name}: {one.shape} is not {other.shape}"
+        if other.dtype.kind in "OSU":
+            np.testing.assert_array_equal(one, other, err_msg=name)
+            continue
+        one, other = one.astype(np.float64), other.astype(np.float64)
         scale = max(1.0, np.max(np.abs(other), initial=0.0))
-        np.testing.assert_allclose(one, other, atol=tolerance * scale, rtol=tolerance, err_msg=f"{what}[{i}]")
+        np.testing.assert_allclose(one, other, atol=tolerance * scale, rtol=tolerance, err_msg=name)
 
 
 def flat(structure):

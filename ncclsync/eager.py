@@ -20,7 +20,7 @@ from ncclsync.communicator import CpuCommunicator, empty_aligned
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import results_reduced
 from ncclsync.layout import concat_rows
-from ncclsync.ops import Collective
+from ncclsync.ops import Collective, Share
 from ncclsync.shard import Shards, shard_batch
 from ncclsync.variables import Role, role_of, start_value
 
@@ -44,7 +44,7 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: int) -> Any:
     state = _State(private.variables_of(model), towers)
     step = getattr(model, name)
     turns = [
-        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.fractions[i])
+        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i])
         for i in range(towers)
     ]
     with state.restored_on_error(), results_reduced(), CpuCommunicator(towers) as communicator:
@@ -112,7 +112,7 @@ def exchange(
     op = collective.op
     if op == "mean":
         op = "sum"
-        sends = [a * np.asarray(shards.fractions[i], a.dtype) for i, a in zip(present, sends, strict=True)]
+        sends = [a * np.asarray(shards.shares[i].fraction, a.dtype) for i, a in zip(present, sends, strict=True)]
     result = empty_aligned(sends[0].shape, sends[0].dtype)
     if len(present) == count:
         communicator.all_reduce([np.ascontiguousarray(a) for a in sends], [result] * count, op)
@@ -185,14 +185,14 @@ class _Turn:
     """One tower's way through the step, in a thread that runs only between `resume` and its return.
 
     Attributes:
-        fraction: the tower's share of the batch's samples.
+        share: the tower's part of the batch.
         collective: what the tower waits for; None once it has finished.
         tensors: what it brings to that collective, then what it takes from it.
         result: what the step returned.
     """
 
-    def __init__(self, step: Callable[[], Any], state: _State, tower: int, fraction: tf.Tensor) -> None:
-        self.fraction = fraction
+    def __init__(self, step: Callable[[], Any], state: _State, tower: int, share: Share) -> None:
+        self.share = share
         self.collective: Collective | None = None
         self.tensors: list[tf.Tensor] = []
         self.result: Any = None

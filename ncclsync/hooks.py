@@ -58,7 +58,7 @@ def scalars_weighed() -> contextlib.AbstractContextManager[None]:
             if context is not None and sample_weight is None:
                 values = keras.ops.convert_to_tensor(values)
                 if len(values.shape) == 0:
-                    sample_weight = context.fraction
+                    sample_weight = context.share.fraction
             return update(self, values, sample_weight, **kwargs)
 
         return weighed_update
@@ -80,7 +80,7 @@ def sums_kept() -> contextlib.AbstractContextManager[None]:
             context = ops.current_context()
             if context is None or self.reduction != "sum":
                 return loss
-            return loss / keras.ops.cast(context.fraction, loss.dtype)
+            return loss / keras.ops.cast(context.share.fraction, loss.dtype)
 
         return kept_call
 

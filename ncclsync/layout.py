@@ -125,7 +125,7 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
         sent, tokens = [], []
         for i, device in enumerate(towers.devices):
             with tf.device(f"/{device}"), tf.control_dependencies(before):
-                outcome = _run_segment(segment, values[i], received[i], shards.fractions[i], i)
+                outcome = _run_segment(segment, values[i], received[i], shards.shares[i].fraction, i)
             values[i].update(zip(segment.fetches, outcome, strict=False))
             sent.append(outcome[len(segment.fetches) : -1])
             tokens.append(outcome[-1])
@@ -138,7 +138,7 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
 
 def _inputs(program: Program, towers: Towers, shards: Shards, tower: int) -> dict[str, tf.Tensor]:
     leaves = tf.nest.flatten(shards.batches[tower], expand_composites=True)
-    arguments = [leaf for leaf in leaves if leaf is not None] + [shards.fractions[tower]]
+    arguments = [leaf for leaf in leaves if leaf is not None] + [*shards.shares[tower]]
     values = dict(zip(program.arguments, arguments, strict=True))
     values.update(program.captures)
     values.update((name, towers.copies(variable)[tower].handle) for name, variable in program.variables)

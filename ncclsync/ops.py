@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -39,14 +39,28 @@ class Collective:
     root: int = 0
 
 
+class Share(NamedTuple):
+    """What part of the batch a tower has.
+
+    Attributes:
+        fraction: its share of the batch's samples, a float64 scalar; 0 for a tower without samples.
+        begin: index of the first of its samples in the batch, an int32 scalar; 0 for a tower without.
+        total: the samples of the batch, an int32 scalar.
+    """
+
+    fraction: tf.Tensor
+    begin: tf.Tensor
+    total: tf.Tensor
+
+
 class Context(Protocol):
     """Whoever runs a step on towers; decides what a collective in it does.
 
     Attributes:
-        fraction: the tower's share of the batch's samples, a float64 scalar.
+        share: the tower's part of the batch.
     """
 
-    fraction: tf.Tensor
+    share: Share
 
     def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
         """Return what each tensor becomes; called once per collective, in the order of the step."""
@@ -142,7 +156,7 @@ def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
     reduced = all_reduce([None if i in sparse else gradient for i, gradient in enumerate(gradients)])
     for i in sparse:
         slices = gradients[i]
-        values = slices.values * tf.cast(context.fraction, slices.values.dtype)
+        values = slices.values * tf.cast(context.share.fraction, slices.values.dtype)
         gathered = _exchange(context, [values, slices.indices], Collective("all_gather"))
         reduced[i] = tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
     return reduced

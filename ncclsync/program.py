@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, running_in
+from ncclsync.ops import Collective, Share, running_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Program:
     Attributes:
         segments: in order; buckets of one are reduced before the next.
         arguments: names of the tensors of the batch, in the order of its flattened structure, and of the
-            tower's share of the samples.
+            tower's `ops.Share` of it.
         captures: (name, tensor) of what the step closes over, other than variables.
         variables: (name of the handle, variable of tower 0).
         outputs: names of the flattened results, and what stands for all towers': the "first", since they are
@@ -112,7 +112,7 @@ class _Marking:
 
     def __init__(self) -> None:
         self.graph: Any = None
-        self.fraction: Any = None
+        self.share: Any = None
         self.marks: list[tuple[Any, Mark]] = []
 
     def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
@@ -144,14 +144,14 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     """
     marking = _Marking()
 
-    def traced(batch, fraction):
+    def traced(batch, share):
         # tf.function traces again when a step created variables; the last trace is the one that counts.
-        marking.graph, marking.fraction = tf.compat.v1.get_default_graph(), fraction
+        marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
         with running_in(marking):
             return step(batch)
 
     function = tf.function(traced, autograph=False).get_concrete_function(
-        batch_specs, tf.TensorSpec([], tf.float64)
+        batch_specs, Share(*(tf.TensorSpec([], dtype) for dtype in (tf.float64, tf.int32, tf.int32)))
     )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     return Trace(function, marks)

@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.ops import Share
+
 
 def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
     """Split `batch_size` rows as evenly as it goes: 10 over 4 is (3, 3, 2, 2).
@@ -34,12 +36,12 @@ class Shards:
     Attributes:
         batches: [towers] the batch's structure, with the tower's rows.
         sizes: [towers] int32 scalars, the samples of each tower, 0 where it has none.
-        fractions: [towers] float64 scalars, each tower's share of the samples; they add up to 1.
+        shares: [towers] what part of the batch that is; the fractions add up to 1.
     """
 
     batches: list[Any]
     sizes: list[tf.Tensor]
-    fractions: list[tf.Tensor]
+    shares: list[Share]
 
 
 def shard_batch(batch: Any, towers: int) -> Shards:
@@ -91,8 +93,10 @@ def shard_batch(batch: Any, towers: int) -> Shards:
     batches = [
         tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)
     ]
-    fractions = tf.cast(sizes, tf.float64) / tf.cast(rows, tf.float64)
-    return Shards(batches, tf.unstack(sizes, towers), tf.unstack(fractions, towers))
+    fractions = tf.unstack(tf.cast(sizes, tf.float64) / tf.cast(rows, tf.float64), towers)
+    begins = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), towers)
+    shares = [Share(fraction, begin, rows) for fraction, begin in zip(fractions, begins, strict=True)]
+    return Shards(batches, tf.unstack(sizes, towers), shares)
 
 
 def shard_specs(batch: Any, towers: int) -> Any:

@@ -55,10 +55,13 @@ def assert_shards(shards, whole, rows, towers):
     """Each tower holds its rows, in order; one without any holds the first row and a size of 0."""
     sizes = shard_sizes(rows, towers)
     assert [int(size) for size in shards.sizes] == list(sizes)
-    assert np.sum(shards.fractions) == pytest.approx(1.0, abs=1e-15)
+    assert np.sum([share.fraction for share in shards.shares]) == pytest.approx(1.0, abs=1e-15)
     ends = np.cumsum(sizes)
     for i, batch in enumerate(shards.batches):
-        np.testing.assert_allclose(shards.fractions[i], sizes[i] / rows, rtol=1e-15)
+        share = shards.shares[i]
+        np.testing.assert_allclose(share.fraction, sizes[i] / rows, rtol=1e-15)
+        assert int(share.total) == rows
+        assert int(share.begin) == (sum(sizes[:i]) if sizes[i] else 0)
         assert batch["none"] is None and float(batch["scalar"]) == 7.0
         rows_of_tower = slice(ends[i] - sizes[i], ends[i]) if sizes[i] else slice(0, 1)
         for key in ("dense", "text", "ragged", "sparse"):
@@ -75,7 +78,7 @@ def test_shards_of_a_batch_of_unknown_length(towers):
     @tf.function(input_signature=[specs])
     def split(batch):
         shards = shard_batch({**batch, "none": None}, towers)
-        return shards.batches, shards.sizes, shards.fractions
+        return shards.batches, shards.sizes, shards.shares
 
     for rows in range(1, 10):
         batch = everything(rows)

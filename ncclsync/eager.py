@@ -106,7 +106,7 @@ def exchange(
     if collective.kind == "broadcast":
         return [tensors[collective.root]] * count
     present = [i for i in range(count) if int(shards.sizes[i]) > 0]
-    if collective.kind == "all_gather":
+    if collective.concatenates:
         return [tf.concat([tensors[i] for i in present], axis=0)] * count
     sends = [np.asarray(tensors[i]) for i in present]
     op = collective.op

@@ -173,7 +173,7 @@ def _exchange(
         if wire.kind == "broadcast":
             columns.append(group_broadcast(column, towers.communicator, wire.root))
             continue
-        if wire.kind == "all_gather":
+        if wire.concatenates:
             columns.append(_gather(column, towers))
             continue
         reduced = group_all_reduce(column, towers.communicator, wire.op)

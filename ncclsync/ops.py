@@ -29,7 +29,8 @@ class Collective:
 
     Attributes:
         kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
-            zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order).
+            zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order, as many
+            as there are per sample); "stack" (the same, of a tensor with one row per tower).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
     """
@@ -38,17 +39,26 @@ class Collective:
     op: str = "sum"
     root: int = 0
 
+    @property
+    def concatenates(self) -> bool:
+        """Whether the result holds the rows of all towers."""
+        return self.kind in ("all_gather", "stack")
+
 
 class Share(NamedTuple):
     """What part of the batch a tower has.
 
     Attributes:
         fraction: its share of the batch's samples, a float64 scalar; 0 for a tower without samples.
-        begin: index of the first of its samples in the batch, an int32 scalar; 0 for a tower without.
-        total: the samples of the batch, an int32 scalar.
+        tower: its number, an int32 scalar, as all that follow.
+        rows: the rows that it computes on: its samples, or 1, a copy of the first, where it has none.
+        begin: index in the batch of the first of these rows.
+        total: the samples of the batch.
     """
 
     fraction: tf.Tensor
+    tower: tf.Tensor
+    rows: tf.Tensor
     begin: tf.Tensor
     total: tf.Tensor
 

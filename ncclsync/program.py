@@ -151,7 +151,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
             return step(batch)
 
     function = tf.function(traced, autograph=False).get_concrete_function(
-        batch_specs, Share(*(tf.TensorSpec([], dtype) for dtype in (tf.float64, tf.int32, tf.int32)))
+        batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     return Trace(function, marks)

@@ -29,7 +29,7 @@ class SegmentPlan:
 
 def is_packed(exchange: Exchange) -> bool:
     """Whether an exchange shares a bucket, flattened; one of unknown size travels alone, in its own shape."""
-    return exchange.shape.is_fully_defined() and exchange.collective.kind != "all_gather"
+    return exchange.shape.is_fully_defined() and not exchange.collective.concatenates
 
 
 def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Segment:
@@ -177,7 +177,7 @@ def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> 
     packed = pack(tensors) if is_packed(bucket.exchanges[0]) else tensors[0]
     if bucket.wire.kind == "broadcast":
         return packed
-    if bucket.wire.kind == "all_gather":
+    if bucket.wire.concatenates:
         rows = tf.shape(packed)[0]
         return packed[: tf.where(fraction > 0, rows, 0)]
     neutral = _neutral(bucket.wire.op, packed.dtype)

@@ -95,7 +95,10 @@ def shard_batch(batch: Any, towers: int) -> Shards:
     ]
     fractions = tf.unstack(tf.cast(sizes, tf.float64) / tf.cast(rows, tf.float64), towers)
     begins = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), towers)
-    shares = [Share(fraction, begin, rows) for fraction, begin in zip(fractions, begins, strict=True)]
+    shares = [
+        Share(fractions[tower], tf.constant(tower), tf.maximum(sizes[tower], 1), begins[tower], rows)
+        for tower in range(towers)
+    ]
     return Shards(batches, tf.unstack(sizes, towers), shares)
 
 

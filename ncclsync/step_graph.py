@@ -127,7 +127,7 @@ class StepGraph:
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
         shape = spec.shape
-        if collective.kind == "all_gather":
+        if collective.concatenates:
             shape = tf.TensorShape([None, *shape[1:]])
         self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype)
         return result

@@ -1,4 +1,4 @@
-"""N towers train like one device: ways of feeding, options of compile and fit, sizes of batches."""
+"""N towers train like one device: options of compile, steps per execution, updates by hand."""
 
 import keras
 import numpy as np
@@ -10,28 +10,8 @@ X, Y = data()
 WEIGHTS = np.linspace(0.1, 2.0, len(X)).astype("float32")
 
 
-class Sequence(keras.utils.PyDataset):
-    """Batches of 16, the last one of 13."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        rows = slice(16 * index, 16 * index + 16)
-        return X[rows], Y[rows]
-
-
-def dataset(batch_size=20, drop_remainder=False):
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size, drop_remainder=drop_remainder)
-
-
-def generator():
-    for begin in range(0, len(X), 13):
-        yield X[begin : begin + 13], Y[begin : begin + 13]
-
-
 def unknown_cardinality():
-    return dataset(19).filter(lambda x, y: True)
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(19).filter(lambda x, y: True)
 
 
 def fit(model, *arguments, **options):
@@ -39,50 +19,6 @@ def fit(model, *arguments, **options):
     options = {"epochs": 2, "verbose": 0, "shuffle": False, **options}
     history = model.fit(*arguments, **options).history
     return [history, model.get_weights(), [np.asarray(v) for v in model.optimizer.variables]]
-
-
-FEEDS = {
-    "numpy_last_batch_of_one_row": lambda m: fit(m, X, Y, batch_size=20),
-    "every_batch_smaller_than_towers": lambda m: fit(m, X[:7], Y[:7], batch_size=2),
-    "batch_size_1": lambda m: fit(m, X[:5], Y[:5], batch_size=1),
-    "first_batch_odd": lambda m: fit(m, X[:13], Y[:13], batch_size=13),
-    "sample_weight": lambda m: fit(m, X, Y, batch_size=16, sample_weight=WEIGHTS),
-    "class_weight": lambda m: fit(
-        m, X, Y, batch_size=16, class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.0, 4: 3.0}
-    ),
-    "validation_split": lambda m: fit(m, X, Y, batch_size=16, validation_split=0.3),
-    "tf_data": lambda m: fit(m, dataset()),
-    "tf_data_static_shapes": lambda m: fit(m, dataset(12, drop_remainder=True)),
-    "py_dataset": lambda m: fit(m, Sequence()),
-    "steps_per_epoch": lambda m: fit(m, dataset(8).repeat(), steps_per_epoch=5),
-    "train_on_batch": lambda m: [
-        [m.train_on_batch(X[i : i + k], Y[i : i + k]) for i, k in ((0, 10), (10, 3), (13, 1), (14, 40))],
-        m.get_weights(),
-    ],
-    "test_on_batch": lambda m: [m.test_on_batch(X[:k], Y[:k], sample_weight=WEIGHTS[:k]) for k in (1, 3, 10)],
-    "predict_on_batch": lambda m: [m.predict_on_batch(X[:k]) for k in (1, 3, 10)],
-    "predict": lambda m: [m.predict(X[:k], batch_size=6, verbose=0) for k in (1, 6, 17)],
-    "evaluate": lambda m: [m.evaluate(X[:k], Y[:k], batch_size=6, verbose=0) for k in (1, 6, 17)],
-}
-
-
-@pytest.mark.parametrize("name", FEEDS)
-def test_feeding(name):
-    """Whatever feeds the batches, and however many rows they have."""
-    model = on_towers(mlp, 4)
-    assert_close(FEEDS[name](model), FEEDS[name](mlp()), what=name)
-    assert_towers_agree(model)
-
-
-@pytest.mark.parametrize("feed", [generator, unknown_cardinality])
-def test_feeding_until_the_end(feed):
-    """A source of unknown length. Keras' own step counts one iteration too many there: it adds to
-    `optimizer.iterations` while the batch cannot be had. So the reference is a source of known length.
-    """
-    batch_size = 13 if feed is generator else 19
-    model = on_towers(mlp, 4)
-    assert_close(fit(model, feed(), epochs=1), fit(mlp(), X, Y, batch_size=batch_size, epochs=1))
-    assert_towers_agree(model)
 
 
 COMPILED = {

@@ -102,6 +102,29 @@ def variables_of(model: keras.Model) -> list[tf.Variable]:
     return list(found.values())
 
 
+def layers_of(owner: keras.Layer) -> list[keras.Layer]:
+    """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
+    return owner._flatten_layers(include_self=False)
+
+
+def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """Return the seed generators that a layer itself owns, without those of the layers within it."""
+    return list(layer._seed_generators)
+
+
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics; of those given to `compile`, before they are built, the Metric objects."""
+    found: list[keras.Metric] = []
+    for metric in model.metrics:
+        if hasattr(metric, "_user_metrics"):
+            given = [metric._user_metrics, metric._user_weighted_metrics]
+            metrics = metric.metrics if metric.built else keras.tree.flatten(given)
+            found.extend(one for one in metrics if isinstance(one, keras.Metric))
+        else:
+            found.append(metric)
+    return found
+
+
 def _contents(member: Any) -> Iterator[Any]:
     """Yield what an attribute holds, inside lists, tuples and dictionaries too."""
     if isinstance(member, dict):

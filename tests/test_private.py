@@ -212,3 +212,49 @@ def test_autograph_converted_with_and_without_source():
     namespace = {}
     exec("def double(x):\n    return x * 2", namespace)
     assert float(private.autograph_converted(namespace["double"])(tf.constant(2.0))) == 4.0
+
+
+def test_layers_of():
+    """Layers in attributes, lists, dictionaries, wrappers and nested models, without the model itself."""
+
+    class Holder(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(1), {"a": keras.layers.Dropout(0.5)}]
+
+    holder, dense = Holder(), keras.layers.Dense(2)
+    inner = keras.Sequential([keras.Input((2,)), dense])
+    wrapper = keras.layers.TimeDistributed(inner)
+    model = keras.Sequential([keras.Input((3, 2)), wrapper, holder])
+    found = private.layers_of(model)
+    assert {id(layer) for layer in (wrapper, inner, dense, holder)} <= {id(layer) for layer in found}
+    assert any(isinstance(layer, keras.layers.Dropout) for layer in found)
+    assert all(layer is not model for layer in found)
+
+
+def test_seed_generators_of():
+    """A layer's own generators, in a list too; not those of a layer within it."""
+
+    class Noisy(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generators = [keras.random.SeedGenerator(1), keras.random.SeedGenerator(2)]
+            self.inner = keras.layers.Dropout(0.5)
+
+    layer = Noisy()
+    assert private.seed_generators_of(layer) == layer.generators
+    assert private.seed_generators_of(layer.inner) == [layer.inner.seed_generator]
+    assert private.seed_generators_of(keras.layers.Dense(1)) == []
+
+
+def test_metrics_of():
+    """The metrics of `compile` as they are, before and after they are built, and the loss tracker."""
+    metric, weighted = keras.metrics.MeanAbsoluteError(), keras.metrics.MeanSquaredError()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(metrics=[metric], weighted_metrics=[weighted], loss="mse")
+    before = private.metrics_of(model)
+    model.train_on_batch(np.zeros((2, 2)), np.zeros((2, 1)))
+    after = private.metrics_of(model)
+    for found in (before, after):
+        assert {id(metric), id(weighted)} <= {id(one) for one in found}
+        assert any(one.name == "loss" for one in found)

@@ -27,7 +27,7 @@ LAYERS = (
     ("ops",),
     ("bucket", "devices", "private", "program", "shard"),
     ("hooks", "variables"),
-    ("step_graph", "towers"),
+    ("exactness", "step_graph", "towers"),
     ("exchanges", "segment"),
     ("cut",),
     ("layout",),

@@ -1,0 +1,158 @@
+"""What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
+
+Nothing is run or traced. So what only a step shows, such as a loss of one's own that compares samples, or
+random numbers drawn without a generator, is not found here: `verification` finds that it matters.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from ncclsync import private
+from ncclsync.variables import Role, role_of
+
+_NAMED = 3  # so many layers are named where the same holds for many
+
+
+@dataclasses.dataclass(frozen=True)
+class Inexact:
+    """One reason why N towers and one device part.
+
+    Attributes:
+        where: the layer, metric or loss, by class and name.
+        reason: what it does on towers that it does not do on one device.
+        remedy: what makes it exact, in the user's code.
+    """
+
+    where: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}. Remedy: {self.remedy}"
+
+
+_NORMALISES = (
+    "normalises by the statistics of one tower's shard, not of the whole batch",
+    "@nccl_parallel(sync_batch_norm=True), or BatchNormalization(synchronized=True)",
+)
+_DRAWS = (
+    "each tower draws random numbers of its own, not those that one device draws",
+    "@nccl_parallel(batch_invariant_random=True)",
+)
+_MIXES = (
+    "mixes the samples of a batch with each other: on a tower, only those of its shard",
+    "apply it to the data instead: dataset.map(layer)",
+)
+_KEEPS_ROWS = (
+    "its state has one row per sample of the batch, and a tower sees only its shard's rows",
+    "stateful=False, with the state as an input and an output of the model if it must be kept",
+)
+_COMPARES = (
+    "compares the samples of a batch with each other: on a tower, only those of its shard",
+    "a loss that is a mean over samples, or one device",
+)
+_ONE_RATIO = (
+    "is one ratio over all samples of a batch, and the mean of the shards' ratios is another number",
+    "one loss per sample: axis=(1, 2, 3) for images, that is all axes but the first",
+)
+_NOT_SUMMED = (
+    "is not declared as a sum over towers: what a tower adds to it is averaged, not added up",
+    "create it by Metric.add_variable, whose aggregation is 'sum', and keep sums in it",
+)
+
+
+def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) -> tuple[Inexact, ...]:
+    """Find what cannot train exactly as on one device.
+
+    Args:
+        model: nested models, wrappers, and layers in lists and dictionaries are searched too. What a layer
+            creates when it is built is found once it is.
+        batch_invariant_random: whether random layers draw on towers what they draw on one device.
+
+    Returns:
+        One `Inexact` for each cause; layers of one class with the same cause are named together. Empty for
+        a model that does not train: not compiled, without an optimizer, or frozen as a whole.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: {model!r} of type {type(model).__name__}")
+    if not model.compiled or getattr(model, "optimizer", None) is None or not model.trainable:
+        return ()
+    names: dict[tuple[str, tuple[str, str]], list[str]] = {}
+    for layer, cause in _layers_with_cause(model, batch_invariant_random):
+        names.setdefault((type(layer).__name__, cause), []).append(repr(layer.path or layer.name))
+    found = [Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items()]
+    found.extend(Inexact(f"loss {name}", *cause) for name, cause in _losses_with_cause(model))
+    found.extend(Inexact(f"metric {name}", *_NOT_SUMMED) for name in _unsummed_metric_state(model))
+    return tuple(found)
+
+
+def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[Any, tuple[str, str]]]:
+    within: set[int] = set()  # parts of a random layer of Keras' own: named with it
+    for layer in private.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
+            yield layer, _NORMALISES
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            yield layer, _KEEPS_ROWS
+        if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
+            yield layer, _MIXES
+        elif _draws(layer) and not invariant and id(layer) not in within:
+            yield layer, _DRAWS
+            if type(layer).__module__.startswith("keras."):
+                within.update(map(id, private.layers_of(layer)))
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a layer draws random numbers in training.
+
+    A layer of Keras makes a generator only if its rate is above 0; but a recurrent cell makes one always.
+    """
+    if not private.seed_generators_of(layer):
+        return False
+    if hasattr(layer, "recurrent_dropout"):
+        return bool(layer.dropout or layer.recurrent_dropout)
+    return True
+
+
+def _losses_with_cause(model: keras.Model) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Losses that `compile` was given, and those that the model holds as attributes, each once."""
+    seen: set[int] = set()
+    compiled = [keras.losses.get(loss) for loss in keras.tree.flatten(getattr(model, "loss", None))]
+    for loss in [*compiled, *vars(model).values()]:
+        if id(loss) in seen:
+            continue
+        seen.add(id(loss))
+        function = getattr(loss, "fn", None) if isinstance(loss, keras.Loss) else loss
+        name = repr(getattr(loss, "name" if isinstance(loss, keras.Loss) else "__name__", None))
+        if function is keras.losses.circle:
+            yield name, _COMPARES
+        elif (function is keras.losses.dice or function is keras.losses.tversky) and _spans_samples(loss):
+            yield name, _ONE_RATIO
+
+
+def _spans_samples(loss: Any) -> bool:
+    """Whether the `axis` of a Dice or Tversky loss includes that of the samples; None means all axes."""
+    axis = getattr(loss, "axis", None)
+    return axis is None or 0 in ([axis] if isinstance(axis, int) else axis)
+
+
+def _unsummed_metric_state(model: keras.Model) -> Iterator[str]:
+    """Names of the floats among the metrics' variables that are not summed over towers.
+
+    Not of integers, which are added up where they are counted by `assign_add`.
+    """
+    for metric in private.metrics_of(model):
+        for state in metric.variables:
+            variable = private.backend_variable(state)
+            if role_of(variable) is Role.SAME and variable.dtype.is_floating:
+                yield f"{metric.name!r}, its variable {variable.name.removesuffix(':0')!r}"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

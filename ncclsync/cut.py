@@ -22,6 +22,10 @@ from ncclsync.step_graph import StepGraph, op_name
 from ncclsync.variables import Role
 
 
+# What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
+_KEPT = (Role.SAME, Role.PARTIAL)
+
+
 def cut(
     trace: Trace, home_device: str, bucket_bytes: int, concat_outputs: bool, jit_compile: bool
 ) -> Program:
@@ -65,7 +69,7 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
         + [_available(graph, levels, result) for result in graph.exchanges]
         + [0]
     )
-    weight_writes = [name for name in levels if any(graph.role[h] is Role.SAME for h in graph.writes[name])]
+    weight_writes = [name for name in levels if any(graph.role[h] in _KEPT for h in graph.writes[name])]
     if weight_writes:
         last = max(last, 1)
     latest = _latest(graph, levels, last)
@@ -134,15 +138,19 @@ def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
         (handle, levels[name])
         for name in levels
         for handle in graph.writes[name]
-        if graph.role[handle] is Role.SAME
+        if graph.role[handle] in _KEPT
     }
     early = any(level < last for _, level in written)
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.
     exposed = any(
-        level == last and (name in graph.local or _may_raise(graph.by_name[name]))
+        level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
     return tuple(sorted({handle for handle, _ in written})) if early or exposed else ()
+
+
+def _computes_locally(graph: StepGraph, name: str) -> bool:
+    return name in graph.local and not graph.by_name[name].type.startswith("Assign")
 
 
 def _may_raise(op: tf.Operation) -> bool:
@@ -152,7 +160,9 @@ def _may_raise(op: tf.Operation) -> bool:
 def _build_segments(
     graph: StepGraph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool
 ) -> tuple[Any, ...]:
+    # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
+    outputs += sorted({exchange.when for exchange in graph.exchanges.values() if exchange.when})
     available = {result: _available(graph, levels, result) for result in graph.exchanges}
     count = 1 + max([*levels.values(), *available.values(), 0])
     plans = [SegmentPlan() for _ in range(count)]
@@ -202,7 +212,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ..
     sizes = []
     for index, exchange in enumerate(exchanges):
         known = is_packed(exchange)
-        kinds.append((_wire(exchange.collective), exchange.dtype, None if known else index))
+        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if known else index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if known else 0)
     return tuple(
         Bucket(_wire(exchanges[indices[0]].collective), tuple(exchanges[i] for i in indices))

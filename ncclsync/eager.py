@@ -44,8 +44,7 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: int) -> Any:
     state = _State(private.variables_of(model), towers)
     step = getattr(model, name)
     turns = [
-        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i])
-        for i in range(towers)
+        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i]) for i in range(towers)
     ]
     with state.restored_on_error(), results_reduced(), CpuCommunicator(towers) as communicator:
         try:
@@ -105,14 +104,16 @@ def exchange(
         )
     if collective.kind == "broadcast":
         return [tensors[collective.root]] * count
-    present = [i for i in range(count) if int(shards.sizes[i]) > 0]
+    present = [i for i in range(count) if int(shards.sizes[i]) > 0 or collective.empty_too]
     if collective.concatenates:
         return [tf.concat([tensors[i] for i in present], axis=0)] * count
     sends = [np.asarray(tensors[i]) for i in present]
     op = collective.op
     if op == "mean":
         op = "sum"
-        sends = [a * np.asarray(shards.shares[i].fraction, a.dtype) for i, a in zip(present, sends, strict=True)]
+        sends = [
+            a * np.asarray(shards.shares[i].fraction, a.dtype) for i, a in zip(present, sends, strict=True)
+        ]
     result = empty_aligned(sends[0].shape, sends[0].dtype)
     if len(present) == count:
         communicator.all_reduce([np.ascontiguousarray(a) for a in sends], [result] * count, op)
@@ -193,6 +194,7 @@ class _Turn:
 
     def __init__(self, step: Callable[[], Any], state: _State, tower: int, share: Share) -> None:
         self.share = share
+        self.of_shard: dict[int, tuple[Any, Any]] = {}
         self.collective: Collective | None = None
         self.tensors: list[tf.Tensor] = []
         self.result: Any = None
@@ -219,8 +221,15 @@ class _Turn:
         self._go.release()
         self._thread.join()
 
-    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
+    def can_exchange(self) -> bool:
+        return True
+
+    def exchange(
+        self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
         """Called by the step, through `ops`: stop here until all towers have come."""
+        if when is not None and not bool(when):
+            return list(tensors)
         self.collective, self.tensors = collective, list(tensors)
         self._stopped.release()
         self._go.acquire()

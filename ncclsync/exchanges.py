@@ -62,11 +62,12 @@ def find_exchanges(graph: StepGraph, concat_outputs: bool) -> None:
             differs.update(name for name in outputs if name in graph.arguments)
             continue
         if op.name in graph.marks:
-            collective = graph.marks[op.name].collective
+            mark = graph.marks[op.name]
+            collective, when = mark.collective, inputs.pop() if mark.conditional else None
             repeatable = collective.op in ("mean", "max", "min") and collective.kind == "all_reduce"
-            for source, output in zip(inputs, outputs, strict=True):
+            for source, output in zip(inputs, outputs, strict=False):
                 settled = source not in differs and (repeatable or collective.kind == "broadcast")
-                renamed[output] = source if settled else graph.exchange(source, collective)
+                renamed[output] = source if settled else graph.exchange(source, collective, when)
                 if collective.kind == "reduce":
                     differs.add(renamed[output])
             continue

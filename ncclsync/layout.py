@@ -4,15 +4,17 @@ Reads as the data flow: shard, segment, all-reduce, segment, …, results. Calle
 outside one to run the same parts one after another. `program.py` says what is laid out, `towers.py` on what.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops import group_all_reduce, group_broadcast
+from ncclsync.ops import Collective, group_all_reduce, group_broadcast
 from ncclsync.program import Bucket, Program, Segment
 from ncclsync.shard import Shards
 from ncclsync.towers import Towers
+from ncclsync.variables import Role, role_of
 
 
 class KeptBatch:
@@ -71,8 +73,9 @@ class Rollback:
         variables = dict(program.variables)
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
-                (variables[name], tf.Variable(variables[name].value(), trainable=False))
+                (variable, tf.Variable(variable.value(), trainable=False))
                 for name in program.rollback
+                for variable in _restored(variables[name], towers)
             ]
             self._open = tf.Variable(False, trainable=False) if self._saved else None
 
@@ -97,6 +100,12 @@ class Rollback:
             for variable, saved in self._saved:
                 variable.assign(saved)
             self._open.assign(False)
+
+
+def _restored(variable: tf.Variable, towers: Towers) -> list[tf.Variable]:
+    """What a failed step must be undone in: tower 0's variable, and the copies if those hold parts of it."""
+    copies = towers.copies(variable)
+    return copies if role_of(variable) is Role.PARTIAL else copies[:1]
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
@@ -131,7 +140,7 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
             tokens.append(outcome[-1])
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens)]
-        received = _exchange(segment.outgoing, sent, towers)
+        received = _exchange(segment.outgoing, sent, values[0], towers)
     with tf.control_dependencies([rollback.end(before[0])]):
         return _results(program, values, shards)
 
@@ -157,30 +166,34 @@ def _run_segment(
 
 
 def _exchange(
-    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], towers: Towers
+    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], values: dict[str, tf.Tensor], towers: Towers
 ) -> list[list[tf.Tensor]]:
-    """Join the towers' buckets; [N][B] in, [N][B] out."""
+    """Join the towers' buckets; [N][B] in, [N][B] out. `values` are tower 0's, for conditions."""
     count = len(towers)
     if count == 1:
         return sent
     columns = []  # [B][N]
     for bucket, column in zip(buckets, zip(*sent, strict=True), strict=True):
-        wire = bucket.wire
-        if wire.root >= count:
-            raise ValueError(
-                f"Expected root to be below the number of towers, {count}. Received: {wire.root}"
-            )
-        if wire.kind == "broadcast":
-            columns.append(group_broadcast(column, towers.communicator, wire.root))
-            continue
-        if wire.concatenates:
-            columns.append(_gather(column, towers))
-            continue
-        reduced = group_all_reduce(column, towers.communicator, wire.op)
-        if wire.kind == "reduce":
-            reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
-        columns.append(reduced)
+        join = functools.partial(_join, bucket.wire, column, towers)
+        columns.append(
+            tf.cond(values[bucket.when], join, lambda c=column: list(c)) if bucket.when else join()
+        )
     return [[column[i] for column in columns] for i in range(count)]
+
+
+def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:
+    """Join one bucket of each tower; [N] in, [N] out."""
+    count = len(towers)
+    if wire.root >= count:
+        raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
+    if wire.kind == "broadcast":
+        return group_broadcast(tensors, towers.communicator, wire.root)
+    if wire.concatenates:
+        return _gather(tensors, towers)
+    reduced = group_all_reduce(tensors, towers.communicator, wire.op)
+    if wire.kind == "reduce":
+        reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
+    return reduced
 
 
 def _gather(tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:

@@ -33,11 +33,13 @@ class Collective:
             as there are per sample); "stack" (the same, of a tensor with one row per tower).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
+        empty_too: whether towers without samples take part, with what they kept from earlier batches.
     """
 
     kind: str
     op: str = "sum"
     root: int = 0
+    empty_too: bool = False
 
     @property
     def concatenates(self) -> bool:
@@ -68,12 +70,27 @@ class Context(Protocol):
 
     Attributes:
         share: the tower's part of the batch.
+        of_shard: by the id of a gradient that was reduced where it was computed: that gradient itself, and
+            what this tower had computed.
     """
 
     share: Share
+    of_shard: dict[int, tuple[Any, Any]]
 
-    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
-        """Return what each tensor becomes; called once per collective, in the order of the step."""
+    def exchange(
+        self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
+        """Return what each tensor becomes; called once per collective, in the order of the step.
+
+        Args:
+            tensors: the tower's.
+            collective: what happens to them.
+            when: a bool scalar, equal on all towers: if it is False, nothing happens to them.
+        """
+        ...
+
+    def can_exchange(self) -> bool:
+        """Whether a collective can be had here: not inside a loop or a branch of a traced step."""
         ...
 
 
@@ -101,7 +118,7 @@ def all_reduce(tensors: Any, op: str = "mean") -> Any:
 
     Collective: every tower must call it, which holds by itself for a step that is traced once. Outside a
     step on towers there is one tower, and the result is the tensors themselves. Differentiable for
-    "mean" and "sum": the gradient of an all-reduce is the all-reduce of the gradients.
+    "mean" and "sum", to the gradient that one device would have.
 
     Args:
         tensors: a tensor or a nested structure of tensors, any mix of numeric dtypes. Shapes must agree
@@ -127,9 +144,8 @@ def all_reduce(tensors: Any, op: str = "mean") -> Any:
 def broadcast(tensors: Any, root: int = 0) -> Any:
     """Give every tower the tensors of tower `root`.
 
-    Collective, like `all_reduce`. The gradient is the sum of the towers' gradients on the root and zero
-    elsewhere. A root without samples (a batch with fewer rows than towers) sends what it computed on a
-    copy of the batch's first row.
+    Collective, like `all_reduce`. The gradient flows to the root's tensors. A root without samples
+    (a batch with fewer rows than towers) sends what it computed on a copy of the batch's first row.
 
     Args:
         tensors: a tensor or a nested structure of numeric tensors; shapes must agree between the towers.
@@ -145,6 +161,39 @@ def broadcast(tensors: Any, root: int = 0) -> Any:
     if isinstance(root, bool) or not isinstance(root, int) or root < 0:
         raise ValueError(f"Expected root to be the index of a tower. Received: root={root!r}")
     return _map_collective(tensors, Collective("broadcast", root=root))
+
+
+def all_gather(tensors: Any) -> Any:
+    """Give every tower the rows of all towers: what the whole batch would have held, in its order.
+
+    Collective, like `all_reduce`, and differentiable: for what compares the samples of a batch with each
+    other, such as a contrastive loss. Outside a step on towers the result is the tensors themselves.
+
+    Args:
+        tensors: a tensor or a nested structure of tensors of any dtype; the first axis runs over the
+            samples, with the same number of rows for each.
+
+    Returns:
+        The same structure; the first axis runs over the samples of all towers.
+
+    Raises:
+        ValueError: for a scalar.
+        NcclSyncError: as for `all_reduce`.
+    """
+    for leaf in tf.nest.flatten(tensors):
+        if leaf is not None and tf.convert_to_tensor(leaf).shape.rank == 0:
+            raise ValueError(f"Expected tensors whose first axis runs over the samples. Received: {leaf}")
+    return _map_collective(tensors, Collective("all_gather"))
+
+
+def stack(tensor: tf.Tensor) -> tf.Tensor:
+    """Give every tower the counterparts of `tensor` on all towers that have samples: [N, *shape].
+
+    Collective and differentiable, like `all_reduce`. Outside a step on towers N is 1.
+    """
+    context = current_context()
+    row = tensor[tf.newaxis]
+    return row if context is None else _exchange(context, [row], Collective("stack"))[0]
 
 
 def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
@@ -180,11 +229,9 @@ def _map_collective(structure: Any, collective: Collective) -> Any:
         _check_dtype(tensor.dtype, collective)
     context = current_context()
     if context is not None and tensors:
-        for i, tensor in zip(places, _exchange(context, tensors, collective), strict=True):
-            leaves[i] = tensor
-    else:
-        for i, tensor in zip(places, tensors, strict=True):
-            leaves[i] = tensor
+        tensors = _exchange(context, tensors, collective)
+    for i, tensor in zip(places, tensors, strict=True):
+        leaves[i] = tensor
     return tf.nest.pack_sequence_as(structure, leaves)
 
 
@@ -194,11 +241,12 @@ def _exchange(context: Context, tensors: list[tf.Tensor], collective: Collective
         results = context.exchange(values, collective)
 
         def gradient(*upstream):
-            floating = [i for i, value in enumerate(values) if value.dtype.is_floating]
-            reduced = _map_collective([upstream[i] for i in floating], _adjoint(collective))
             gradients = [None] * len(values)
-            for i, tensor in zip(floating, reduced, strict=True):
-                gradients[i] = tensor
+            floating = [i for i, value in enumerate(values) if value.dtype.is_floating]
+            if floating:
+                pairs = ([values[i] for i in floating], [upstream[i] for i in floating])
+                for i, tensor in zip(floating, _adjoint(context, collective, *pairs), strict=True):
+                    gradients[i] = tensor
             return gradients
 
         return results, gradient
@@ -206,26 +254,57 @@ def _exchange(context: Context, tensors: list[tf.Tensor], collective: Collective
     return list(differentiable(*tensors))
 
 
-def _adjoint(collective: Collective) -> Collective:
-    """The collective that carries the gradient of `collective` back."""
+def _adjoint(
+    context: Context, collective: Collective, values: list[tf.Tensor], upstream: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Carry the gradients of a collective's results back to the `values` that went in.
+
+    Each tower differentiates the mean over its own shard, and the towers' gradients meet weighted by their
+    fractions f. So the batch's gradient of a result is the mean of the towers' `upstream`, and the part of
+    it that belongs to a value is divided by the tower's f, which that last weighting takes back.
+    (A tower without samples divides by zero, and is left out of all that follows.)
+    """
+    share = context.share
+
+    def weighted(tensors):
+        return [tensor * tf.cast(share.fraction, tensor.dtype) for tensor in tensors]
+
+    def unweighted(tensors):
+        return [tensor / tf.cast(share.fraction, tensor.dtype) for tensor in tensors]
+
     if collective.kind == "broadcast":
-        return Collective("reduce", root=collective.root)
+        return unweighted(_exchange(context, weighted(upstream), Collective("reduce", root=collective.root)))
     if collective.kind == "reduce":
-        return Collective("broadcast", root=collective.root)
-    if collective.op in ("mean", "sum"):
-        return collective
-    if collective.kind == "all_gather":
-        raise ValueError("Expected no gradient of a sparse gradient's exchange. Received: one is asked for.")
-    raise ValueError(
-        "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
-        f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
-    )
+        return unweighted(
+            _exchange(context, weighted(upstream), Collective("broadcast", root=collective.root))
+        )
+    if collective.op not in ("mean", "sum"):
+        raise ValueError(
+            "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
+            f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
+        )
+    means = _exchange(context, upstream, Collective("all_reduce", "mean"))
+    if collective.op == "mean":
+        return means
+    if collective.concatenates:
+        means = [
+            _own_rows(share, collective, tf.shape(value)[0], mean)
+            for value, mean in zip(values, means, strict=True)
+        ]
+    return unweighted(means)
+
+
+def _own_rows(share: Share, collective: Collective, rows: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
+    """Take from the rows of all towers those that this tower contributed."""
+    begin = share.tower if collective.kind == "stack" else share.begin * (rows // share.rows)
+    begin = tf.minimum(begin, tf.shape(gathered)[0] - rows)  # a tower without samples contributed none
+    return gathered[begin : begin + rows]
 
 
 def _check_dtype(dtype: tf.DType, collective: Collective) -> None:
     if collective.op == "mean" and collective.kind == "all_reduce" and not dtype.is_floating:
         raise TypeError(f"Expected a floating dtype for op='mean'. Received: {dtype.name}")
-    if dtype.name not in native.DTYPES:
+    if dtype.name not in native.DTYPES and not collective.concatenates:
         raise TypeError(f"Expected one of the dtypes {sorted(native.DTYPES)}. Received: {dtype.name}")
 
 

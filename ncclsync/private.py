@@ -5,12 +5,16 @@ function here, so that an upgrade that breaks an assumption is told by that assu
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.losses import loss as keras_loss
 from tensorflow.python.framework import auto_control_deps_utils
 
 # Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.
@@ -71,9 +75,9 @@ _wrap_lock = threading.RLock()
 
 @contextlib.contextmanager
 def methods_wrapped(
-    classes: Sequence[type], name: str, wrap: Callable[[Callable], Callable]
+    classes: Sequence[type | ModuleType], name: str, wrap: Callable[[Callable], Callable]
 ) -> Iterator[None]:
-    """Replace method `name` of those `classes` that define it by `wrap(method)`, for a while.
+    """Replace method `name` of those `classes` (or modules) that define it by `wrap(method)`, for a while.
 
     Of classes, since a step may use objects that nobody can enumerate. One thread at a time.
     """
@@ -86,6 +90,97 @@ def methods_wrapped(
         finally:
             for cls, method in wrapped:
                 setattr(cls, name, method)
+
+
+def accumulates(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer itself accumulates gradients over several batches."""
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def update_is_due(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return, as a bool scalar, whether the next `apply` of an accumulating optimizer makes an update."""
+    return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> list[Any]:
+    """Return the variables that `optimizer.apply` updates, having built it for them as `apply` does."""
+    if variables is None:
+        return list(optimizer._trainable_variables)
+    variables = list(variables)
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+    return variables
+
+
+def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tf.Variable]:
+    """Return what an accumulating optimizer accumulates the gradients of each variable in."""
+    return [
+        backend_variable(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)])
+        for variable in variables
+    ]
+
+
+@contextlib.contextmanager
+def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
+    """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
+    zeros = [tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients]
+    replaced = {
+        "_accumulated_gradients": zeros,
+        "_backend_increment_gradient_accumulators": lambda *_: None,
+        "_backend_reset_gradient_accumulators": lambda *_: None,
+    }
+    before = {name: vars(optimizer)[name] for name in replaced if name in vars(optimizer)}
+    vars(optimizer).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(optimizer)[name]
+        vars(optimizer).update(before)
+
+
+def set_partial(variable: tf.Variable) -> None:
+    """Note that each tower's copy of a variable is a part, and the sum is what one device would hold."""
+    variable._ncclsync_partial = True
+
+
+def is_partial(variable: tf.Variable) -> bool:
+    """Return whether `set_partial` was called."""
+    return getattr(variable, "_ncclsync_partial", False)
+
+
+def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
+    """Call `before` whenever a variable's value is read, however that is done."""
+    read = variable._read_variable_op
+
+    @functools.wraps(read)
+    def watched(*args, **kwargs):
+        before()
+        return read(*args, **kwargs)
+
+    variable._read_variable_op = watched
+
+
+def unwatch_reads(variable: tf.Variable) -> None:
+    """Undo `watch_reads`."""
+    vars(variable).pop("_read_variable_op", None)
+
+
+def loss_functions() -> ModuleType:
+    """Return the module whose functions `apply_mask` and `reduce_values` every `keras.Loss` calls."""
+    return keras_loss
+
+
+def nn_functions() -> ModuleType:
+    """Return the module whose `_compute_moments_sync` computes `keras.ops.moments(synchronized=True)`."""
+    return keras_nn
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask that Keras attached to a tensor, or None."""
+    return getattr(tensor, "_keras_mask", None)
 
 
 def variables_of(model: keras.Model) -> list[tf.Variable]:

@@ -27,6 +27,8 @@ class Exchange:
         collective: what happens to it.
         shape: static shape, perhaps with unknown dimensions.
         dtype: its dtype.
+        when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
+            same. None: always.
     """
 
     source: str
@@ -34,14 +36,20 @@ class Exchange:
     collective: Collective
     shape: tf.TensorShape
     dtype: tf.DType
+    when: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Exchanges that travel together as one tensor: all of one dtype and one operation on the wire."""
+    """Exchanges that travel together as one tensor: of one dtype, condition and operation on the wire."""
 
     wire: Collective
     exchanges: tuple[Exchange, ...]
+
+    @property
+    def when(self) -> str | None:
+        """The condition of its exchanges."""
+        return self.exchanges[0].when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +96,17 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An `IdentityN` of the trace that stands for a collective."""
+    """An `IdentityN` of the trace that stands for a collective.
+
+    Attributes:
+        name: the op's.
+        collective: what it stands for.
+        conditional: whether its last tensor tells if the collective happens.
+    """
 
     name: str
     collective: Collective
+    conditional: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +128,29 @@ class _Marking:
     def __init__(self) -> None:
         self.graph: Any = None
         self.share: Any = None
+        self.of_shard: dict[int, tuple[Any, Any]] = {}
         self.marks: list[tuple[Any, Mark]] = []
 
-    def exchange(self, tensors: Sequence[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
-        graph = tf.compat.v1.get_default_graph()
-        if graph is not self.graph:
+    def can_exchange(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self.graph
+
+    def exchange(
+        self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
+        if not self.can_exchange():
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
                 f"inside tf.while_loop, tf.cond or a nested tf.function, called at {_user_line()}. Move the "
                 "collective (or the optimizer's apply, which all-reduces the gradients) out of it."
             )
-        outputs = tf.identity_n(list(tensors), name="ncclsync_mark")
-        self.marks.append((graph, Mark(outputs[0].op.name, collective)))
-        return outputs
+        conditions = [] if when is None else [when]
+        outputs = tf.identity_n([*tensors, *conditions], name="ncclsync_mark")
+        self.marks.append((self.graph, Mark(outputs[0].op.name, collective, when is not None)))
+        results = outputs[: len(tensors)]
+        if collective.concatenates:
+            # On several towers there will be more rows, which what is traced from here on must not know.
+            results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
+        return results
 
 
 def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:

@@ -175,7 +175,7 @@ def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> 
             tensor = tensor * tf.cast(fraction, tensor.dtype)
         tensors.append(tensor)
     packed = pack(tensors) if is_packed(bucket.exchanges[0]) else tensors[0]
-    if bucket.wire.kind == "broadcast":
+    if bucket.wire.kind == "broadcast" or bucket.wire.empty_too:
         return packed
     if bucket.wire.concatenates:
         rows = tf.shape(packed)[0]

@@ -122,14 +122,17 @@ class StepGraph:
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 
-    def exchange(self, source: str, collective: Collective) -> str:
-        """Put an exchange behind the tensor `source`; return the result's name."""
+    def exchange(self, source: str, collective: Collective, when: str | None = None) -> str:
+        """Put an exchange behind the tensor `source`, if there is none yet; return the result's name."""
+        for result, exchange in self.exchanges.items():
+            if (exchange.source, exchange.collective, exchange.when) == (source, collective, when):
+                return result
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
         shape = spec.shape
         if collective.concatenates:
             shape = tf.TensorShape([None, *shape[1:]])
-        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype)
+        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when)
         return result
 
     def origin(self, name: str) -> tuple[str, int]:

@@ -167,6 +167,8 @@ class Towers:
 
     def distrust(self) -> None:
         """Note that a step failed: every variable is sent again before the next one."""
+        for replicas in self._replicas.values():
+            replicas.gather_parts()
         self._pending.update(self._replicas)
 
     def _send(self, keys: list[int]) -> None:
@@ -231,6 +233,8 @@ class _Replicas:
         for name in private.VARIABLE_WRITERS:
             if hasattr(variable, name):
                 setattr(variable, name, self._watched(getattr(variable, name)))
+        if role is Role.PARTIAL:
+            private.watch_reads(variable, self._note_read)
         self._key = id(variable)
 
     @property
@@ -244,6 +248,21 @@ class _Replicas:
     def unwatch(self) -> None:
         for name in private.VARIABLE_WRITERS:
             self.variable.__dict__.pop(name, None)
+        private.unwatch_reads(self.variable)
+
+    def gather_parts(self) -> None:
+        """Add up in tower 0's variable what the towers hold parts of, so that it holds the whole."""
+        if self.role is not Role.PARTIAL:
+            return
+        for copy in self.copies:
+            part = copy.value()
+            with tf.device(self.variable.device):
+                tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
+            copy.assign(tf.zeros_like(part))
+
+    def _note_read(self) -> None:
+        if tf.executing_eagerly() and current_context() is None:
+            self.gather_parts()
 
     def _watched(self, write: Callable) -> Callable:
         @functools.wraps(write)

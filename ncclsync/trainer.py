@@ -21,6 +21,7 @@ from ncclsync.layout import KeptBatch, Rollback, lay_out
 from ncclsync.program import Program, trace
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import Towers
+from ncclsync.whole_batch import whole_batch_hooks
 
 
 def attach(model: keras.Model, towers: Towers) -> None:
@@ -113,7 +114,7 @@ class StepFunction:
         batch = _without_optionals(tf.nest.map_structure(_to_tensor, batch))
         if self._model.run_eagerly:
             eagerly = functools.partial(run_eagerly, self._model, self._name, batch, len(self._towers))
-            with step_hooks():
+            with step_hooks(), whole_batch_hooks():
                 return self._guarded(eagerly, None)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         graph, plan = self._graph_of(open_specs(batch), iterated=False)
@@ -211,7 +212,7 @@ class StepFunction:
         model = self._model
         _build_state(model, self._name, specs)
         step = _python_step(getattr(model, self._name))
-        with step_hooks(), tf.device(f"/{self._towers.devices[0]}"):
+        with step_hooks(), whole_batch_hooks(), tf.device(f"/{self._towers.devices[0]}"):
             traced = trace(step, specs)
         return cut(
             traced,

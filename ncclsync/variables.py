@@ -1,7 +1,8 @@
 """What a variable means on several towers, and how a tower's copy of it starts.
 
 A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
-*sum* (metric state: tower 0 holds the sum, the others zero) or *seed* (random state: different by design).
+*sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
+holds a part, and the sum when somebody looks) or *seed* (random state: different by design).
 """
 
 import enum
@@ -19,6 +20,7 @@ class Role(enum.Enum):
 
     SAME = "same"
     SUM = "sum"
+    PARTIAL = "partial"
     SEED = "seed"
 
 
@@ -30,6 +32,8 @@ def role_of(variable: tf.Variable) -> Role:
     """
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM
+    if private.is_partial(variable):
+        return Role.PARTIAL
     if private.is_seed(variable):
         return Role.SEED
     return Role.SAME
@@ -37,7 +41,7 @@ def role_of(variable: tf.Variable) -> Role:
 
 def start_value(value: tf.Tensor, role: Role, tower: int) -> tf.Tensor:
     """Return what tower `tower` (not 0) starts from when tower 0 holds `value`; same shape and dtype."""
-    if role is Role.SUM:
+    if role in (Role.SUM, Role.PARTIAL):
         return tf.zeros_like(value)
     if role is Role.SEED:
         # Only the seed moves (element 0), not the counter behind it.

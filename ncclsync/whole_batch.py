@@ -1,0 +1,172 @@
+"""What losses and normalisation divide by: the whole batch, not the shard.
+
+Each function returns a context manager, as in `hooks.py`. A mean over samples needs none of this, since the
+means of shards are combined by the shards' samples. What is normalised by anything else does: by masks or
+weights, by the batch's mean and variance, or by a comparison of the samples with each other.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync import ops, private
+
+
+@contextlib.contextmanager
+def whole_batch_hooks() -> Iterator[None]:
+    """Let losses and synchronised normalisation see the whole batch."""
+    with masks_counted(), losses_divided(), losses_gathered(), moments_synchronized():
+        yield
+
+
+def masks_counted() -> contextlib.AbstractContextManager[None]:
+    """Let a mean over masked values divide by the number of valid ones in the whole batch.
+
+    Keras weighs what a mask leaves by total / valid; both become sums over the towers.
+    """
+
+    def counting(apply_mask: Callable) -> Callable:
+        @functools.wraps(apply_mask)
+        def counted_mask(sample_weight, mask, dtype, reduction):
+            averages = reduction in ("mean", "sum_over_batch_size")
+            if ops.current_context() is None or mask is None or not averages:
+                return apply_mask(sample_weight, mask, dtype, reduction)
+            counts = [keras.ops.size(mask), keras.ops.sum(keras.ops.cast(mask, "int32"))]
+            total, valid = ops.all_reduce([keras.ops.cast(count, dtype) for count in counts], op="sum")
+            return apply_mask(sample_weight, mask, dtype, "sum") * keras.ops.divide_no_nan(total, valid)
+
+        return counted_mask
+
+    return private.methods_wrapped([private.loss_functions()], "apply_mask", counting)
+
+
+def losses_divided() -> contextlib.AbstractContextManager[None]:
+    """Let a loss that is a sum, or a mean by weights, be that of the whole batch.
+
+    Gradients and losses of shards are combined as means are, weighted by each shard's share of the samples.
+    So what is to be added up is divided by that share. (A tower without samples divides by zero, and is left
+    out.)
+    """
+
+    def dividing(reduce_values: Callable) -> Callable:
+        @functools.wraps(reduce_values)
+        def divided_values(values, sample_weight=None, reduction="sum_over_batch_size"):
+            context = ops.current_context()
+            by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+            by_weight = by_weight and len(values.shape) > 0
+            if context is None or not (by_weight or reduction == "sum"):
+                return reduce_values(values, sample_weight, reduction)
+            loss = reduce_values(values, sample_weight, "sum")
+            if by_weight:
+                weight = ops.all_reduce(keras.ops.cast(keras.ops.sum(sample_weight), loss.dtype), op="sum")
+                loss = keras.ops.divide_no_nan(loss, weight)
+            return loss / keras.ops.cast(context.share.fraction, loss.dtype)
+
+        return divided_values
+
+    return private.methods_wrapped([private.loss_functions()], "reduce_values", dividing)
+
+
+def losses_gathered() -> contextlib.AbstractContextManager[None]:
+    """Let a loss that mixes the samples of a batch be computed from those of all towers, on each tower."""
+
+    def gathering(call: Callable) -> Callable:
+        @functools.wraps(call)
+        def gathered_call(self, y_true, y_pred, sample_weight=None):
+            if ops.current_context() is None or not _mixes_samples(self):
+                return call(self, y_true, y_pred, sample_weight)
+            mask = private.mask_of(y_pred)
+            if mask is not None:
+                raise ValueError(
+                    f"Expected no mask on the outputs of {type(self).__name__}. Received: {mask}"
+                )
+            gathered = ops.all_gather([y_true, y_pred, sample_weight])
+            with ops.running_in(None):  # from here on this is the whole batch
+                return call(self, *gathered)
+
+        return gathered_call
+
+    return private.methods_wrapped([keras.losses.Loss], "__call__", gathering)
+
+
+def _mixes_samples(loss: keras.losses.Loss) -> bool:
+    if isinstance(loss, keras.losses.Circle):
+        return True
+    if isinstance(loss, (keras.losses.Dice, keras.losses.Tversky)):
+        return loss.axis is None or 0 in tf.nest.flatten(loss.axis)
+    return False
+
+
+@contextlib.contextmanager
+def moments_synchronized() -> Iterator[None]:
+    """Let `BatchNormalization(synchronized=True)` normalise by the mean and variance of the whole batch."""
+
+    def synchronizing(moments: Callable) -> Callable:
+        @functools.wraps(moments)
+        def synchronized_moments(self, inputs, mask):
+            if ops.current_context() is None or not self.synchronized:
+                return moments(self, inputs, mask)
+            return batch_moments(inputs, self._reduction_axes, mask)
+
+        return synchronized_moments
+
+    def synchronizing_op(moments: Callable) -> Callable:
+        @functools.wraps(moments)
+        def synchronized_moments(x, axes, keepdims):
+            if ops.current_context() is None:
+                return moments(x, axes, keepdims)
+            mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
+            return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
+
+        return synchronized_moments
+
+    classes = private.loaded_classes(keras.layers.BatchNormalization)
+    with (
+        private.methods_wrapped(classes, "_moments", synchronizing),
+        private.methods_wrapped([private.nn_functions()], "_compute_moments_sync", synchronizing_op),
+    ):
+        yield
+
+
+def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance over the batch of which every tower has a shard; differentiable to any order.
+
+    Each tower computes those of its shard, in two passes; one exchange brings them together. No difference
+    of large squares is formed, as sums of squares over the towers would.
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+    1979, section 2.
+
+    Args:
+        inputs: the shard, of a floating dtype.
+        axes: what the moments are taken over; among them 0, the samples.
+        mask: bools, of one dimension less than `inputs`: which entries count. None: all.
+
+    Returns:
+        mean, variance: without `axes`; the same on all towers.
+    """
+    weights = tf.ones_like(inputs)
+    if mask is not None:
+        weights *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
+        inputs = tf.where(weights > 0, inputs, tf.zeros_like(inputs))
+    # As Keras does: a batch of which nothing counts has a mean of zero.
+    epsilon = 0.0 if mask is None else keras.backend.epsilon()
+    count = tf.reduce_sum(weights, axes)  # [C], of this shard
+    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
+    square = tf.square(inputs - _expanded(mean, inputs, axes)) * weights
+    moments = ops.stack(tf.stack([count, mean, tf.reduce_sum(square, axes)]))  # [N, 3, C]
+    counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
+    whole = tf.reduce_sum(counts, 0) + epsilon  # [C], of the batch
+    mean = tf.reduce_sum(counts * means, 0) / whole
+    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / whole
+    return mean, variance
+
+
+def _expanded(moments: tf.Tensor, inputs: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Put back, of length 1, the `axes` of `inputs` that were reduced away."""
+    for axis in sorted(axis % len(inputs.shape) for axis in axes):
+        moments = tf.expand_dims(moments, axis)
+    return moments

@@ -21,7 +21,6 @@ from ncclsync.segment import SegmentPlan, build_segment, is_packed
 from ncclsync.step_graph import StepGraph, op_name
 from ncclsync.variables import Role
 
-
 # What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
 _KEPT = (Role.SAME, Role.PARTIAL)
 

@@ -178,6 +178,11 @@ def nn_functions() -> ModuleType:
     return keras_nn
 
 
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """Return the axes that a built layer takes its moments over."""
+    return layer._reduction_axes
+
+
 def mask_of(tensor: Any) -> Any:
     """Return the mask that Keras attached to a tensor, or None."""
     return getattr(tensor, "_keras_mask", None)

@@ -110,7 +110,7 @@ def moments_synchronized() -> Iterator[None]:
         def synchronized_moments(self, inputs, mask):
             if ops.current_context() is None or not self.synchronized:
                 return moments(self, inputs, mask)
-            return batch_moments(inputs, self._reduction_axes, mask)
+            return batch_moments(inputs, private.reduction_axes(self), mask)
 
         return synchronized_moments
 

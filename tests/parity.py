@@ -1,6 +1,6 @@
-"""Shared by the parity tests: the rows of the matrix, small models and data, the comparison with one device.
+"""Shared by the parity tests: the form of a matrix' rows, small models and data, the comparison.
 
-A test module of the matrix holds a table `CASES` (name to `Case`) and one test that runs `check(case, towers)`
+A test module of the matrix holds a table `CASES` (name to `Case`) and a test that runs `check(case, towers)`
 for each row; `examples/compare_parity.py` runs the same tables through other libraries.
 """
 

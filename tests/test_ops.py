@@ -166,7 +166,7 @@ def test_broadcast_from_a_tower_that_is_not_there(eagerly):
 
 def gradient_of(collective):
     """A step that returns the gradient of sum(c * collective(mean of x * kernel)) with c = 1 + the tower's
-    first element, before it is reduced: what a tower's own tape gives.
+    first element.
     """
 
     def function(model, x):
@@ -178,20 +178,56 @@ def gradient_of(collective):
     return function
 
 
-def test_gradient_of_sum_mean_and_broadcast(eagerly):
-    """The upstream gradients c_i are joined by the same collective, then flow into each tower's own part:
-    sum -> sum(c) * m_i, mean -> mean(c) * m_i, broadcast -> sum(c) * m_root on the root and 0 elsewhere.
+def test_gradient_of_a_collective(eagerly):
+    """Every tower gets the gradient of the batch's loss, which is the mean of the towers' by their samples:
+    with c that mean of the c_i and m_i a shard's mean, c * sum(m), c * mean(m), c * m_root.
     """
-    factors = np.array([1.0 + shard[0, 0] for shard in SHARDS])
     means = np.stack([shard.mean(0) for shard in SHARDS])
-    weighted = np.dot(factors, SIZES) / ROWS
+    factor = np.dot([1.0 + shard[0, 0] for shard in SHARDS], SIZES) / ROWS
     for collective, expected in (
-        (lambda t: ops.all_reduce(t, "sum"), factors.sum() * means),
-        (ops.all_reduce, weighted * means),
-        (lambda t: ops.broadcast(t, root=1), factors.sum() * means * np.eye(TOWERS)[1][:, None]),
+        (lambda t: ops.all_reduce(t, "sum"), factor * means.sum(0)),
+        (ops.all_reduce, factor * np.dot(SIZES, means) / ROWS),
+        (lambda t: ops.broadcast(t, root=1), factor * means[1]),
+        (lambda t: tf.reduce_max(ops.stack(t), 0), factor * means.max(0)),
     ):
         result = run(gradient_of(collective), run_eagerly=eagerly)["gradient"]
-        assert_close(result, expected, what=str(collective))
+        assert_close(result, on_every_tower(expected), what=str(collective))
+
+
+def test_gradient_of_all_gather(eagerly):
+    """Each row's gradient is what all towers together have for it, as often as the row was repeated."""
+
+    def function(model, x):
+        with tf.GradientTape() as tape:
+            rows = ops.all_gather(tf.repeat(x * model.kernel, 2, axis=0))
+            weights = tf.cast(tf.range(tf.shape(rows)[0]), tf.float32)
+            loss = (1.0 + x[0, 0]) * tf.reduce_sum(rows * weights[:, None])
+        return {"gradient": tape.gradient(loss, model.kernel)}
+
+    factor = np.dot([1.0 + shard[0, 0] for shard in SHARDS], SIZES) / ROWS
+    weights = np.arange(2 * ROWS)[:, None]
+    result = run(function, run_eagerly=eagerly)["gradient"]
+    assert_close(result, on_every_tower(factor * (np.repeat(X, 2, axis=0) * weights).sum(0)))
+
+
+def test_all_gather(eagerly):
+    """Every tower gets the batch: all rows in order, of any dtype, however many of them each tower has."""
+
+    def function(model, x):
+        rows = ops.all_gather({"x": x, "text": tf.as_string(x), "twice": tf.repeat(x, 2, axis=0)})
+        return {**rows, "text": tf.strings.to_number(rows["text"])}
+
+    results = run(function, run_eagerly=eagerly)
+    whole = np.concatenate(SHARDS)
+    assert_close(results["x"], on_every_tower(whole))
+    assert_close(results["twice"], on_every_tower(np.repeat(whole, 2, axis=0)))
+    assert_close(results["text"], on_every_tower(whole))
+
+
+def test_all_gather_of_a_scalar_is_an_error(eagerly):
+    """It has no rows."""
+    with pytest.raises(ValueError, match=r"Expected tensors whose first axis runs over the samples"):
+        run(lambda model, x: {"all": ops.all_gather(x[0, 0])}, run_eagerly=eagerly)
 
 
 def test_gradient_of_max_is_an_error(eagerly):

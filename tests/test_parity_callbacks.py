@@ -128,7 +128,7 @@ def called_back(model):
     calls = []
 
     def note(hook):
-        return lambda *arguments: calls.append([hook, *(a for a in arguments if a is not None)])
+        return lambda *given, logs=None: calls.append([hook, *(g for g in (*given, logs) if g is not None)])
 
     hooks = [name for name in vars(callbacks.Callback) if re.match("on_(train|test|predict|epoch)_", name)]
     given = callbacks.LambdaCallback(**{hook: note(hook) for hook in hooks})
@@ -146,10 +146,16 @@ def shown(verbose):
     def run(model):
         with contextlib.redirect_stdout(io.StringIO()) as text:
             fit(model, epochs=2, verbose=verbose)
+            print("Epoch of evaluate")
             model.evaluate(X, Y, batch_size=20, verbose=verbose)
+            print("Epoch of predict")
             model.predict(X, batch_size=20, verbose=verbose)
         lines = re.split(r"[\n\r\x08]+", re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()))
-        last = [line for line in lines if re.match(r"Epoch|4/4|2/2", line)]
+        lines = [line for line in lines if re.match(r"Epoch|4/4|2/2", line)]
+        # How often a line is refreshed depends on the time; how it ends does not.
+        last = [
+            line for line, after in zip(lines, [*lines[1:], "Epoch"], strict=True) if after[:5] == "Epoch"
+        ]
         names = [re.findall(r"Epoch \d/\d|\d/\d|\w+(?=: )", line) for line in last]
         return [names, [[float(value) for value in re.findall(r": (\d+\.\d+)", line)] for line in last]]
 
@@ -188,10 +194,8 @@ class Summarising(keras.Sequential):
 
     def train_step(self, batch):
         logs = super().train_step(batch)
-        tf.summary.write(
-            "rows", tf.shape(batch[0])[0], step=tf.cast(self.optimizer.iterations.value, "int64")
-        )
-        tf.summary.write("loss", logs["loss"], step=tf.cast(self.optimizer.iterations.value, "int64"))
+        step = tf.cast(self.optimizer.iterations.value, "int64")
+        tf.summary.write("loss", logs["loss"], step=step)
         return logs
 
 

@@ -28,11 +28,18 @@ def nccl_parallel(
     devices: Sequence[str] | None = None,
     backend: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    sync_batch_norm: bool = False,
 ) -> Callable[[Factory], Factory]: ...
 
 
 def nccl_parallel(
-    factory=None, *, towers=None, devices=None, backend=None, bucket_bytes=DEFAULT_BUCKET_BYTES
+    factory=None,
+    *,
+    towers=None,
+    devices=None,
+    backend=None,
+    bucket_bytes=DEFAULT_BUCKET_BYTES,
+    sync_batch_norm=False,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -46,6 +53,9 @@ def nccl_parallel(
         devices: just these instead, such as `["GPU:0", "GPU:2"]`.
         backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
         bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
+        sync_batch_norm: set `synchronized=True` on every `BatchNormalization` of the model, so that it
+            normalises by the whole batch's mean and variance instead of each shard's; two more exchanges
+            per layer.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -63,9 +73,16 @@ def nccl_parallel(
             f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     check_arguments(towers, devices, backend, bucket_bytes)
+    if not isinstance(sync_batch_norm, bool):
+        raise TypeError(f"Expected sync_batch_norm to be a bool. Received: {sync_batch_norm!r}")
     if factory is None:
         return functools.partial(
-            nccl_parallel, towers=towers, devices=devices, backend=backend, bucket_bytes=bucket_bytes
+            nccl_parallel,
+            towers=towers,
+            devices=devices,
+            backend=backend,
+            bucket_bytes=bucket_bytes,
+            sync_batch_norm=sync_batch_norm,
         )
     if not callable(factory):
         raise TypeError(f"Expected a function that returns a keras.Model. Received: {factory!r}")
@@ -85,7 +102,7 @@ def nccl_parallel(
         except BaseException:
             replicas.close()
             raise
-        attach(model, replicas)
+        attach(model, replicas, sync_batch_norm)
         return model
 
     return build

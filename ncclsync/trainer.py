@@ -21,11 +21,17 @@ from ncclsync.layout import KeptBatch, Rollback, lay_out
 from ncclsync.program import Program, trace
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import Towers
-from ncclsync.whole_batch import whole_batch_hooks
+from ncclsync.whole_batch import synchronize_batch_norm, whole_batch_hooks
 
 
-def attach(model: keras.Model, towers: Towers) -> None:
-    """Let a model train, evaluate and predict on towers. Tower 0 is the model itself."""
+def attach(model: keras.Model, towers: Towers, sync_batch_norm: bool = False) -> None:
+    """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
+
+    Args:
+        model: of any class.
+        towers: where to.
+        sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
+    """
     model.towers = towers
     towers.order_weights_by(lambda: model.weights)
     if len(towers) == 1 and towers.devices[0] == default_device():
@@ -33,19 +39,21 @@ def attach(model: keras.Model, towers: Towers) -> None:
 
     def make_train_function(force=False):
         if model.train_function is None or force:
-            model.train_function = StepFunction(model, towers, "train_step").run
+            model.train_function = StepFunction(model, towers, "train_step", sync_batch_norm).run
         return model.train_function
 
     def make_test_function(force=False):
         if model.test_function is None or force:
-            model.test_function = StepFunction(model, towers, "test_step").run
+            model.test_function = StepFunction(model, towers, "test_step", sync_batch_norm).run
         return model.test_function
 
     def make_predict_function(force=False):
         if model.predict_function is None or force:
-            model.predict_function = StepFunction(model, towers, "predict_step").run_each
+            model.predict_function = StepFunction(model, towers, "predict_step", sync_batch_norm).run_each
         return model.predict_function
 
+    if sync_batch_norm:
+        synchronize_batch_norm(model)
     # From here on, and not from the first step: a write must find somebody watching.
     for variable in model.weights:
         towers.copies(private.backend_variable(variable))
@@ -67,17 +75,19 @@ class _Plan:
 class StepFunction:
     """One of a model's steps, on all towers."""
 
-    def __init__(self, model: keras.Model, towers: Towers, name: str) -> None:
+    def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
         """Prepare; nothing is traced before the first batch.
 
         Args:
             model: tower 0.
             towers: where the step runs.
             name: "train_step", "test_step" or "predict_step": the method of the model.
+            sync_batch_norm: see `attach`; here for layers that are made only when the model is built.
         """
         self._model = model
         self._towers = towers
         self._name = name
+        self._sync_batch_norm = sync_batch_norm
         self._programs: dict[str, Program] = {}  # by the specs of a shard
         self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
 
@@ -211,6 +221,8 @@ class StepFunction:
     def _make_program(self, specs: Any) -> Program:
         model = self._model
         _build_state(model, self._name, specs)
+        if self._sync_batch_norm:
+            synchronize_batch_norm(model)
         step = _python_step(getattr(model, self._name))
         with step_hooks(), whole_batch_hooks(), tf.device(f"/{self._towers.devices[0]}"):
             traced = trace(step, specs)

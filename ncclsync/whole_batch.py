@@ -132,6 +132,13 @@ def moments_synchronized() -> Iterator[None]:
         yield
 
 
+def synchronize_batch_norm(model: keras.Model) -> None:
+    """Set `synchronized=True` on every `BatchNormalization` of a model."""
+    for layer in private.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
+
+
 def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance over the batch of which every tower has a shard; differentiable to any order.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
-    from ncclsync.towers import Towers as Towers
+    from ncclsync.loop import Towers as Towers
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _HOMES = {
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclUnavailableError": "errors",
-    "Towers": "towers",
+    "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",
 }

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ncclsync.bucket import plan_buckets
 from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.ops import Collective
-from ncclsync.program import Bucket, Exchange, Program, Trace
+from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment, is_packed
 from ncclsync.step_graph import StepGraph, op_name
 from ncclsync.variables import Role
@@ -25,22 +25,19 @@ from ncclsync.variables import Role
 _KEPT = (Role.SAME, Role.PARTIAL)
 
 
-def cut(
-    trace: Trace, home_device: str, bucket_bytes: int, concat_outputs: bool, jit_compile: bool
-) -> Program:
+def cut(trace: Trace, home_device: str, bucket_bytes: int, results: Results, jit_compile: bool) -> Program:
     """Cut `trace` into a program of segments.
 
     Args:
         trace: a step, traced for one tower.
         home_device: tower 0's device, where the trace placed what must run on every tower's own.
         bucket_bytes: see `bucket.plan_buckets`.
-        concat_outputs: whether each result holds one row per sample (a prediction), so that the towers'
-            results are concatenated. If not, results that differ between towers are combined: those as long
-            as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
+        results: what becomes of the towers' results. Those that differ are combined, if so asked: as long as
+            the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
     """
     graph = StepGraph(trace, home_device)
-    find_exchanges(graph, concat_outputs)
+    find_exchanges(graph, results)
     levels = _assign_levels(graph)
     segments = _build_segments(graph, levels, bucket_bytes, jit_compile)
     return Program(
@@ -50,6 +47,7 @@ def cut(
         variables=tuple(graph.variables),
         outputs=tuple(graph.outputs),
         structure=graph.structure,
+        results=results,
         rollback=_rollback(graph, levels),
     )
 

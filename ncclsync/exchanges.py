@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.ops import Collective
-from ncclsync.program import Exchange
+from ncclsync.program import Exchange, Results
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
 
@@ -37,7 +37,7 @@ _REPEATABLE = frozenset(
 )
 
 
-def find_exchanges(graph: StepGraph, concat_outputs: bool) -> None:
+def find_exchanges(graph: StepGraph, results: Results) -> None:
     """Find every tensor that must meet its counterparts, by following what can differ between towers.
 
     What differs: the batch, random state, the state of metrics, and all that is computed from them. What
@@ -98,13 +98,15 @@ def find_exchanges(graph: StepGraph, concat_outputs: bool) -> None:
     _find_folds(graph, drifting, result_reads)
     for tensor in graph.results:
         name = renamed.get(tensor.name, tensor.name)
-        graph.outputs.append(_settle_output(graph, name, name in differs, concat_outputs))
+        graph.outputs.append(_settle_output(graph, name, name in differs, results))
 
 
-def _settle_output(graph: StepGraph, name: str, differs: bool, concat: bool) -> tuple[str, str]:
+def _settle_output(graph: StepGraph, name: str, differs: bool, results: Results) -> tuple[str, str]:
+    if results is Results.EACH:
+        return name, "first"
     tensor = graph.spec(name)
     of_rows = tensor.shape.rank and (tensor.shape[0] is None or tensor.shape[0] in graph.rows)
-    if differs and tensor.shape.rank and (concat or of_rows):
+    if differs and tensor.shape.rank and (results is Results.ROWS or of_rows):
         return name, "concat"
     if not differs or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
         return name, "first"

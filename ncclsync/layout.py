@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.ops import Collective, group_all_reduce, group_broadcast
-from ncclsync.program import Bucket, Program, Segment
+from ncclsync.program import Bucket, Program, Results, Segment
 from ncclsync.shard import Shards
-from ncclsync.towers import Towers
+from ncclsync.towers import TowerState
 from ncclsync.variables import Role, role_of
 
 
@@ -69,7 +69,7 @@ class Rollback:
     The saved values share memory with tower 0's variables until a step writes those.
     """
 
-    def __init__(self, program: Program, towers: Towers) -> None:
+    def __init__(self, program: Program, towers: TowerState) -> None:
         variables = dict(program.variables)
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
@@ -102,7 +102,7 @@ class Rollback:
             self._open.assign(False)
 
 
-def _restored(variable: tf.Variable, towers: Towers) -> list[tf.Variable]:
+def _restored(variable: tf.Variable, towers: TowerState) -> list[tf.Variable]:
     """What a failed step must be undone in: tower 0's variable, and the copies if those hold parts of it."""
     copies = towers.copies(variable)
     return copies if role_of(variable) is Role.PARTIAL else copies[:1]
@@ -113,7 +113,7 @@ def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
     return [] if tf.executing_eagerly() else [variable.op for variable in assigned]
 
 
-def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback) -> Any:
+def lay_out(program: Program, towers: TowerState, shards: Shards, rollback: Rollback) -> Any:
     """Run `program` on all towers, in the graph that is being built if there is one.
 
     Args:
@@ -145,7 +145,7 @@ def lay_out(program: Program, towers: Towers, shards: Shards, rollback: Rollback
         return _results(program, values, shards)
 
 
-def _inputs(program: Program, towers: Towers, shards: Shards, tower: int) -> dict[str, tf.Tensor]:
+def _inputs(program: Program, towers: TowerState, shards: Shards, tower: int) -> dict[str, tf.Tensor]:
     leaves = tf.nest.flatten(shards.batches[tower], expand_composites=True)
     arguments = [leaf for leaf in leaves if leaf is not None] + [*shards.shares[tower]]
     values = dict(zip(program.arguments, arguments, strict=True))
@@ -166,7 +166,7 @@ def _run_segment(
 
 
 def _exchange(
-    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], values: dict[str, tf.Tensor], towers: Towers
+    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], values: dict[str, tf.Tensor], towers: TowerState
 ) -> list[list[tf.Tensor]]:
     """Join the towers' buckets; [N][B] in, [N][B] out. `values` are tower 0's, for conditions."""
     count = len(towers)
@@ -181,7 +181,7 @@ def _exchange(
     return [[column[i] for column in columns] for i in range(count)]
 
 
-def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:
+def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
     """Join one bucket of each tower; [N] in, [N] out."""
     count = len(towers)
     if wire.root >= count:
@@ -196,7 +196,7 @@ def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: Towers) -> lis
     return reduced
 
 
-def _gather(tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:
+def _gather(tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
     """Concatenate the towers' rows, once for all towers of one device."""
     gathered: dict[str, tf.Tensor] = {}
     for device in towers.devices:
@@ -208,20 +208,24 @@ def _gather(tensors: Sequence[tf.Tensor], towers: Towers) -> list[tf.Tensor]:
 
 def _results(program: Program, values: list[dict[str, tf.Tensor]], shards: Shards) -> Any:
     outputs = iter(program.outputs)
+    rows: list[list[Any]] = []  # [results][N]
     combined: list[Any] = []
     for leaf in tf.nest.flatten(program.structure):
         parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
         if not parts:
+            rows.append([None] * len(values))
             combined.append(None)
             continue
         pieces = [
             tf.nest.pack_sequence_as(leaf, [tower[name] for name, _ in parts], expand_composites=True)
             for tower in values
         ]
-        if parts[0][1] == "concat" and len(pieces) > 1:
-            combined.append(concat_rows(pieces, shards.sizes))
-        else:
-            combined.append(tf.nest.map_structure(tf.identity, pieces[0], expand_composites=True))
+        rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
+        concatenated = parts[0][1] == "concat" and len(pieces) > 1
+        combined.append(concat_rows(pieces, shards.sizes) if concatenated else rows[-1][0])
+    if program.results is Results.EACH:
+        towers = range(len(values))
+        return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in towers]
     return tf.nest.pack_sequence_as(program.structure, combined)
 
 

@@ -11,7 +11,7 @@ from ncclsync import private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments
 from ncclsync.errors import NcclSyncError
-from ncclsync.towers import Towers
+from ncclsync.loop import Towers
 from ncclsync.trainer import attach
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])

@@ -14,8 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.ops import (
+    gen_random_ops,
+    gen_stateful_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
 
 # Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.
 VARIABLE_WRITERS = (
@@ -49,8 +56,11 @@ def is_stateful(op: tf.Operation) -> bool:
 
 
 def is_seed(variable: tf.Variable) -> bool:
-    """Return whether `variable` is the state of a `keras.random.SeedGenerator`, which names it so."""
-    return variable.name.split("/")[-1].startswith("seed_generator_state")
+    """Return whether `variable` is random state, by the names that both libraries give it.
+
+    Of a `keras.random.SeedGenerator` ([seed, counter]), or of a `tf.random.Generator` ([*counter, key]).
+    """
+    return variable.name.split("/")[-1].startswith(("seed_generator_state", "StateVar"))
 
 
 def backend_variable(variable: Any) -> tf.Variable:
@@ -183,6 +193,49 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     return layer._reduction_axes
 
 
+def stateless_draws() -> dict[str, tuple[ModuleType, tuple[str, ...]]]:
+    """Return, by name, all functions through which TensorFlow and Keras draw from a given seed.
+
+    With the module that they are called through, and the names of those parameters, beside `shape`, that may
+    hold one row per row drawn.
+    """
+    v1, v2 = gen_stateless_random_ops, gen_stateless_random_ops_v2
+    return {
+        "stateless_random_uniform_v2": (v2, ()),
+        "stateless_random_uniform_int_v2": (v2, ()),
+        "stateless_random_uniform_full_int_v2": (v2, ()),
+        "stateless_random_normal_v2": (v2, ()),
+        "stateless_truncated_normal_v2": (v2, ()),
+        "stateless_random_gamma_v3": (v2, ("alpha",)),
+        "stateless_random_binomial": (v1, ("counts", "probs")),
+        "stateless_random_poisson": (v1, ("lam",)),
+        "stateless_multinomial": (v1, ("logits",)),
+    }
+
+
+def shuffles() -> dict[str, ModuleType]:
+    """Return, by name, the functions that permute the first axis (or `axis`) of a tensor by a given seed."""
+    return {"shuffle": keras_random, "stateless_shuffle": gen_stateless_random_ops_v2}
+
+
+def stateful_draws() -> dict[str, ModuleType]:
+    """Return, by name, the functions that draw from a state of TensorFlow's own: `tf.random.normal`, ..."""
+    found = {}
+    for module in (gen_random_ops, gen_stateful_random_ops):
+        for name in vars(module):
+            drawn = name.startswith(("random_", "stateful_", "truncated_", "parameterized_", "multinomial"))
+            if drawn and callable(getattr(module, name)) and "eager_fallback" not in name:
+                found[name] = module
+    del found["random_gamma_grad"]
+    return found
+
+
+def generator_state(generator: Any) -> tf.Variable:
+    """Return the variable of a `keras.random.SeedGenerator` or a `tf.random.Generator`."""
+    state = generator.state
+    return backend_variable(state)
+
+
 def mask_of(tensor: Any) -> Any:
     """Return the mask that Keras attached to a tensor, or None."""
     return getattr(tensor, "_keras_mask", None)
@@ -241,6 +294,11 @@ def autograph_converted(function: Callable) -> Callable:
     return tf.__internal__.autograph.tf_convert(
         function, tf.__internal__.autograph.control_status_ctx(), convert_by_default=True
     )
+
+
+def is_jit_compiled(function: Callable) -> bool:
+    """Return whether `function` is a `tf.function` that asks for XLA."""
+    return bool(getattr(function, "_jit_compile", False))
 
 
 def strategy_of(owner: Any) -> tf.distribute.Strategy | None:

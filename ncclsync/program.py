@@ -5,8 +5,10 @@ Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, 
 """
 
 import dataclasses
+import enum
 import linecache
 import os
+import traceback as stack
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,6 +70,16 @@ class Segment:
     outgoing: tuple[Bucket, ...]
 
 
+class Results(enum.Enum):
+    """What becomes of the towers' results: `COMBINED` into one device's, concatenated as one row per sample
+    (`ROWS`), or those of `EACH` tower, in a list.
+    """
+
+    COMBINED = "combined"
+    ROWS = "rows"
+    EACH = "each"
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A traced step, cut.
@@ -81,6 +93,7 @@ class Program:
         outputs: names of the flattened results, and what stands for all towers': the "first", since they are
             equal (perhaps by an exchange), or the "concat" of their rows.
         structure: the results' structure, with None in place of tensors that are None.
+        results: what becomes of the towers' results.
         rollback: names of the handles of variables to restore if a step fails on the way: all that it
             writes, if it may fail when it has written some of them, else none.
     """
@@ -91,6 +104,7 @@ class Program:
     variables: tuple[tuple[str, tf.Variable], ...]
     outputs: tuple[tuple[str, str], ...]
     structure: Any
+    results: Results
     rollback: tuple[str, ...]
 
 
@@ -140,7 +154,7 @@ class _Marking:
         if not self.can_exchange():
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
-                f"inside tf.while_loop, tf.cond or a nested tf.function, called at {_user_line()}. Move the "
+                f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
                 "collective (or the optimizer's apply, which all-reduces the gradients) out of it."
             )
         conditions = [] if when is None else [when]
@@ -182,11 +196,17 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     return Trace(function, marks)
 
 
-def _user_line() -> str:
-    """Name the innermost line of the stack that belongs to none of the libraries."""
+def user_line(traceback: Any = None) -> str:
+    """Name the innermost line of a stack that belongs to none of the libraries.
+
+    Args:
+        traceback: of an op; None: of the caller.
+    """
     libraries = tuple(os.path.dirname(file) for file in (tf.__file__, keras.__file__, __file__))
-    # An op's own traceback, since TensorFlow maps what autograph has generated back to its source there.
-    for frame in reversed(tf.no_op().traceback):
+    if traceback is None:
+        # An op's own, in a graph, since TensorFlow maps what autograph has generated back to its source there.
+        traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback
+    for frame in reversed(traceback):
         if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
             line = linecache.getline(frame.filename, frame.lineno).strip()
             return f"{frame.filename}:{frame.lineno} ({line})"

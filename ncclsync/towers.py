@@ -1,13 +1,13 @@
 """The towers: their devices, their communicator, and a copy of every variable for each of them.
 
-Tower 0's variables are the user's own. `Towers` creates the other towers' copies, brings to them whatever
+Tower 0's variables are the user's own. `TowerState` creates the other towers' copies, brings to them whatever
 Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,7 @@ from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
 
 
-class Towers:
+class TowerState:
     """N replicas of one model's state, one per device, and what joins them.
 
     A context manager; `close` ends it. Tower 0 is the user's own model.
@@ -35,7 +35,7 @@ class Towers:
 
     def __init__(
         self,
-        towers: int | None = None,
+        towers: int | Sequence[str] | None = None,
         *,
         devices: Sequence[str] | None = None,
         backend: str | None = None,
@@ -44,15 +44,21 @@ class Towers:
         """Choose devices and backend, and join them.
 
         Args:
-            towers, devices, backend: see `devices.choose_placement`.
+            towers, devices, backend: see `devices.choose_placement`; devices may take the place of a number
+                of towers.
             bucket_bytes: see `bucket.plan_buckets`.
 
         Raises:
             TypeError, ValueError: bad arguments.
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
-        check_arguments(towers, devices, backend, bucket_bytes)
-        placement = choose_placement(towers, devices, backend)
+        count = None
+        if devices is None and isinstance(towers, Sequence) and not isinstance(towers, str):
+            devices = towers
+        else:
+            count = cast("int | None", towers)
+        check_arguments(count, devices, backend, bucket_bytes)
+        placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend
         self.bucket_bytes = bucket_bytes
@@ -69,7 +75,7 @@ class Towers:
         state = ", closed" if self._closed else ""
         return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
 
-    def __enter__(self) -> "Towers":
+    def __enter__(self) -> "TowerState":
         return self
 
     def __exit__(self, *_: object) -> None:

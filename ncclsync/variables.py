@@ -2,7 +2,8 @@
 
 A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
 *sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
-holds a part, and the sum when somebody looks) or *seed* (random state: different by design).
+holds a part, and the sum when somebody looks) or *seed* (random state: different by design, unless all
+towers are to draw from the same).
 """
 
 import enum
@@ -24,8 +25,12 @@ class Role(enum.Enum):
     SEED = "seed"
 
 
-def role_of(variable: tf.Variable) -> Role:
-    """Return the role that a variable's declared aggregation gives it.
+def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
+    """Return the role of a variable.
+
+    Args:
+        variable: of tower 0.
+        same_seeds: whether random state is equal on all towers (`batch_invariant_random`).
 
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not tell them apart: whether a step computes their new value from data decides what is averaged.
@@ -34,7 +39,7 @@ def role_of(variable: tf.Variable) -> Role:
         return Role.SUM
     if private.is_partial(variable):
         return Role.PARTIAL
-    if private.is_seed(variable):
+    if private.is_seed(variable) and not same_seeds:
         return Role.SEED
     return Role.SAME
 
@@ -44,7 +49,9 @@ def start_value(value: tf.Tensor, role: Role, tower: int) -> tf.Tensor:
     if role in (Role.SUM, Role.PARTIAL):
         return tf.zeros_like(value)
     if role is Role.SEED:
-        # Only the seed moves (element 0), not the counter behind it.
-        stride = tf.constant([(tower * SEED_STRIDE) % 2**31, 0], value.dtype)
-        return (value + stride) % tf.constant(2**31, value.dtype)
+        # Only the seed moves, not the counter: Keras' state is [seed, counter], that of tf.random.Generator
+        # [counter, counter, key]. (ThreeFry's [counter, key] starts at another place of the same sequence.)
+        place = 0 if value.shape[0] == 2 else -1
+        moved = (value[place] + (tower * SEED_STRIDE) % 2**31) % 2**31
+        return tf.tensor_scatter_nd_update(value, [[place % value.shape[0]]], [moved])
     return value

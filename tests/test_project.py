@@ -31,8 +31,8 @@ LAYERS = (
     ("exchanges", "segment"),
     ("cut",),
     ("layout",),
-    ("eager",),
-    ("trainer",),
+    ("eager", "step"),
+    ("loop", "trainer"),
     ("parallel",),
     ("__init__",),
 )

@@ -1,0 +1,135 @@
+"""A user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
+
+import collections
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.cut import cut
+from ncclsync.errors import NcclSyncError
+from ncclsync.hooks import step_hooks
+from ncclsync.program import Program, Results, trace
+from ncclsync.shard import shard_sizes
+from ncclsync.step import TowerStep, leaves_of, python_step, to_tensor
+from ncclsync.towers import TowerState
+from ncclsync.whole_batch import whole_batch_hooks
+
+logger = logging.getLogger("ncclsync")
+
+# Of one function in the source; more of them mean that a new function is made for each step.
+_TRACES_BEFORE_WARNING = 8
+
+
+class Towers(TowerState):
+    """N replicas of a model's state, one per device, and what joins them.
+
+    A context manager; `close` ends it. Tower 0 is the user's own model.
+
+    ```python
+    with ncclsync.Towers(4) as towers:
+        for batch in dataset:
+            logs = towers.run(step, batch)
+    ```
+
+    Attributes:
+        devices: [N] names such as "GPU:0"; several towers may share a CPU.
+        backend: "nccl" or "cpu".
+        bucket_bytes: size at which a gradient bucket is closed.
+        communicator: the N ranks, owned by this object.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Choose devices and backend, and join them; arguments of `TowerState`."""
+        super().__init__(*args, **kwargs)
+        self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
+        self._traced: collections.Counter[str] = collections.Counter()
+
+    def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
+        """Run one step on one batch, a shard of it on each tower.
+
+        The first call traces `step(shard)` once, whatever the number of towers; later ones with the same
+        function and batches of the same kind run what was traced. In the step, gradients with respect to
+        variables are those of the whole batch, `keras` optimizers and metrics behave as in `fit`, and
+        `ncclsync.ops` joins any other tensors. Whatever variables it uses are replicated; those of tower 0
+        are the user's own.
+
+        Args:
+            step: a function of a batch. Pass the same object each time: a new one is traced anew.
+            batch: the global batch, a nested structure of tensors or arrays that share their first axis;
+                split as evenly as it goes, for any number of rows. None and scalars go to every tower.
+            per_tower: whether to return what each tower's step returned, uncombined.
+
+        Returns:
+            What `step` would return on one device for the whole batch: results with a row per sample are
+            concatenated, other floats averaged over the samples, integers added up, where towers differ.
+            With `per_tower` a list of N such results instead, None for a tower that had no sample.
+
+        Raises:
+            TypeError: `step` cannot be called.
+            ValueError: the batch has no rows, or not as many in each tensor.
+            NcclSyncError: the towers are closed, the call is inside a `tf.function`, or the step calls a
+                collective inside a loop or a branch.
+            Exception: whatever the step raises on any tower. All towers' variables are then equal, and are
+                those from before the step or from after it.
+        """
+        self.require_open()
+        if not callable(step):
+            raise TypeError(f"Expected a function of a batch. Received: {step!r}")
+        if not tf.executing_eagerly():
+            raise NcclSyncError("Expected Towers.run outside any tf.function. Received: a call inside one.")
+        results = Results.EACH if per_tower else Results.COMBINED
+        key = (step, results)
+        if key not in self._steps:
+            self._steps[key] = _FunctionStep(self, step, results)
+            self._warn_of_new_functions(step)
+        batch = tf.nest.map_structure(to_tensor, batch)
+        rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), 0)
+        if not rows:
+            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+        outcome = self._steps[key].run_on_batch(batch)
+        if not per_tower:
+            return outcome
+        sizes = shard_sizes(rows, len(self))
+        return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Free the other towers' copies and end the communicator. Idempotent.
+
+        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
+        """
+        self._steps.clear()
+        super().close()
+
+    def _warn_of_new_functions(self, step: Callable) -> None:
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        self._traced[name] += 1
+        if self._traced[name] == _TRACES_BEFORE_WARNING:
+            logger.warning(
+                "Towers.run has traced %d functions named %s. Expected the same function object for every "
+                "step: define it once, outside the loop.",
+                _TRACES_BEFORE_WARNING,
+                name,
+            )
+
+
+class _FunctionStep(TowerStep):
+    """A user's function, on all towers."""
+
+    def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
+        super().__init__(towers)
+        self._function = function
+        self._results = results
+
+    def make_program(self, specs: Any) -> Program:
+        with step_hooks(), whole_batch_hooks(), tf.device(f"/{self._towers.devices[0]}"):
+            traced = trace(python_step(self._function), specs)
+        return cut(
+            traced,
+            home_device=self._towers.devices[0],
+            bucket_bytes=self._towers.bucket_bytes,
+            results=self._results,
+            jit_compile=private.is_jit_compiled(self._function),
+        )

@@ -1,0 +1,166 @@
+"""`Towers.run`: a user's own loop, without `fit`, gives one device's numbers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, data
+
+import ncclsync
+from ncclsync import ops
+
+X, Y = data()
+BATCHES = [slice(0, 20), slice(20, 31), slice(31, 61), slice(5, 6)]  # 20, 11, 30 and 1 rows
+
+
+class Loop:
+    """A model, an optimizer and a metric of which no `compile` knows, and a step that uses them."""
+
+    def __init__(self):
+        keras.utils.set_random_seed(1)
+        self.model = keras.Sequential(
+            [keras.Input((12,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)]
+        )
+        self.optimizer = keras.optimizers.Adam(0.01)
+        self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy()
+        self.traced = 0
+
+    def step(self, batch):
+        self.traced += 1
+        x, y = batch
+        with tf.GradientTape() as tape:
+            outputs = self.model(x, training=True)
+            loss = self.loss(y, outputs)
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.5)
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+        self.accuracy.update_state(y, outputs)
+        return {
+            "loss": loss,
+            "norm": norm,
+            "outputs": outputs,
+            "rows": tf.shape(x)[0],
+            "largest": ops.all_reduce(tf.reduce_max(x), "max"),
+            "accuracy": self.accuracy.result(),
+            "nothing": None,
+        }
+
+
+def batches():
+    return [(tf.constant(X[rows]), tf.constant(Y[rows])) for rows in BATCHES]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Every step's results and the final weights on one device."""
+    loop = Loop()
+    return [loop.step(batch) for batch in batches()], loop.model.get_weights()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_a_loop_on_towers(count, alone):
+    """Results of every step, and the weights, for batches that divide evenly and others; traced once."""
+    loop = Loop()
+    with ncclsync.Towers(count) as towers:
+        results = [towers.run(loop.step, batch) for batch in batches()]
+        assert towers.divergence() == 0.0
+    assert [result.pop("nothing") for result in results] == [None] * 4
+    expected = [{key: value for key, value in result.items() if key != "nothing"} for result in alone[0]]
+    assert_close(results, expected)
+    assert_close(loop.model.get_weights(), alone[1])
+    # Once, and once more for the variables that the first trace creates, as any tf.function.
+    assert loop.traced == 2
+
+
+def test_the_values_of_each_tower():
+    """Uncombined results, in the order of the towers, of their own shards; None where there was no sample."""
+
+    def step(batch):
+        return (
+            tf.reduce_sum(batch["x"]),
+            tf.shape(batch["x"])[0],
+            ops.all_reduce(tf.shape(batch["x"])[0], "sum"),
+        )
+
+    with ncclsync.Towers(["CPU:0"] * 4) as towers:
+        for rows, sizes in ((10, [3, 3, 2, 2]), (2, [1, 1, 0, 0])):
+            results = towers.run(step, {"x": X[:rows], "scalar": 2.0}, per_tower=True)
+            assert [0 if result is None else int(result[1]) for result in results] == sizes
+            for result, shard in zip(results, np.split(X[:rows], np.cumsum(sizes)[:-1]), strict=True):
+                if result is not None:
+                    np.testing.assert_allclose(result[0], shard.sum(), rtol=1e-5)
+                    assert int(result[2]) == rows
+
+
+def test_plain_variables_and_a_function_of_tensorflow():
+    """No Keras at all, in a step that is a `tf.function`: the variable takes the mean over the batch."""
+    weight = tf.Variable([0.0, 0.0])
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.linalg.matvec(x, weight) - 1.0))
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    x = tf.constant(X[:7, :2])
+    expected = [step(x).numpy() for _ in range(3)], weight.numpy()
+    weight.assign([0.0, 0.0])
+    with ncclsync.Towers(3) as towers:
+        assert_close([towers.run(step, x).numpy() for _ in range(3)], expected[0])
+    assert_close(weight.numpy(), expected[1])
+
+
+def test_an_error_on_one_tower_leaves_everything_as_it_was():
+    """It is raised as itself; the variables keep their values, and the loop can go on."""
+    weight = tf.Variable(1.0)
+
+    def step(x):
+        with tf.control_dependencies([tf.debugging.assert_less(x, 50.0, "too large")]):
+            weight.assign_add(tf.reduce_mean(x))
+        return weight.value()
+
+    good, bad = tf.constant([1.0, 2.0, 3.0, 4.0]), tf.constant([1.0, 2.0, 3.0, 99.0])
+    with ncclsync.Towers(4) as towers:
+        towers.run(step, good)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+            towers.run(step, bad)
+        assert (weight.numpy(), towers.divergence()) == (3.5, 0.0)
+        assert float(towers.run(step, good)) == 6.0
+
+
+def test_new_functions_for_each_step_are_told_of(caplog):
+    """Each of them is traced anew, which is slow; one warning says so."""
+    with ncclsync.Towers(2) as towers:
+        for _ in range(9):
+            towers.run(lambda x: tf.reduce_sum(x), X[:4])
+    assert [record.message for record in caplog.records if "same function object" in record.message] != []
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.parametrize(
+    "step, batch, error, message",
+    [
+        (None, X, TypeError, r"Expected a function of a batch. Received: None"),
+        (tf.reduce_sum, X[:0], ValueError, r"Expected a batch of at least one row"),
+        (tf.reduce_sum, 3.0, ValueError, r"Expected a batch of at least one row"),
+        (lambda b: b[0], (X[:3], X[:4]), (ValueError, tf.errors.OpError), r"the same number of rows"),
+    ],
+)
+def test_bad_argument(step, batch, error, message):
+    """Refused before anything runs."""
+    with ncclsync.Towers(2) as towers, pytest.raises(error, match=message):
+        towers.run(step, batch)
+
+
+def test_where_it_cannot_run():
+    """Inside a tf.function, and on closed towers."""
+    towers = ncclsync.Towers(2)
+    with pytest.raises(ncclsync.NcclSyncError, match=r"Expected Towers.run outside any tf.function"):
+        tf.function(lambda: towers.run(tf.reduce_sum, X))()
+    towers.close()
+    with pytest.raises(ncclsync.NcclSyncError, match=r"Expected open towers"):
+        towers.run(tf.reduce_sum, X)
+    with pytest.raises(TypeError, match=r"Expected"):
+        ncclsync.Towers("CPU:0")

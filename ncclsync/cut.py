@@ -19,13 +19,16 @@ from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment, is_packed
 from ncclsync.step_graph import StepGraph, op_name
-from ncclsync.variables import Role
-
-# What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
-_KEPT = (Role.SAME, Role.PARTIAL)
 
 
-def cut(trace: Trace, home_device: str, bucket_bytes: int, results: Results, jit_compile: bool) -> Program:
+def cut(
+    trace: Trace,
+    home_device: str,
+    bucket_bytes: int,
+    results: Results,
+    jit_compile: bool,
+    same_seeds: bool = False,
+) -> Program:
     """Cut `trace` into a program of segments.
 
     Args:
@@ -35,8 +38,9 @@ def cut(trace: Trace, home_device: str, bucket_bytes: int, results: Results, jit
         results: what becomes of the towers' results. Those that differ are combined, if so asked: as long as
             the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
+        same_seeds: whether random state is equal on all towers.
     """
-    graph = StepGraph(trace, home_device)
+    graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
     levels = _assign_levels(graph)
     segments = _build_segments(graph, levels, bucket_bytes, jit_compile)
@@ -66,7 +70,7 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
         + [_available(graph, levels, result) for result in graph.exchanges]
         + [0]
     )
-    weight_writes = [name for name in levels if any(graph.role[h] in _KEPT for h in graph.writes[name])]
+    weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
     if weight_writes:
         last = max(last, 1)
     latest = _latest(graph, levels, last)
@@ -132,10 +136,7 @@ def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
 def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
     last = max(levels.values(), default=0)
     written = {
-        (handle, levels[name])
-        for name in levels
-        for handle in graph.writes[name]
-        if graph.role[handle] in _KEPT
+        (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
     early = any(level < last for _, level in written)
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.

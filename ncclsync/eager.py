@@ -22,17 +22,18 @@ from ncclsync.hooks import results_reduced
 from ncclsync.layout import concat_rows
 from ncclsync.ops import Collective, Share
 from ncclsync.shard import Shards, shard_batch
+from ncclsync.towers import TowerState
 from ncclsync.variables import Role, role_of, start_value
 
 
-def run_eagerly(model: keras.Model, name: str, batch: Any, towers: int) -> Any:
+def run_eagerly(model: keras.Model, name: str, batch: Any, towers: TowerState) -> Any:
     """Run one step on all towers, one after the other.
 
     Args:
         model: tower 0. The other towers' state is derived from its variables at the start of the step.
         name: the step, a method of the model.
         batch: the global batch, of eager tensors.
-        towers: how many.
+        towers: how many, and whether they draw what one device draws.
 
     Returns:
         The step's results, combined as a step in a graph combines them.
@@ -40,13 +41,15 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: int) -> Any:
     Raises:
         Exception: whatever the step raises on any tower. Every variable then has its value from before.
     """
-    shards = shard_batch(batch, towers)
-    state = _State(private.variables_of(model), towers)
+    count, same_seeds = len(towers), towers.batch_invariant_random
+    # Shards of one length would not tell which random numbers are drawn per sample.
+    shards = shard_batch(batch, count, uneven=same_seeds)
+    state = _State(private.variables_of(model), count, same_seeds)
     step = getattr(model, name)
     turns = [
-        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i]) for i in range(towers)
+        _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i]) for i in range(count)
     ]
-    with state.restored_on_error(), results_reduced(), CpuCommunicator(towers) as communicator:
+    with state.restored_on_error(), results_reduced(), CpuCommunicator(count) as communicator:
         try:
             _take_turns(turns, shards, communicator)
         finally:
@@ -133,8 +136,9 @@ def _all_equal(tensors: Sequence[tf.Tensor]) -> bool:
 class _State:
     """What each tower's variables hold, while the model's own variables hold those of one tower."""
 
-    def __init__(self, variables: Sequence[tf.Variable], towers: int) -> None:
+    def __init__(self, variables: Sequence[tf.Variable], towers: int, same_seeds: bool) -> None:
         self._variables = list(variables)
+        self._same_seeds = same_seeds
         self._values: list[dict[int, tf.Tensor]] = [{} for _ in range(towers)]
         self._before: dict[int, tf.Tensor] = {}
         for variable in self._variables:
@@ -143,15 +147,23 @@ class _State:
     def _start(self, variable: tf.Variable) -> None:
         value = variable.value()
         self._before[id(variable)] = value
-        role = role_of(variable)
+        role = self._role(variable)
         for tower, values in enumerate(self._values):
             values[id(variable)] = start_value(value, role, tower) if tower else value
+
+    def _role(self, variable: tf.Variable) -> Role:
+        return role_of(variable, self._same_seeds)
+
+    def adopt(self, variable: tf.Variable) -> None:
+        """Give all towers a variable that the step has come upon, unless they have it."""
+        if id(variable) not in self._before:
+            self._variables.append(variable)
+            self._start(variable)
 
     def create(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         """A `tf.variable_creator_scope`: a variable that one tower creates, all towers have."""
         variable = next_creator(**kwargs)
-        self._variables.append(variable)
-        self._start(variable)
+        self.adopt(variable)
         return variable
 
     def load(self, tower: int) -> None:
@@ -175,9 +187,10 @@ class _State:
         for variable in self._variables:
             values = [tower[id(variable)] for tower in self._values]
             value = values[0]
-            if role_of(variable) is Role.SUM:
+            role = self._role(variable)
+            if role is Role.SUM:
                 value = exchange(values, Collective("all_reduce", "sum"), shards, communicator)[0]
-            elif role_of(variable) is Role.SAME and value.dtype.is_floating and not _all_equal(values):
+            elif role is Role.SAME and value.dtype.is_floating and not _all_equal(values):
                 value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
             variable.assign(value)
 
@@ -223,6 +236,10 @@ class _Turn:
 
     def can_exchange(self) -> bool:
         return True
+
+    def adopt(self, state: tf.Variable) -> None:
+        """Give every tower a random state of its own, also one that is not the model's."""
+        self._state.adopt(state)
 
     def exchange(
         self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None

@@ -8,14 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import private
-from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
-from ncclsync.hooks import step_hooks
-from ncclsync.program import Program, Results, trace
+from ncclsync.program import Program, Results
 from ncclsync.shard import shard_sizes
-from ncclsync.step import TowerStep, leaves_of, python_step, to_tensor
+from ncclsync.step import TowerStep, leaves_of, to_tensor
 from ncclsync.towers import TowerState
-from ncclsync.whole_batch import whole_batch_hooks
 
 logger = logging.getLogger("ncclsync")
 
@@ -124,12 +121,5 @@ class _FunctionStep(TowerStep):
         self._results = results
 
     def make_program(self, specs: Any) -> Program:
-        with step_hooks(), whole_batch_hooks(), tf.device(f"/{self._towers.devices[0]}"):
-            traced = trace(python_step(self._function), specs)
-        return cut(
-            traced,
-            home_device=self._towers.devices[0],
-            bucket_bytes=self._towers.bucket_bytes,
-            results=self._results,
-            jit_compile=private.is_jit_compiled(self._function),
-        )
+        jit_compile = private.is_jit_compiled(self._function)
+        return self.trace_and_cut(self._function, specs, self._results, jit_compile)

@@ -29,6 +29,7 @@ def nccl_parallel(
     backend: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     sync_batch_norm: bool = False,
+    batch_invariant_random: bool = False,
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -40,6 +41,7 @@ def nccl_parallel(
     backend=None,
     bucket_bytes=DEFAULT_BUCKET_BYTES,
     sync_batch_norm=False,
+    batch_invariant_random=False,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -56,6 +58,11 @@ def nccl_parallel(
         sync_batch_norm: set `synchronized=True` on every `BatchNormalization` of the model, so that it
             normalises by the whole batch's mean and variance instead of each shard's; two more exchanges
             per layer.
+        batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
+            draw for these very samples, so that training with dropout does not depend on the number of
+            towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
+            batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
+            its own: reproducible for a given seed and number of towers.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -73,8 +80,10 @@ def nccl_parallel(
             f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     check_arguments(towers, devices, backend, bucket_bytes)
-    if not isinstance(sync_batch_norm, bool):
-        raise TypeError(f"Expected sync_batch_norm to be a bool. Received: {sync_batch_norm!r}")
+    flags = {"sync_batch_norm": sync_batch_norm, "batch_invariant_random": batch_invariant_random}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Expected {name} to be a bool. Received: {value!r}")
     if factory is None:
         return functools.partial(
             nccl_parallel,
@@ -82,7 +91,7 @@ def nccl_parallel(
             devices=devices,
             backend=backend,
             bucket_bytes=bucket_bytes,
-            sync_batch_norm=sync_batch_norm,
+            **flags,
         )
     if not callable(factory):
         raise TypeError(f"Expected a function that returns a keras.Model. Received: {factory!r}")
@@ -94,7 +103,13 @@ def nccl_parallel(
                 "Expected to be called outside any tf.distribute scope. "
                 f"Received: a call under {type(tf.distribute.get_strategy()).__name__}"
             )
-        replicas = Towers(towers, devices=devices, backend=backend, bucket_bytes=bucket_bytes)
+        replicas = Towers(
+            towers,
+            devices=devices,
+            backend=backend,
+            bucket_bytes=bucket_bytes,
+            batch_invariant_random=batch_invariant_random,
+        )
         try:
             with tf.device(f"/{replicas.devices[0]}"):
                 model = factory(*args, **kwargs)

@@ -204,7 +204,7 @@ def user_line(traceback: Any = None) -> str:
     """
     libraries = tuple(os.path.dirname(file) for file in (tf.__file__, keras.__file__, __file__))
     if traceback is None:
-        # An op's own, in a graph, since TensorFlow maps what autograph has generated back to its source there.
+        # An op's own, in a graph: there TensorFlow maps what autograph has generated back to its source.
         traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback
     for frame in reversed(traceback):
         if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):

@@ -44,13 +44,15 @@ class Shards:
     shares: list[Share]
 
 
-def shard_batch(batch: Any, towers: int) -> Shards:
+def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
     """Split every tensor of a batch along its first axis.
 
     Args:
         batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension;
             scalars go to every tower as they are, and so does None.
         towers: how many shards.
+        uneven: whether two shards are to differ in their rows even if all could have the same number, of a
+            batch of two samples or more. So one can tell what depends on the rows from what does not.
 
     Raises:
         ValueError: while the graph is built, if static shapes tell that the rows differ in number, or that
@@ -85,11 +87,18 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
     sizes = share + tf.cast(tf.range(towers) < rest, tf.int32)  # [towers]
+    if uneven and towers > 1:
+        last = tf.minimum(rows, towers) - 1  # with samples
+        moves = tf.cast((rest == 0) | (share == 0), tf.int32)
+        sizes += moves * (tf.one_hot(0, towers, dtype=tf.int32) - tf.one_hot(last, towers, dtype=tf.int32))
     # Without samples: a copy of the first row, and a size of zero that keeps it out of every sum.
     counts = tf.maximum(sizes, 1)
     whole = next(iter(static), None)
-    splits: Any = [whole // towers] * towers if whole and whole % towers == 0 else counts
-    pieces = [_split(leaf, splits, rows, towers) for leaf in leaves]  # [leaves][towers]
+    splits: Any = counts
+    if whole and whole % towers == 0 and not uneven:
+        splits = [whole // towers] * towers
+    missing = tf.reduce_sum(counts) - rows
+    pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
     batches = [
         tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)
     ]
@@ -159,13 +168,13 @@ def _count_rows(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf)[0]
 
 
-def _split(leaf: Any, splits: Any, rows: tf.Tensor, towers: int) -> list[Any]:
+def _split(leaf: Any, splits: Any, missing: tf.Tensor, towers: int) -> list[Any]:
     """Split one element of a batch; `splits` are the rows of each tower's piece, at least 1."""
     if not _has_rows(leaf):
         return [leaf] * towers
     static = _static_rows(leaf)
-    if static is None or static < towers:
-        leaf = tf.cond(rows < towers, lambda: _repeat_first_row(leaf, towers - rows), lambda: leaf)
+    if tf.is_tensor(splits) and (static is None or static <= towers):
+        leaf = tf.cond(missing > 0, lambda: _repeat_first_row(leaf, missing), lambda: leaf)
     if isinstance(leaf, tf.Tensor):
         return tf.split(leaf, splits, num=towers)
     ends = tf.cumsum(splits)

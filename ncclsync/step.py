@@ -4,18 +4,23 @@ What the step is, a subclass says: a method of a Keras model (`trainer.py`), or 
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync import private
+from ncclsync.cut import cut
+from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
-from ncclsync.program import Program
+from ncclsync.program import Program, Results, trace
+from ncclsync.randomness import check_draws, draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import TowerState
+from ncclsync.whole_batch import whole_batch_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,7 @@ class TowerStep(abc.ABC):
     """A step on towers.
 
     Attributes:
+        towers: where it runs.
         steps_per_execution: how many steps one call of the graph makes on batches of an iterator.
     """
 
@@ -38,13 +44,37 @@ class TowerStep(abc.ABC):
 
     def __init__(self, towers: TowerState) -> None:
         """Prepare; nothing is traced before the first batch."""
-        self._towers = towers
+        self.towers = towers
         self._programs: dict[str, Program] = {}  # by the specs of a shard
         self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
 
     @abc.abstractmethod
     def make_program(self, specs: Any) -> Program:
         """Trace the step for shards of these specs, and cut it."""
+
+    def trace_and_cut(
+        self, step: Callable[[Any], Any], specs: Any, results: Results, jit_compile: bool
+    ) -> Program:
+        """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
+        with self.hooks(), tf.device(f"/{self.towers.devices[0]}"):
+            traced = trace(python_step(step), specs)
+        same_seeds = self.towers.batch_invariant_random
+        check_draws(traced.function, batch_invariant=same_seeds)
+        return cut(
+            traced,
+            home_device=self.towers.devices[0],
+            bucket_bytes=self.towers.bucket_bytes,
+            results=results,
+            jit_compile=jit_compile,
+            same_seeds=same_seeds,
+        )
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """What the Python of a step does differently on towers, while it is traced or runs eagerly."""
+        draws = draws_of_whole_batch if self.towers.batch_invariant_random else contextlib.nullcontext
+        with step_hooks(), whole_batch_hooks(), draws():
+            yield
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
         """Run `steps_per_execution` steps, or as many as there are batches for; return the last results.
@@ -72,13 +102,15 @@ class TowerStep(abc.ABC):
         key = f"{batch_specs!r} {iterated}"
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
-            shard = shard_specs(specs, len(self._towers))
+            # What depends on the number of rows must be open in the trace, to be told from what does not.
+            invariant = self.towers.batch_invariant_random
+            shard = open_specs(specs) if invariant else shard_specs(specs, len(self.towers))
             if repr(shard) not in self._programs:
                 self._programs[repr(shard)] = self.make_program(shard)
             program = self._programs[repr(shard)]
             for _, variable in program.variables:
-                self._towers.copies(variable)
-            plan = _Plan(program, Rollback(program, self._towers), KeptBatch(specs))
+                self.towers.copies(variable)
+            plan = _Plan(program, Rollback(program, self.towers), KeptBatch(specs))
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
             else:
@@ -89,7 +121,7 @@ class TowerStep(abc.ABC):
 
     def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails."""
-        self._towers.sync()
+        self.towers.sync()
         try:
             return run()
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -104,13 +136,13 @@ class TowerStep(abc.ABC):
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
         if plan is not None:
             plan.rollback.restore()
-        self._towers.distrust()
+        self.towers.distrust()
 
     def _raise_what_cancelled(self, plan: "_Plan") -> None:
         """Run the batch of a cancelled step again, outside a graph: one tower after another."""
-        self._towers.sync()
+        self.towers.sync()
         try:
-            lay_out(plan.program, self._towers, self._shards(plan.kept.batch()), plan.rollback)
+            lay_out(plan.program, self.towers, self._shards(plan.kept.batch()), plan.rollback)
         except BaseException:
             self._mend(plan)
             raise
@@ -147,10 +179,10 @@ class TowerStep(abc.ABC):
     def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
         """In a graph: one step on all towers."""
         batch = plan.kept.keep(without_optionals(batch))
-        return lay_out(plan.program, self._towers, self._shards(batch), plan.rollback)
+        return lay_out(plan.program, self.towers, self._shards(batch), plan.rollback)
 
     def _shards(self, batch: Any) -> Shards:
-        return shard_batch(batch, len(self._towers))
+        return shard_batch(batch, len(self.towers))
 
 
 def python_step(step: Callable) -> Callable:

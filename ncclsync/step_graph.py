@@ -12,7 +12,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.ops import Collective
 from ncclsync.program import Exchange, Trace
-from ncclsync.variables import role_of
+from ncclsync.variables import Role, role_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepGraph:
     `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
     """
 
-    def __init__(self, trace: Trace, home_device: str):
+    def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
         function = trace.function
         self.home_device = home_device
         definition = function.graph.as_graph_def()
@@ -62,7 +62,13 @@ class StepGraph:
             else:
                 captures.append((name, tensor))
         self.captures = tuple(captures)
-        self.role = {name: role_of(variable) for name, variable in self.variables}
+        self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
+        # What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
+        self.kept = {
+            name
+            for name, variable in self.variables
+            if self.role[name] in (Role.SAME, Role.PARTIAL) and not private.is_seed(variable)
+        }
         self.placeholders = {op_name(name) for name in flat_inputs}
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
         self.results = [

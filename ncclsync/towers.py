@@ -33,6 +33,7 @@ class TowerState:
         communicator: the N ranks, owned by this object.
     """
 
+        batch_invariant_random: whether random numbers are those of one device.
     def __init__(
         self,
         towers: int | Sequence[str] | None = None,
@@ -43,6 +44,7 @@ class TowerState:
     ) -> None:
         """Choose devices and backend, and join them.
 
+        batch_invariant_random: bool = False,
         Args:
             towers, devices, backend: see `devices.choose_placement`; devices may take the place of a number
                 of towers.
@@ -50,6 +52,8 @@ class TowerState:
 
         Raises:
             TypeError, ValueError: bad arguments.
+            batch_invariant_random: whether random numbers are those that one device would draw for the
+                whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
         count = None
@@ -65,6 +69,7 @@ class TowerState:
         self.communicator = connect(placement)
         self._closed = False
         self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
+        self.batch_invariant_random = batch_invariant_random
         self._pending: set[int] = set()
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
 
@@ -155,7 +160,7 @@ class TowerState:
             return [variable]
         replicas = self._replicas.get(id(variable))
         if replicas is None:
-            role = role_of(variable)
+            role = role_of(variable, self.batch_invariant_random)
             copies = []
             for tower, value in self._values(variable, role):
                 with tf.device(self._device_of(variable, tower)):

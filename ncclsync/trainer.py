@@ -12,14 +12,12 @@ import keras
 import tensorflow as tf
 
 from ncclsync import private
-from ncclsync.cut import cut
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
-from ncclsync.hooks import step_hooks
-from ncclsync.program import Program, Results, trace
-from ncclsync.step import TowerStep, python_step, to_tensor, without_optionals
+from ncclsync.program import Program, Results
+from ncclsync.step import TowerStep, to_tensor, without_optionals
 from ncclsync.towers import TowerState
-from ncclsync.whole_batch import synchronize_batch_norm, whole_batch_hooks
+from ncclsync.whole_batch import synchronize_batch_norm
 
 
 def attach(model: keras.Model, towers: TowerState, sync_batch_norm: bool = False) -> None:
@@ -113,25 +111,18 @@ class ModelStep(TowerStep):
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
             return self.run_on_batch(batch)
-        eagerly = functools.partial(run_eagerly, self._model, self._name, batch, len(self._towers))
-        with step_hooks(), whole_batch_hooks():
+        eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
+        with self.hooks():
             return self.guarded(eagerly, None)
 
     def make_program(self, specs: Any) -> Program:
+        """Trace the model's method, having built what it needs, and cut it."""
         model = self._model
         _build_state(model, self._name, specs)
         if self._sync_batch_norm:
             synchronize_batch_norm(model)
-        step = python_step(getattr(model, self._name))
-        with step_hooks(), whole_batch_hooks(), tf.device(f"/{self._towers.devices[0]}"):
-            traced = trace(step, specs)
-        return cut(
-            traced,
-            home_device=self._towers.devices[0],
-            bucket_bytes=self._towers.bucket_bytes,
-            results=Results.ROWS if self._name == "predict_step" else Results.COMBINED,
-            jit_compile=bool(model.jit_compile),
-        )
+        results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
+        return self.trace_and_cut(getattr(model, self._name), specs, results, bool(model.jit_compile))
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

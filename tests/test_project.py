@@ -26,7 +26,7 @@ LAYERS = (
     ("communicator",),
     ("ops",),
     ("bucket", "devices", "private", "program", "shard"),
-    ("hooks", "variables", "whole_batch"),
+    ("hooks", "randomness", "variables", "whole_batch"),
     ("exactness", "step_graph", "towers"),
     ("exchanges", "segment"),
     ("cut",),

@@ -30,10 +30,10 @@ class TowerState:
         devices: [N] names such as "GPU:0"; several towers may share a CPU.
         backend: "nccl" or "cpu".
         bucket_bytes: size at which a gradient bucket is closed.
+        batch_invariant_random: whether random numbers are those of one device.
         communicator: the N ranks, owned by this object.
     """
 
-        batch_invariant_random: whether random numbers are those of one device.
     def __init__(
         self,
         towers: int | Sequence[str] | None = None,
@@ -41,19 +41,19 @@ class TowerState:
         devices: Sequence[str] | None = None,
         backend: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        batch_invariant_random: bool = False,
     ) -> None:
         """Choose devices and backend, and join them.
 
-        batch_invariant_random: bool = False,
         Args:
             towers, devices, backend: see `devices.choose_placement`; devices may take the place of a number
                 of towers.
             bucket_bytes: see `bucket.plan_buckets`.
+            batch_invariant_random: whether random numbers are those that one device would draw for the
+                whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
 
         Raises:
             TypeError, ValueError: bad arguments.
-            batch_invariant_random: whether random numbers are those that one device would draw for the
-                whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
         count = None
@@ -66,10 +66,10 @@ class TowerState:
         self.devices = placement.devices
         self.backend = placement.backend
         self.bucket_bytes = bucket_bytes
+        self.batch_invariant_random = batch_invariant_random
         self.communicator = connect(placement)
         self._closed = False
         self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
-        self.batch_invariant_random = batch_invariant_random
         self._pending: set[int] = set()
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.loop import Towers as Towers
+    from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ _HOMES = {
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",
+    "verify": "verification",
 }
 __all__ = [*_HOMES, "ops"]
 

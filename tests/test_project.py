@@ -33,7 +33,11 @@ LAYERS = (
     ("layout",),
     ("eager", "step"),
     ("loop", "trainer"),
-    ("parallel",),
+    ("parallel", "batches", "random_data", "report"),
+    ("comparison", "diagnosis"),
+    ("verification",),
+    ("cli",),
+    ("__main__",),
     ("__init__",),
 )
 LAYER_OF = {module: index for index, layer in enumerate(LAYERS) for module in layer}

@@ -1,0 +1,8 @@
+"""`python -m ncclsync`; see `cli`."""
+
+import sys
+
+from ncclsync.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The first batches of whatever a user trains on: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Batch = tuple[Any, Any, Any]  # x, y and sample weights as Keras takes them; y and weights may be None
+
+
+def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_size: bool) -> list[Batch]:
+    """Return `steps` batches. Data that ends sooner begins again.
+
+    Args:
+        data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays (x a dictionary if there are several), which
+            are cut into batches here; or an iterable over batches, which stay as they are.
+        batch_size: of arrays. If `towers` divides every batch so far, the last one is made smaller, so that
+            it does not: shards of different sizes are met too.
+        one_size: all batches must have the same number of samples: the model's input declares it.
+
+    Raises:
+        TypeError: `data` is nothing of this.
+        ValueError: there is no batch, or arrays differ in their number of samples.
+    """
+    if isinstance(data, (tuple, dict)) or hasattr(data, "shape"):
+        arrays = keras.tree.map_structure(_as_array, data)
+        return [
+            keras.utils.unpack_x_y_sample_weight(
+                keras.tree.map_structure(lambda a, at=at: _rows(a, at), arrays)
+            )
+            for at in _slices(_length(arrays), steps, batch_size, towers, one_size)
+        ]
+    batches = list(itertools.islice(_iterated(data), steps))
+    if not batches:
+        raise ValueError(f"Expected data with at least one batch. Received: none from {data!r}")
+    return [
+        keras.utils.unpack_x_y_sample_weight(batch)
+        for batch in itertools.islice(itertools.cycle(batches), steps)
+    ]
+
+
+def rows_of(batch: Batch) -> int:
+    """Return how many samples a batch has."""
+    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+
+
+def reversed_rows(batch: Batch) -> Batch:
+    """Return the same samples in the opposite order; x, y and weights may be ragged and sparse too."""
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else _reversed(leaf), batch)
+
+
+def _reversed(leaf: Any) -> Any:
+    order = range(int(leaf.shape[0]))[::-1]
+    if isinstance(leaf, tf.SparseTensor):
+        rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]
+        return tf.sparse.concat(0, [tf.sparse.slice(leaf, [i, *rest], [1, *sizes]) for i in order])
+    return tf.gather(leaf, list(order))
+
+
+def _iterated(data: Any) -> Iterable:
+    if isinstance(data, keras.utils.PyDataset):
+        return map(
+            data.__getitem__, itertools.count() if data.num_batches is None else range(data.num_batches)
+        )
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
+        raise TypeError(
+            "Expected arrays x, (x, y) or (x, y, sample_weight), a tf.data.Dataset, or an iterable over "
+            "batches. "
+            f"Received: {data!r} of type {type(data).__name__}"
+        )
+    return data
+
+
+def _slices(rows: int, steps: int, batch_size: int, towers: int, one_size: bool) -> Iterator[slice]:
+    start, even = 0, True
+    for step in range(steps):
+        if start == rows or (one_size and start > 0 and start + batch_size > rows):
+            start = 0
+        size = min(batch_size, rows - start)
+        even = even and size % towers == 0
+        if step == steps - 1 and step > 0 and even and not one_size:
+            size -= 1
+        yield slice(start, start + size)
+        start += size
+
+
+def _rows(array: Any, at: slice) -> Any:
+    return None if array is None else array[at]
+
+
+def _length(arrays: Any) -> int:
+    lengths = {int(leaf.shape[0]) for leaf in keras.tree.flatten(arrays) if leaf is not None}
+    if len(lengths) != 1 or not max(lengths):
+        raise ValueError(
+            "Expected arrays with the same number of samples, at least one. "
+            f"Received: {sorted(lengths) or 'no array'}"
+        )
+    return lengths.pop()
+
+
+def _as_array(leaf: Any) -> Any:
+    if hasattr(leaf, "to_numpy"):
+        leaf = leaf.to_numpy()
+    if leaf is not None and not len(getattr(leaf, "shape", ())):
+        raise TypeError(
+            "Expected arrays with one row per sample, as x, (x, y) or (x, y, sample_weight). "
+            f"Received: {leaf!r} of type {type(leaf).__name__}"
+        )
+    return leaf

@@ -1,0 +1,149 @@
+"""The command line: `python -m ncclsync verify module:factory`. TensorFlow is imported to do the work."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2  # exit codes; argparse ends with 2 as well
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code; None: `sys.argv`.
+
+    Raises:
+        SystemExit: the arguments are not understood (code 2), or help was asked for (0).
+    """
+    parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_verify(commands)
+    given = parser.parse_args(arguments)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
+    try:
+        return given.run(given)
+    except _UsageError as error:
+        print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
+    except Exception:
+        # Not left to Python, whose exit code is 1: nothing was compared, and so nothing differs.
+        traceback.print_exc()
+    return NOT_COMPARED
+
+
+class _UsageError(Exception):
+    """What the user can set right in the command; told without a traceback."""
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="train a model on one device and on N towers, with random data, and compare",
+        description="Train a model on one device and on N towers, with random data, and compare after every "
+        "step. Exit code 0: equal; 1: different; 2: nothing was compared.",
+    )
+    parser.set_defaults(run=_verify)
+    parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
+    parser.add_argument("--towers", type=_at_least(2), default=4, metavar="N", help="default %(default)s")
+    parser.add_argument("--devices", metavar="GPU:0,GPU:1", help="just these instead")
+    parser.add_argument("--backend", choices=("nccl", "cpu"), help="default: follows the devices")
+    parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default %(default)s")
+    parser.add_argument("--batch-size", type=_at_least(1), metavar="N", help="default 33, or the model's own")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; default: by dtype")
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--open-size",
+        type=_at_least(1),
+        default=32,
+        metavar="N",
+        help="of open dimensions, default %(default)s",
+    )
+    parser.add_argument("--sync-batch-norm", action="store_true", help="as in nccl_parallel")
+    parser.add_argument("--batch-invariant-random", action="store_true", help="as in nccl_parallel")
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    factory = _load(given.factory)
+    import keras
+
+    from ncclsync.random_data import random_data
+    from ncclsync.verification import fixed_batch_size, undecorated, verify
+
+    options: dict[str, Any] = {
+        "devices": given.devices.split(",") if given.devices else None,
+        "backend": given.backend,
+        "sync_batch_norm": given.sync_batch_norm,
+        "batch_invariant_random": given.batch_invariant_random,
+    }
+    options = {name: value for name, value in options.items() if value}
+    keras.utils.set_random_seed(given.seed)
+    model = undecorated(factory)()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise _UsageError(f"Expected {given.factory} to return a compiled keras.Model. Received: {model!r}")
+    batch_size = given.batch_size or fixed_batch_size(model) or 33
+    try:
+        data = random_data(
+            model,
+            given.steps * batch_size,
+            batch_size=batch_size,
+            seed=given.seed,
+            open_size=given.open_size,
+        )
+    except ValueError as error:
+        raise _UsageError(str(error)) from error
+    del model
+    report = verify(
+        factory,
+        data,
+        given.towers,
+        given.steps,
+        batch_size=batch_size,
+        tolerance=given.tolerance,
+        seed=given.seed,
+        **options,
+    )
+    console = Console()
+    console.print(
+        report if console.is_terminal else str(report), markup=False, highlight=False, soft_wrap=True
+    )
+    return SAME if report.ok else DIFFERENT
+
+
+def _load(name: str) -> Callable:
+    """Import `module:function` or `file.py:function`, as if from a program in the current directory."""
+    home, _, attribute = name.rpartition(":")
+    if not home or not attribute:
+        raise _UsageError(f"Expected module:function or file.py:function. Received: {name}")
+    if home.endswith(".py"):
+        if not os.path.isfile(home):
+            raise _UsageError(f"Expected a file {home}. Received: none there")
+        sys.path.insert(0, os.path.dirname(os.path.abspath(home)))
+        home = os.path.basename(home).removesuffix(".py")
+    else:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        raise _UsageError(f"Expected an importable module. Received: {home} ({error})") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise _UsageError(f"Expected {home} to have {attribute}. Received: {found!r} without {part}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise _UsageError(f"Expected {name} to be a function. Received: {found!r}")
+    return found
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, received {text!r}")
+        return int(text)
+
+    return number

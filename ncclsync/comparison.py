@@ -1,0 +1,131 @@
+"""Train two models side by side, from the start of the first, and compare what they hold after each step."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.batches import Batch
+from ncclsync.report import Difference, measure
+from ncclsync.variables import Role, role_of
+
+
+def compare(
+    one: keras.Model,
+    other: keras.Model,
+    batches: Sequence[Batch],
+    *,
+    beside: Sequence[Batch] | None = None,
+    tolerance: float,
+    seed: int,
+) -> Iterator[Difference]:
+    """Train both; yield every difference, step by step, named as `other` names it.
+
+    Args:
+        one: what is right. Its state is copied to `other` first.
+        other: what is compared with it, of the same factory.
+        batches: one per step, for both.
+        beside: for `other` instead; then nothing is evaluated and predicted at the end.
+        tolerance: see `report.Difference`.
+        seed: `keras.utils.set_random_seed` is called with seed + step before each model's step.
+
+    Raises:
+        ValueError: the models have different variables.
+    """
+    for model in (one, other):
+        _create_state(model, batches[0])
+    _copy_state(one, other)
+    for step, (batch, others) in enumerate(zip(batches, beside or batches, strict=True), start=1):
+        expected = _train(one, batch, step, seed)
+        actual = _train(other, others, step, seed)
+        for right, variable in zip(_variables(one), _variables(other), strict=True):
+            yield measure(step, variable.kind, variable.name, variable.value, right.value, tolerance)
+        for name, value in expected.items():
+            yield measure(step, "log", name, actual.get(name, np.nan), value, tolerance)
+    if beside is None:
+        for kind, name, actual_value, value in _end(one, other, batches[-1]):
+            yield measure(len(batches), kind, name, actual_value, value, tolerance)
+
+
+def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield (kind, name, of `other`, of `one`): results of one batch that is evaluated and predicted."""
+    expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
+    for name, value in expected.items():
+        yield "evaluate", name, actual.get(name, np.nan), value
+    try:
+        outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
+    except NotImplementedError:
+        return  # a model that has nothing but steps of its own predicts nothing
+    others = keras.tree.flatten(other.predict_on_batch(batch[0]))
+    for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
+        yield "predict", f"output {i}", output, value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """A variable's name, what it is to the model, and its value now."""
+
+    kind: str
+    name: str
+    value: Any
+
+
+def _variables(model: keras.Model) -> list[_Named]:
+    """What must be equal, causes before effects: not random state, and not what metrics sum up."""
+    weights = {id(private.backend_variable(v)) for v in model.weights}
+    slots = {id(private.backend_variable(v)) for v in model.optimizer.variables}
+    ranked = []
+    for variable in private.variables_of(model):
+        if role_of(variable) is not Role.SAME:
+            continue
+        kind = "weight" if id(variable) in weights else "optimizer" if id(variable) in slots else "state"
+        rank = (
+            0
+            if kind == "optimizer" and variable.shape.rank == 0
+            else ["weight", "optimizer", "state"].index(kind) + 1
+        )
+        ranked.append((rank, _Named(kind, variable.name.removesuffix(":0"), variable.numpy())))
+    return [named for _, named in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _create_state(model: keras.Model, batch: Batch) -> None:
+    """Create the variables of a model that has none before it is called, and those of its optimizer."""
+    if not model.built:
+        try:
+            model(keras.tree.map_structure(tf.convert_to_tensor, batch[0]), training=False)
+        except NotImplementedError:
+            return  # nothing but a train_step: it will create all from the same seed
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _copy_state(one: keras.Model, other: keras.Model) -> None:
+    sources, targets = private.variables_of(one), private.variables_of(other)
+    for source, target in zip(sources, targets, strict=False):
+        if source.shape != target.shape or source.dtype != target.dtype:
+            break
+        target.assign(source)
+    else:
+        if len(sources) == len(targets):
+            return
+    raise ValueError(
+        "Expected a factory that builds the same model each time. "
+        f"Received: models with {len(sources)} and {len(targets)} variables, or with different shapes"
+    )
+
+
+def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
+    """Run one step; return the logs. Metrics count on from step to step, as they do in an epoch."""
+    keras.utils.set_random_seed(seed + step)
+    if step == 1:
+        return _logs(model.train_on_batch(*batch, return_dict=True))  # which creates what is still missing
+    model.make_train_function()
+    return _logs(model.train_function(iter([batch])))
+
+
+def _logs(logs: Any) -> dict[str, Any]:
+    return {".".join(map(str, path)): np.asarray(leaf) for path, leaf in keras.tree.flatten_with_path(logs)}

@@ -83,11 +83,8 @@ def _variables(model: keras.Model) -> list[_Named]:
         if role_of(variable) is not Role.SAME:
             continue
         kind = "weight" if id(variable) in weights else "optimizer" if id(variable) in slots else "state"
-        rank = (
-            0
-            if kind == "optimizer" and variable.shape.rank == 0
-            else ["weight", "optimizer", "state"].index(kind) + 1
-        )
+        scalar = kind == "optimizer" and variable.shape.rank == 0
+        rank = 0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)
         ranked.append((rank, _Named(kind, variable.name.removesuffix(":0"), variable.numpy())))
     return [named for _, named in sorted(ranked, key=lambda pair: pair[0])]
 

@@ -127,10 +127,15 @@ def test_batch_normalization():
 
 
 def test_dropout():
-    """Of any seed: the towers draw other numbers."""
-    report = check(lambda: sequential(layers.Dropout(0.5, name="drop")))
+    """The towers draw other numbers, whatever the seed, unless told to draw those of one device."""
+
+    def build():
+        return sequential(layers.Dropout(0.5, name="drop"))
+
+    report = check(build)
     assert not report.ok
     assert "Dropout 'drop'" in reasons(report) and "batch_invariant_random" in reasons(report)
+    assert check(build, batch_invariant_random=True).ok
 
 
 class Largest(keras.metrics.Metric):
@@ -204,12 +209,12 @@ def test_half_precision(policy, tolerance):
 
 
 def test_double_precision():
-    """Sixteen digits where all of Keras computes in them; else those of its losses."""
-    assert check(lambda: sequential(layers.Dense(3, dtype="float64"))).tolerance == 1e-5
-    keras.config.set_floatx("float64")
+    """Fifteen digits where all of Keras computes in them; where its losses do not, theirs."""
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("float64")
     try:
+        assert check(lambda: sequential(layers.Dense(3))).tolerance == 1e-5
+        keras.config.set_floatx("float64")
         report = check(lambda: sequential(layers.Dense(3)))
         assert report.ok, report
         assert report.tolerance == 1e-12
@@ -249,6 +254,8 @@ def test_first_variable_and_step():
     assert (report.first.step, report.first.kind) == (2, "optimizer")
     assert report.first.name.endswith("learning_rate")
     assert report.first.relative == pytest.approx(0.5)
+    (rate,) = (one for one in report.largest if one.name.endswith("learning_rate"))
+    assert (rate.step, rate.relative) == (2, pytest.approx(0.5))
     weights = [one for one in report.differences if one.kind == "weight" and not one.ok]
     assert {one.step for one in weights} == {2, 3}
     text = str(report)

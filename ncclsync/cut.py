@@ -52,6 +52,7 @@ def cut(
         outputs=tuple(graph.outputs),
         structure=graph.structure,
         results=results,
+        doubts=tuple(dict.fromkeys(trace.doubts)),
         rollback=_rollback(graph, levels),
     )
 

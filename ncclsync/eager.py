@@ -19,6 +19,7 @@ from ncclsync import ops, private
 from ncclsync.communicator import CpuCommunicator, empty_aligned
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import results_reduced
+from ncclsync.kinds import ROWS, UNKNOWN, Kind
 from ncclsync.layout import concat_rows
 from ncclsync.ops import Collective, Share
 from ncclsync.shard import Shards, shard_batch
@@ -236,6 +237,14 @@ class _Turn:
 
     def can_exchange(self) -> bool:
         return True
+
+    def kind_of(self, tensor: tf.Tensor) -> Kind:
+        """Nothing is known of an eager tensor but its rows."""
+        rows = tensor.shape[0] if tensor.shape.rank else None
+        return Kind(ROWS if rows == int(self.share.rows) else UNKNOWN)
+
+    def doubt(self, what: str, kind: Kind) -> None:
+        """Of eager tensors nothing is known that could be doubted."""
 
     def adopt(self, state: tf.Variable) -> None:
         """Give every tower a random state of its own, also one that is not the model's."""

@@ -5,6 +5,7 @@ import collections
 import tensorflow as tf
 
 from ncclsync import private
+from ncclsync.kinds import AFFINE, MAX, MIN, Kind
 from ncclsync.ops import Collective
 from ncclsync.program import Exchange, Results
 from ncclsync.step_graph import Fold, StepGraph, op_name
@@ -84,7 +85,10 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
         for handle in graph.writes[op.name]:
             if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
                 continue
-            settling = _settling(op, graph.spec(inputs[1]) if len(inputs) == 2 else None)
+            if len(inputs) == 2 and _settle_addend(graph, op, differs):
+                value_differs = False
+                continue
+            settling = _settling(graph, op, inputs[1] if len(inputs) == 2 else None)
             if settling is None:
                 drifting.add(handle)
             else:
@@ -110,19 +114,53 @@ def _settle_output(graph: StepGraph, name: str, differs: bool, results: Results)
         return name, "concat"
     if not differs or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
         return name, "first"
-    return graph.exchange(name, MEAN if tensor.dtype.is_floating else SUM), "first"
+    kind = graph.kind(name)
+    graph.doubt("A result of the step", kind)
+    by_default = MEAN if tensor.dtype.is_floating else SUM
+    return graph.exchange(name, _collective_of(kind) or by_default), "first"
 
 
-def _settling(op: tf.Operation, value: tf.TensorSpec | None) -> Collective | None:
+def _settling(graph: StepGraph, op: tf.Operation, name: str | None) -> Collective | None:
     """How a differing value that `op` writes becomes the same on all towers; None if it cannot be reached."""
-    if value is None or not op.type.startswith("Assign"):
+    if name is None or not op.type.startswith("Assign"):
         return None
+    value, kind = graph.spec(name), graph.kind(name)
+    if not (value.dtype.is_floating or value.dtype.is_integer):
+        return None
+    if (known := _collective_of(kind)) and (known is not MEAN or value.dtype.is_floating):
+        return known
+    graph.doubt(f"The value written by {op.name}", kind)
     if value.dtype.is_floating:
         return MEAN
-    if not value.dtype.is_integer:
-        return None
-    # A counter of samples adds up; any other integer has no mean, so that tower 0 decides.
+    # A counter adds up; any other integer has no mean, so that tower 0 decides.
     return SUM if op.type in ("AssignAddVariableOp", "AssignSubVariableOp") else FOLLOW
+
+
+def _collective_of(kind: Kind) -> Collective | None:
+    """The collective that makes the batch's value of the shards'; None if there is none, or who knows."""
+    if kind.is_sum:
+        return SUM
+    if kind.is_mean:
+        return MEAN
+    return {MAX: Collective("all_reduce", "max"), MIN: Collective("all_reduce", "min")}.get(kind.form)
+
+
+def _settle_addend(graph: StepGraph, op: tf.Operation, differs: set[str]) -> bool:
+    """Where `op` writes a value that is the same on all towers plus a sum over the samples, reduce the sum.
+
+    (`keras.Variable.assign_add` assigns such a sum.) Return whether it did.
+    """
+    name = graph.inputs[op.name][1]
+    if graph.kind(name).form != AFFINE:
+        return False
+    while (adding := graph.by_name[op_name(name)]).type in ("Cast", "Identity"):
+        name = graph.inputs[adding.name][0]
+    addends = graph.inputs[adding.name]
+    differing = [i for i, addend in enumerate(addends) if addend in differs]
+    if len(differing) != 1 or not graph.kind(addends[differing[0]]).is_sum:
+        return False
+    addends[differing[0]] = graph.exchange(addends[differing[0]], SUM)
+    return True
 
 
 def _is_random(op: tf.Operation) -> bool:

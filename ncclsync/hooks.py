@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private
+from ncclsync.kinds import AFFINE, COUNT
 from ncclsync.ops import Collective, Context
 
 # The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
@@ -39,37 +40,50 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
 
     def reducing(gradient: Callable) -> Callable:
         @functools.wraps(gradient)
-        def reducing_gradient(self, target, sources, *args, **kwargs):
-            gradients = gradient(self, target, sources, *args, **kwargs)
+        def reducing_gradient(self, target, sources, output_gradients=None, **kwargs):
             context = ops.current_context()
+            flat_sources = tf.nest.flatten(sources)
+            shared = [isinstance(source, (tf.Variable, keras.Variable)) for source in flat_sources]
             # In a branch or a loop nothing can be reduced; a sum of such gradients is, by the optimizer.
-            if context is None or not context.can_exchange():
-                return gradients
-            leaves = [
-                leaf if isinstance(source, (tf.Variable, keras.Variable)) else None
-                for source, leaf in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True)
-            ]
-            if any(leaf is not None for leaf in leaves):
-                local = _of_mean(target, leaves, context)
-                for i, (own, reduced) in enumerate(zip(local, ops.reduce_gradients(local), strict=True)):
-                    context.of_shard[id(reduced)] = reduced, own
+            if context is None or not context.can_exchange() or not any(shared):
+                return gradient(self, target, sources, output_gradients, **kwargs)
+            if all(shared) and output_gradients is None:
+                target, output_gradients = _as_means(tf.nest.flatten(target), context)
+            gradients = gradient(self, target, sources, output_gradients, **kwargs)
+            leaves = tf.nest.flatten(gradients)
+            local = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
+            for i, reduced in enumerate(ops.reduce_gradients(local)):
+                if reduced is not None:
+                    context.of_shard[id(reduced)] = reduced, leaves[i]
                     leaves[i] = reduced
-            flat = tf.nest.flatten(gradients)
-            chosen = [old if new is None else new for old, new in zip(flat, leaves, strict=True)]
-            return tf.nest.pack_sequence_as(gradients, chosen)
+            return tf.nest.pack_sequence_as(gradients, leaves)
 
         return reducing_gradient
 
     return private.methods_wrapped([tf.GradientTape], "gradient", reducing)
 
 
-def _of_mean(target: Any, gradients: Sequence[Any], context: Context) -> list[Any]:
-    """Return gradients as those of a mean over the shard: of a loss per sample, a tape takes the sum."""
-    targets = [leaf for leaf in tf.nest.flatten(target) if leaf is not None]
-    if all(leaf.shape.rank == 0 for leaf in targets):
-        return list(gradients)
-    fraction = context.share.fraction
-    return [None if g is None else _scaled(g, 1.0 / tf.cast(fraction, g.dtype)) for g in gradients]
+def _as_means(targets: Sequence[Any], context: Context) -> tuple[list[Any], list[Any]]:
+    """Return what to differentiate, and with which gradients, so that shards' gradients combine as means.
+
+    A sum over the samples is divided by the shard's share of them; of a loss per sample, a tape takes the sum.
+    """
+    addends = [addend for target in targets if target is not None for addend in _addends(target, context)]
+    gradients = []
+    for addend in addends:
+        kind = context.kind_of(addend)
+        context.doubt("The loss that is differentiated", kind)
+        one = tf.ones_like(addend)
+        adds_up = kind.is_sum or (addend.shape.rank != 0 and not kind.is_mean)
+        gradients.append(one / tf.cast(context.share.fraction, one.dtype) if adds_up else one)
+    return addends, gradients
+
+
+def _addends(target: tf.Tensor, context: Context) -> list[tf.Tensor]:
+    """Take apart a sum over the samples and what else was added to it, such as a regularisation."""
+    if context.kind_of(target).form != AFFINE or target.op.type not in ("Add", "AddV2", "AddN"):
+        return [target]
+    return [addend for part in target.op.inputs for addend in _addends(part, context)]
 
 
 def gradients_reduced() -> contextlib.AbstractContextManager[None]:
@@ -125,32 +139,40 @@ def _apply_accumulated(
         accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))
 
 
-def _scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
-
-
 def scalars_weighed() -> contextlib.AbstractContextManager[None]:
     """Let a scalar that a mean is updated with count once per step, not once per tower.
 
-    A scalar without a weight, such as the loss of a batch, stands for the tower's whole shard: its weight
-    becomes the shard's share of the batch, so that the towers' scalars add up to the batch's mean.
+    A scalar, such as the loss of a batch, stands for the tower's whole shard: its weight is multiplied by the
+    shard's share of the batch, unless it counts samples already, so that the towers' scalars add up to the
+    batch's mean. A sum over the samples is divided by that share.
     """
 
     def weighing(update: Callable) -> Callable:
         @functools.wraps(update)
         def weighed_update(self, values, sample_weight=None, **kwargs):
             context = ops.current_context()
-            if context is not None and sample_weight is None:
-                values = keras.ops.convert_to_tensor(values)
-                if len(values.shape) == 0:
-                    sample_weight = context.share.fraction
+            if context is not None and tf.is_tensor(values):
+                values, sample_weight = _weighed(self, values, sample_weight, context)
             return update(self, values, sample_weight, **kwargs)
 
         return weighed_update
 
     return private.methods_wrapped([keras.metrics.Mean, keras.metrics.Sum], "update_state", weighing)
+
+
+def _weighed(metric: keras.Metric, values: tf.Tensor, weight: Any, context: Context) -> tuple[tf.Tensor, Any]:
+    if weight is None and values.shape.rank != 0:
+        return values, weight  # one value per sample
+    weight = tf.ones([], values.dtype) if weight is None else tf.convert_to_tensor(weight)
+    # With a scalar as weight, Keras reduces the values of the shard to a scalar too.
+    if weight.shape.rank != 0 or (values.shape.rank != 0 and isinstance(metric, keras.metrics.Sum)):
+        return values, weight
+    fraction = context.share.fraction
+    if context.kind_of(values).is_sum:
+        values = values / tf.cast(fraction, values.dtype)
+    if context.kind_of(weight).form != COUNT:
+        weight = tf.cast(weight, fraction.dtype) * fraction
+    return values, weight
 
 
 def results_reduced() -> contextlib.AbstractContextManager[None]:

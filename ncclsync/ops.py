@@ -93,6 +93,14 @@ class Context(Protocol):
         """Whether a collective can be had here: not inside a loop or a branch of a traced step."""
         ...
 
+    def kind_of(self, tensor: tf.Tensor) -> Any:
+        """Return what a tensor of the step is, relative to the samples: a `kinds.Kind`."""
+        ...
+
+    def doubt(self, what: str, kind: Any) -> None:
+        """Note, if `kind` says so, that `what` cannot be exact on towers."""
+        ...
+
 
 _running = threading.local()
 

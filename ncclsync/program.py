@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
+from ncclsync.kinds import MIXED, Kind, Kinds
 from ncclsync.ops import Collective, Share, running_in
 
 
@@ -94,6 +95,7 @@ class Program:
             equal (perhaps by an exchange), or the "concat" of their rows.
         structure: the results' structure, with None in place of tensors that are None.
         results: what becomes of the towers' results.
+        doubts: what cannot be exact on towers, in words.
         rollback: names of the handles of variables to restore if a step fails on the way: all that it
             writes, if it may fail when it has written some of them, else none.
     """
@@ -105,6 +107,7 @@ class Program:
     outputs: tuple[tuple[str, str], ...]
     structure: Any
     results: Results
+    doubts: tuple[str, ...]
     rollback: tuple[str, ...]
 
 
@@ -130,10 +133,27 @@ class Trace:
     Attributes:
         function: the ConcreteFunction.
         marks: by name of the marking op.
+        kinds: what each tensor is, relative to the samples.
+        doubts: what cannot be exact on towers, in words, as far as was seen while tracing.
     """
 
     function: Any
     marks: dict[str, Mark]
+    kinds: Kinds
+    doubts: list[str]
+
+    def kind_of(self, name: str) -> Kind:
+        """What the tensor of that name is."""
+        return self.kinds.of(self.function.graph.get_tensor_by_name(name))
+
+    def doubt(self, what: str, kind: Kind) -> None:
+        """Add to the doubts, if `kind` says so, that `what` is not exact."""
+        if kind.form == MIXED and kind.origin is not None:
+            self.doubts.append(
+                f"{what} is not exact on towers: {kind.origin.type}, at {user_line(kind.origin.traceback)}, "
+                "computes with what was reduced over the samples, and the towers' results do not add up. "
+                "Reduce it over all towers first, by ncclsync.ops.all_reduce or all_gather."
+            )
 
 
 class _Marking:
@@ -142,7 +162,9 @@ class _Marking:
     def __init__(self) -> None:
         self.graph: Any = None
         self.share: Any = None
+        self.kinds: Any = None
         self.of_shard: dict[int, tuple[Any, Any]] = {}
+        self.doubted: list[tuple[str, Kind]] = []
         self.marks: list[tuple[Any, Mark]] = []
 
     def can_exchange(self) -> bool:
@@ -164,7 +186,15 @@ class _Marking:
         if collective.concatenates:
             # On several towers there will be more rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
+        if collective.kind != "reduce" and when is None:
+            self.kinds.mark(results)
         return results
+
+    def kind_of(self, tensor: tf.Tensor) -> Kind:
+        return self.kinds.of(tensor)
+
+    def doubt(self, what: str, kind: Kind) -> None:
+        self.doubted.append((what, kind))
 
 
 def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
@@ -186,6 +216,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     def traced(batch, share):
         # tf.function traces again when a step created variables; the last trace is the one that counts.
         marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
+        marking.kinds = Kinds(marking.graph, batch, share)
+        marking.doubted.clear()
         with running_in(marking):
             return step(batch)
 
@@ -193,7 +225,10 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
         batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    return Trace(function, marks)
+    traced_step = Trace(function, marks, marking.kinds, [])
+    for what, kind in marking.doubted:
+        traced_step.doubt(what, kind)
+    return traced_step
 
 
 def user_line(traceback: Any = None) -> str:

@@ -7,6 +7,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from ncclsync.randomness import check_draws, draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import TowerState
 from ncclsync.whole_batch import whole_batch_hooks
+
+logger = logging.getLogger("ncclsync")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +105,11 @@ class TowerStep(abc.ABC):
         key = f"{batch_specs!r} {iterated}"
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
-            # What depends on the number of rows must be open in the trace, to be told from what does not.
-            invariant = self.towers.batch_invariant_random
-            shard = open_specs(specs) if invariant else shard_specs(specs, len(self.towers))
-            if repr(shard) not in self._programs:
-                self._programs[repr(shard)] = self.make_program(shard)
-            program = self._programs[repr(shard)]
+            program = self._program_of(specs)
             for _, variable in program.variables:
                 self.towers.copies(variable)
+            for doubt in program.doubts:
+                self.towers.warn_once(doubt)
             plan = _Plan(program, Rollback(program, self.towers), KeptBatch(specs))
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
@@ -118,6 +118,25 @@ class TowerStep(abc.ABC):
                 graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)
             self._graphs[key] = graph, plan
         return self._graphs[key]
+
+    def _program_of(self, specs: Any) -> Program:
+        """Return the program for batches of these specs.
+
+        The number of rows is left open while it is traced, so that what depends on it can be told from what
+        does not. Only where a step cannot be traced so, the shard's is given.
+        """
+        shard = open_specs(specs)
+        if repr(shard) in self._programs:
+            return self._programs[repr(shard)]
+        try:
+            program = self.make_program(shard)
+        except (TypeError, ValueError) as error:
+            known = shard_specs(specs, len(self.towers))
+            if self.towers.batch_invariant_random or repr(known) == repr(shard):
+                raise
+            program = self.make_program(known)
+            logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
+        return self._programs.setdefault(repr(shard), program)
 
     def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails."""

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import private
+from ncclsync.kinds import SAME, Kind
 from ncclsync.ops import Collective
 from ncclsync.program import Exchange, Trace
 from ncclsync.variables import Role, role_of
@@ -41,6 +42,7 @@ class StepGraph:
     """
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
+        self._trace = trace
         function = trace.function
         self.home_device = home_device
         definition = function.graph.as_graph_def()
@@ -122,6 +124,14 @@ class StepGraph:
             return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
         return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
+
+    def kind(self, name: str) -> Kind:
+        """What a tensor is, relative to the samples; the result of an exchange is the same on all towers."""
+        return Kind(SAME) if name in self.exchanges else self._trace.kind_of(name)
+
+    def doubt(self, what: str, kind: Kind) -> None:
+        """Note, if `kind` says so, that `what` cannot be exact on towers."""
+        self._trace.doubt(what, kind)
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is a constant, which each segment that uses it gets a copy of."""

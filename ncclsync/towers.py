@@ -5,6 +5,7 @@ Python writes into tower 0, and compares them. It knows nothing of models beyond
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -19,6 +20,8 @@ from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
+
+logger = logging.getLogger("ncclsync")
 
 
 class TowerState:
@@ -71,6 +74,7 @@ class TowerState:
         self._closed = False
         self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()
+        self._warned: set[str] = set()
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
 
     def __len__(self) -> int:
@@ -175,6 +179,12 @@ class TowerState:
         self.require_open()
         if self._pending:
             self._send([key for key in self._pending if key in self._replicas])
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning, unless it was logged before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
 
     def distrust(self) -> None:
         """Note that a step failed: every variable is sent again before the next one."""

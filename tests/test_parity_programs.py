@@ -467,7 +467,7 @@ def signal(x):
     """What prepares sound and images, inside the model."""
     image = layers.CenterCrop(2, 2)(layers.Resizing(4, 4)(layers.Rescaling(0.5, 1.0)(x)))
     sound = layers.Reshape((72, 1))(x)
-    sound = layers.STFTSpectrogram(frame_length=16, frame_step=8, fft_length=16)(sound)
+    sound = layers.STFTSpectrogram(frame_length=16, frame_step=8, fft_length=16, trainable=False)(sound)
     x = layers.Concatenate()([layers.Flatten()(image), layers.Flatten()(sound)])
     return layers.LayerNormalization()(x)
 

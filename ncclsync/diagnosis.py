@@ -58,11 +58,11 @@ def rounding(reordered: Sequence[Difference], found: Sequence[Difference]) -> It
 
 
 def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
-    """Name what is not Keras' own in a model: the metrics if only logs differ, else all the rest."""
+    """Name what is not Keras' own in a model: metrics, if weights are equal; else all that gradients meet."""
     metrics = [one for one in private.metrics_of(model) if _is_own(one)]
     losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
-    only_logs = all(one.ok or one.kind in ("log", "evaluate") for one in found)
-    if only_logs:
+    only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
+    if only_logs:  # or state, which may be that of a metric
         suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
     else:
         layers = {type(layer).__name__ for layer in private.layers_of(model) if _is_own(layer)}

@@ -1,7 +1,7 @@
 """What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
 
-Nothing is run or traced. So what only a step shows, such as a loss of one's own that compares samples, or
-random numbers drawn without a generator, is not found here: `verification` finds that it matters.
+Nothing is run or traced. So what only a step shows is not found here, such as a loss of one's own that
+compares samples, or a metric whose state cannot be added up: `verification` finds that it matters.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from ncclsync import private
-from ncclsync.variables import Role, role_of
 
 _NAMED = 3  # so many layers are named where the same holds for many
 
@@ -21,7 +20,7 @@ class Inexact:
     """One reason why N towers and one device part.
 
     Attributes:
-        where: the layer, metric or loss, by class and name.
+        where: the layer or loss, or whatever it is, by class and name.
         reason: what it does on towers that it does not do on one device.
         remedy: what makes it exact, in the user's code.
     """
@@ -51,16 +50,8 @@ _KEEPS_ROWS = (
     "stateful=False, with the state as an input and an output of the model if it must be kept",
 )
 _COMPARES = (
-    "compares the samples of a batch with each other: on a tower, only those of its shard",
-    "a loss that is a mean over samples, or one device",
-)
-_ONE_RATIO = (
-    "is one ratio over all samples of a batch, and the mean of the shards' ratios is another number",
-    "one loss per sample: axis=(1, 2, 3) for images, that is all axes but the first",
-)
-_NOT_SUMMED = (
-    "is not declared as a sum over towers: what a tower adds to it is averaged, not added up",
-    "create it by Metric.add_variable, whose aggregation is 'sum', and keep sums in it",
+    "as a function compares the samples of one tower's shard only, not those of the whole batch",
+    "the class instead, keras.losses.Circle(), Dice() or Tversky(): on towers it sees the whole batch",
 )
 
 
@@ -87,8 +78,7 @@ def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) ->
     for layer, cause in _layers_with_cause(model, batch_invariant_random):
         names.setdefault((type(layer).__name__, cause), []).append(repr(layer.path or layer.name))
     found = [Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items()]
-    found.extend(Inexact(f"loss {name}", *cause) for name, cause in _losses_with_cause(model))
-    found.extend(Inexact(f"metric {name}", *_NOT_SUMMED) for name in _unsummed_metric_state(model))
+    found.extend(Inexact(f"loss {name}", *_COMPARES) for name in _losses_of_whole_batch(model))
     return tuple(found)
 
 
@@ -119,38 +109,15 @@ def _draws(layer: Any) -> bool:
     return True
 
 
-def _losses_with_cause(model: keras.Model) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Losses that `compile` was given, and those that the model holds as attributes, each once."""
-    seen: set[int] = set()
-    compiled = [keras.losses.get(loss) for loss in keras.tree.flatten(getattr(model, "loss", None))]
-    for loss in [*compiled, *vars(model).values()]:
-        if id(loss) in seen:
-            continue
-        seen.add(id(loss))
-        function = getattr(loss, "fn", None) if isinstance(loss, keras.Loss) else loss
-        name = repr(getattr(loss, "name" if isinstance(loss, keras.Loss) else "__name__", None))
-        if function is keras.losses.circle:
-            yield name, _COMPARES
-        elif (function is keras.losses.dice or function is keras.losses.tversky) and _spans_samples(loss):
-            yield name, _ONE_RATIO
+def _losses_of_whole_batch(model: keras.Model) -> list[str]:
+    """Names of Keras' loss functions that mix samples, given to `compile` or held as attributes, each once.
 
-
-def _spans_samples(loss: Any) -> bool:
-    """Whether the `axis` of a Dice or Tversky loss includes that of the samples; None means all axes."""
-    axis = getattr(loss, "axis", None)
-    return axis is None or 0 in ([axis] if isinstance(axis, int) else axis)
-
-
-def _unsummed_metric_state(model: keras.Model) -> Iterator[str]:
-    """Names of the floats among the metrics' variables that are not summed over towers.
-
-    Not of integers, which are added up where they are counted by `assign_add`.
+    Not those of the classes, to which `whole_batch` gives the samples of all towers.
     """
-    for metric in private.metrics_of(model):
-        for state in metric.variables:
-            variable = private.backend_variable(state)
-            if role_of(variable) is Role.SAME and variable.dtype.is_floating:
-                yield f"{metric.name!r}, its variable {variable.name.removesuffix(':0')!r}"
+    compiled = [keras.losses.get(loss) for loss in keras.tree.flatten(getattr(model, "loss", None))]
+    held = [*compiled, *vars(model).values()]
+    mixing = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+    return [repr(one.__name__) for one in mixing if any(one is loss for loss in held)]
 
 
 def _listed(names: list[str]) -> str:

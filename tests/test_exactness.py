@@ -112,24 +112,9 @@ FOUND = {
         "/lstm",
         "stateful=False",
     ),
-    "circle loss": (
-        lambda: compiled(INPUT, loss=keras.losses.Circle()),
-        "loss 'circle'",
-        "mean over samples",
-    ),
-    "by name": (lambda: compiled(INPUT, loss="circle"), "loss 'circle'", "one device"),
-    "as an attribute": (lambda: with_attribute(keras.losses.Circle()), "loss 'circle'", "one device"),
-    "dice over the batch": (lambda: compiled(INPUT, loss="dice"), "loss 'dice'", "axis=(1, 2, 3)"),
-    "tversky over an axis of samples": (
-        lambda: compiled(INPUT, loss=keras.losses.Tversky(axis=(0, 1))),
-        "loss 'tversky'",
-        "axis=(1, 2, 3)",
-    ),
-    "a metric that is no sum": (
-        lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("none")]),
-        "metric 'grand', its variable 'grand/total'",
-        "add_variable",
-    ),
+    "circle loss by name": (lambda: compiled(INPUT, loss="circle"), "loss 'circle'", "keras.losses.Circle()"),
+    "dice loss as a function": (lambda: compiled(INPUT, loss=keras.losses.dice), "loss 'dice'", "Dice()"),
+    "as an attribute": (lambda: with_attribute(keras.losses.tversky), "loss 'tversky'", "Tversky()"),
 }
 
 
@@ -170,9 +155,14 @@ EXACT = {
     "attention without dropout": attention,
     "not compiled": lambda: keras.Sequential([INPUT, layers.BatchNormalization(), layers.Dropout(0.5)]),
     "frozen as a whole": frozen,
-    "dice per sample": lambda: compiled(IMAGE, loss=keras.losses.Dice(axis=(1, 2, 3))),
+    "losses that are given the whole batch": lambda: compiled(
+        INPUT, loss=[keras.losses.Circle(), keras.losses.Dice(), keras.losses.Tversky()]
+    ),
     "losses by output, one of them none": lambda: compiled(INPUT, loss=[keras.losses.Huber(), None]),
     "a metric that is a sum": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("sum")]),
+    "a metric whose sum only the trace tells": lambda: compiled(
+        INPUT, layers.Dense(1), metrics=[Total("none")]
+    ),
     "a metric that counts": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("none", "int32")]),
     "a metric with a variable of TensorFlow's": lambda: compiled(
         INPUT, layers.Dense(1), metrics=[keras.metrics.SparseTopKCategoricalAccuracy()]

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
+    from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
-    from ncclsync.loop import Towers as Towers
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"

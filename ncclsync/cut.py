@@ -220,7 +220,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ..
 
 
 def _wire(collective: Collective) -> Collective:
-    """What the communicator does: a mean arrives weighted, so that it and a sum share a bucket."""
-    if collective.kind == "all_reduce" and collective.op == "mean":
+    """What the communicator does: a mean is weighted before, a share behind; both are a sum on the wire."""
+    if collective.kind == "all_reduce" and collective.op in ("mean", "share"):
         return SUM
     return collective

@@ -142,6 +142,7 @@ class _State:
         self._same_seeds = same_seeds
         self._values: list[dict[int, tf.Tensor]] = [{} for _ in range(towers)]
         self._before: dict[int, tf.Tensor] = {}
+        self.generator = private.global_generator()
         for variable in self._variables:
             self._start(variable)
 
@@ -194,6 +195,7 @@ class _State:
             elif role is Role.SAME and value.dtype.is_floating and not _all_equal(values):
                 value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
             variable.assign(value)
+        private.set_global_generator(self.generator)
 
 
 class _Turn:
@@ -243,8 +245,11 @@ class _Turn:
         rows = tensor.shape[0] if tensor.shape.rank else None
         return Kind(ROWS if rows == int(self.share.rows) else UNKNOWN)
 
-    def doubt(self, what: str, kind: Kind) -> None:
-        """Of eager tensors nothing is known that could be doubted."""
+    def shard_itself(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def note_loss(self, tensor: tf.Tensor) -> Kind:
+        return self.kind_of(tensor)
 
     def adopt(self, state: tf.Variable) -> None:
         """Give every tower a random state of its own, also one that is not the model's."""
@@ -257,8 +262,10 @@ class _Turn:
         if when is not None and not bool(when):
             return list(tensors)
         self.collective, self.tensors = collective, list(tensors)
+        self._state.generator = private.global_generator()
         self._stopped.release()
         self._go.acquire()
+        private.set_global_generator(self._state.generator)
         if self._cancelled:
             raise _Cancelled
         self.collective = None
@@ -268,10 +275,12 @@ class _Turn:
         self._go.acquire()
         if self._cancelled:
             return
-        keras.config.set_dtype_policy(self._policy)  # Keras keeps it per thread
+        keras.config.set_dtype_policy(self._policy)  # Keras keeps it per thread, and the next
+        private.set_global_generator(self._state.generator)
         try:
             with ops.running_in(self), tf.variable_creator_scope(self._state.create):
                 self.result = self._step()
+            self._state.generator = private.global_generator()
         except _Cancelled:
             return
         except BaseException as error:  # handed to the thread that waits in `resume`

@@ -5,13 +5,15 @@ import collections
 import tensorflow as tf
 
 from ncclsync import private
-from ncclsync.kinds import AFFINE, MAX, MIN, Kind
+from ncclsync.kinds import AFFINE, UNKNOWN
+from ncclsync.kinds import MEAN_OF_ALL as MEAN
+from ncclsync.kinds import SUM_OF_ALL as SUM
 from ncclsync.ops import Collective
 from ncclsync.program import Exchange, Results
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
 
-SUM, MEAN, FOLLOW = Collective("all_reduce", "sum"), Collective("all_reduce", "mean"), Collective("broadcast")
+FOLLOW = Collective("broadcast")
 
 # Stateful ops whose results are equal on all towers if their inputs are.
 _REPEATABLE = frozenset(
@@ -47,14 +49,34 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
     - before a differing value is written to a variable that must be the same on all towers: a moving
       average takes the mean over the batch, and so does a hand-written weight update;
     - behind each read of a metric's state that is not part of its own update: the result is global;
-    - behind differing results of the step.
+    - behind differing results of the step;
+    - behind means and sums that a nonlinear op then computes with, such as the ratio of two sums.
     Writes that cannot be intercepted (inside a branch, or a scatter) are folded at the end of the step, and
     so is metric state.
     """
     differs: set[str] = set()  # tensor names
     drifting: set[str] = set()  # handles of variables that differ until the end of the step
+    share_states(graph)
+    graph.kinds.tell()
     result_reads = _result_reads(graph)
     renamed: dict[str, str] = {}
+    wanted = _needed_by_losses(graph) if results is Results.EACH else None
+    meetings = {
+        name: met for name, met in graph.kinds.meetings.items() if wanted is None or op_name(name) in wanted
+    }
+    input_meetings = {
+        place: met
+        for place, met in graph.kinds.input_meetings.items()
+        if wanted is None or place[0] in wanted
+    }
+
+    def meet(names):
+        for name in names:
+            source = renamed.get(name, name)
+            if name in meetings and source in differs:
+                renamed[name] = graph.exchange(source, meetings[name])
+                if meetings[name].op == "share":
+                    differs.add(renamed[name])
 
     for op in graph.ops:
         inputs = graph.inputs[op.name] = [renamed.get(name, name) for name in graph.inputs[op.name]]
@@ -76,7 +98,11 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             # Each output is its input, however different the others are: tf.custom_gradient passes the
             # results of a collective on beside its arguments.
             renamed.update(zip(outputs, inputs, strict=True))
+            meet(outputs)
             continue
+        for i, name in enumerate(inputs):
+            if (op.name, i) in input_meetings and name in differs:
+                inputs[i] = graph.exchange(name, input_meetings[op.name, i])
         handles = [name for name in inputs if name in graph.role]
         local = any(graph.role[name] is not Role.SAME or name in drifting for name in handles)
         value_differs = any(name in differs for name in inputs)
@@ -85,7 +111,7 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
         for handle in graph.writes[op.name]:
             if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
                 continue
-            if len(inputs) == 2 and _settle_addend(graph, op, differs):
+            if len(inputs) == 2 and _settle_addends(graph, inputs[1], differs):
                 value_differs = False
                 continue
             settling = _settling(graph, op, inputs[1] if len(inputs) == 2 else None)
@@ -98,26 +124,76 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             renamed[outputs[0]] = graph.exchange(outputs[0], SUM)
         elif local or value_differs or _is_random(op):
             differs.update(outputs)
+            meet(outputs)
 
     _find_folds(graph, drifting, result_reads)
     for tensor in graph.results:
         name = renamed.get(tensor.name, tensor.name)
-        graph.outputs.append(_settle_output(graph, name, name in differs, results))
+        graph.outputs.append(_settle_output(graph, name, differs, results))
 
 
-def _settle_output(graph: StepGraph, name: str, differs: bool, results: Results) -> tuple[str, str]:
+def _needed_by_losses(graph: StepGraph) -> set[str]:
+    return set().union(*(_ancestors(graph, name) | {name} for name in graph.losses if name in graph.inputs))
+
+
+def share_states(graph: StepGraph) -> None:
+    """Let metric state that is not simply added to be the same on all towers.
+
+    A running maximum, or a count of batches, is no sum of what the towers hold. (The state of Keras' own
+    metrics is: each tower adds what its samples have.)
+    """
+    variables = dict(graph.variables)
+    shared = False
+    for op in graph.ops:
+        for handle in graph.writes[op.name]:
+            if graph.role[handle] is Role.SUM and not _adds_samples(graph, op, handle):
+                private.set_shared(variables[handle])
+                graph.role[handle] = Role.SAME
+                shared = True
+    if shared:
+        graph.kinds.start_anew()
+
+
+def _adds_samples(graph: StepGraph, op: tf.Operation, handle: str) -> bool:
+    """Whether what `op` adds to metric state is a sum over the samples, as far as can be told."""
+    if not op.type.startswith("Assign"):
+        return True
+    delta = graph.inputs[op.name][1]
+    if op.type == "AssignVariableOp":
+        if graph.is_constant(delta):
+            return True  # the state is reset
+        while (adding := graph.by_name[op_name(delta)]).type in ("Cast", "Identity"):
+            delta = graph.inputs[adding.name][0]
+        others = [name for name in graph.inputs[adding.name] if not _reads(graph, name, handle)]
+        if adding.type not in ("Add", "AddV2", "Sub") or len(others) != 1:
+            return False
+        delta = others[0]
+    kind = graph.kind(delta)
+    return kind.is_sum or kind.form == UNKNOWN
+
+
+def _reads(graph: StepGraph, name: str, handle: str) -> bool:
+    """Whether tensor `name` is the value of the variable with that handle."""
+    while (op := graph.by_name[op_name(name)]).type in ("Cast", "Identity"):
+        name = graph.inputs[op.name][0]
+    return op.type == "ReadVariableOp" and graph.inputs[op.name] == [handle]
+
+
+def _settle_output(graph: StepGraph, name: str, differing: set[str], results: Results) -> tuple[str, str]:
     if results is Results.EACH:
         return name, "first"
-    tensor = graph.spec(name)
+    tensor, differs = graph.spec(name), name in differing
     of_rows = tensor.shape.rank and (tensor.shape[0] is None or tensor.shape[0] in graph.rows)
     if differs and tensor.shape.rank and (results is Results.ROWS or of_rows):
         return name, "concat"
     if not differs or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
         return name, "first"
+    if _settle_addends(graph, name, differing):
+        return name, "first"
     kind = graph.kind(name)
     graph.doubt("A result of the step", kind)
     by_default = MEAN if tensor.dtype.is_floating else SUM
-    return graph.exchange(name, _collective_of(kind) or by_default), "first"
+    return graph.exchange(name, kind.collective or by_default), "first"
 
 
 def _settling(graph: StepGraph, op: tf.Operation, name: str | None) -> Collective | None:
@@ -127,7 +203,7 @@ def _settling(graph: StepGraph, op: tf.Operation, name: str | None) -> Collectiv
     value, kind = graph.spec(name), graph.kind(name)
     if not (value.dtype.is_floating or value.dtype.is_integer):
         return None
-    if (known := _collective_of(kind)) and (known is not MEAN or value.dtype.is_floating):
+    if (known := kind.collective) and (known is not MEAN or value.dtype.is_floating):
         return known
     graph.doubt(f"The value written by {op.name}", kind)
     if value.dtype.is_floating:
@@ -136,30 +212,25 @@ def _settling(graph: StepGraph, op: tf.Operation, name: str | None) -> Collectiv
     return SUM if op.type in ("AssignAddVariableOp", "AssignSubVariableOp") else FOLLOW
 
 
-def _collective_of(kind: Kind) -> Collective | None:
-    """The collective that makes the batch's value of the shards'; None if there is none, or who knows."""
-    if kind.is_sum:
-        return SUM
-    if kind.is_mean:
-        return MEAN
-    return {MAX: Collective("all_reduce", "max"), MIN: Collective("all_reduce", "min")}.get(kind.form)
+def _settle_addends(graph: StepGraph, name: str, differs: set[str]) -> bool:
+    """Where a tensor is a sum over the samples and something else, reduce the addends, each in its way.
 
-
-def _settle_addend(graph: StepGraph, op: tf.Operation, differs: set[str]) -> bool:
-    """Where `op` writes a value that is the same on all towers plus a sum over the samples, reduce the sum.
-
-    (`keras.Variable.assign_add` assigns such a sum.) Return whether it did.
+    (`keras.Variable.assign_add` assigns such a tensor.) Return whether that made it the same on all towers.
     """
-    name = graph.inputs[op.name][1]
     if graph.kind(name).form != AFFINE:
         return False
     while (adding := graph.by_name[op_name(name)]).type in ("Cast", "Identity"):
         name = graph.inputs[adding.name][0]
     addends = graph.inputs[adding.name]
     differing = [i for i, addend in enumerate(addends) if addend in differs]
-    if len(differing) != 1 or not graph.kind(addends[differing[0]]).is_sum:
+    if adding.type not in ("Add", "AddV2", "Sub", "AddN"):
         return False
-    addends[differing[0]] = graph.exchange(addends[differing[0]], SUM)
+    collectives = {i: graph.kind(addends[i]).collective for i in differing}
+    if any(c is None and not _settle_addends(graph, addends[i], differs) for i, c in collectives.items()):
+        return False
+    for i, collective in collectives.items():
+        if collective is not None:
+            addends[i] = graph.exchange(addends[i], collective)
     return True
 
 

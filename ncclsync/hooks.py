@@ -64,15 +64,14 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
 
 
 def _as_means(targets: Sequence[Any], context: Context) -> tuple[list[Any], list[Any]]:
-    """Return what to differentiate, and with which gradients, so that shards' gradients combine as means.
+    """Return what to differentiate, and with which gradients, for shards' gradients to combine as means.
 
-    A sum over the samples is divided by the shard's share of them; of a loss per sample, a tape takes the sum.
+    A sum over the samples is divided by the shard's share of them; a tape takes a loss per sample as a sum.
     """
     addends = [addend for target in targets if target is not None for addend in _addends(target, context)]
     gradients = []
     for addend in addends:
-        kind = context.kind_of(addend)
-        context.doubt("The loss that is differentiated", kind)
+        kind = context.note_loss(addend)
         one = tf.ones_like(addend)
         adds_up = kind.is_sum or (addend.shape.rank != 0 and not kind.is_mean)
         gradients.append(one / tf.cast(context.share.fraction, one.dtype) if adds_up else one)

@@ -11,10 +11,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops import Share
+from ncclsync.ops import Collective, Share
+from ncclsync.variables import Role, role_of
 
 SAME, ROWS, LINEAR, AFFINE, COUNT, SHAPE = "same", "rows", "linear", "affine", "count", "shape"
-MAX, MIN, MIXED, UNKNOWN = "max", "min", "mixed", "unknown"
+GLOBAL, MAX, MIN, MIXED, UNKNOWN = "global", "max", "min", "mixed", "unknown"
+
+MEAN_OF_ALL, SUM_OF_ALL = Collective("all_reduce", "mean"), Collective("all_reduce", "sum")
+# Of a sum, each tower gets the share that its samples have: so the gradients of the ratio of two sums combine
+# as means do.
+SHARE_OF_SUM = Collective("all_reduce", "share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +30,10 @@ class Kind:
     Attributes:
         form: SAME (equal on all towers); ROWS (one entry or more per sample, along the first axis, computed
             from that sample alone); LINEAR (the sum of such entries over the samples); AFFINE (such a sum,
-            plus something that is the same on all towers); COUNT (a function of the number of samples);
-            SHAPE (a shape whose first element counts samples); MAX, MIN (over the samples); MIXED (samples
-            are combined in a way that shards cannot be); UNKNOWN.
+            plus a mean or something that is the same on all towers); COUNT (a function of the number of samples);
+            SHAPE (a shape whose first element counts samples); MAX, MIN (over the samples); GLOBAL (computed
+            from means of the batch, or from the ratio of two sums: the same on all towers, if these meet
+            before: `Kinds.meetings`); MIXED (samples are combined in a way that shards cannot be); UNKNOWN.
         degree: the power of the number of samples that it is multiplied by: a mean is LINEAR with -1.
         origin: of what is MIXED, the op that mixed it.
     """
@@ -38,15 +45,23 @@ class Kind:
     @property
     def is_mean(self) -> bool:
         """Whether the batch's value is the mean of the shards', weighted by their samples."""
-        return self.form == SAME or (self.form == LINEAR and self.degree == -1)
+        return self.form in (SAME, GLOBAL) or (self.form == LINEAR and self.degree == -1)
 
     @property
     def is_sum(self) -> bool:
         """Whether the batch's value is the sum of the shards'."""
         return (self.form == LINEAR and self.degree == 0) or (self.form == COUNT and self.degree == 1)
 
+    @property
+    def collective(self) -> Collective | None:
+        """What makes the batch's value of the shards'; None if there is nothing, or who knows."""
+        if self.is_sum or self.is_mean:
+            return SUM_OF_ALL if self.is_sum else MEAN_OF_ALL
+        return Collective("all_reduce", self.form) if self.form in (MAX, MIN) else None
 
-_SAME, _UNKNOWN, _SUM, _MEAN = Kind(SAME), Kind(UNKNOWN), Kind(LINEAR), Kind(LINEAR, -1)
+
+_SAME, _GLOBAL, _UNKNOWN = Kind(SAME), Kind(GLOBAL), Kind(UNKNOWN)
+_SUM, _MEAN = Kind(LINEAR), Kind(LINEAR, -1)
 
 _PASSING = frozenset(
     {"Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape", "CheckNumerics"}
@@ -62,7 +77,13 @@ _RESHAPE = frozenset(["Reshape", "Squeeze", "ExpandDims"])
 
 
 class Kinds:
-    """The kinds of the tensors of one graph, told in the order in which it is built."""
+    """The kinds of the tensors of one graph, told in the order in which it is built.
+
+    Attributes:
+        meetings: by name, the tensors that meet their counterparts, and how, for a GLOBAL tensor.
+        input_meetings: by (name of an op, index), inputs that meet for that op alone: those that no variable
+            has a part in, so that no gradient asks for their way back.
+    """
 
     def __init__(self, graph: Any, batch: Any, share: Share) -> None:
         """Start with what is known.
@@ -73,33 +94,51 @@ class Kinds:
             share: its other argument.
         """
         self._graph = graph
-        self._kinds: dict[str, Kind] = {tensor.name: _UNKNOWN for tensor in share}
-        self._kinds[share.fraction.name] = self._kinds[share.rows.name] = Kind(COUNT, 1)
+        self._known: dict[str, Kind] = {tensor.name: _UNKNOWN for tensor in share}
+        self._known[share.fraction.name] = self._known[share.rows.name] = Kind(COUNT, 1)
         # What is traced for a known number of rows has it as a constant, which tells nothing.
         self._can_tell = True
         for leaf in tf.nest.flatten(batch):
             for component in [] if leaf is None else tf.nest.flatten(leaf, expand_composites=True):
                 rank = component.shape.rank if isinstance(leaf, tf.Tensor) else None
-                self._kinds[component.name] = _UNKNOWN if rank is None else Kind(ROWS) if rank else _SAME
+                self._known[component.name] = _UNKNOWN if rank is None else Kind(ROWS) if rank else _SAME
                 if rank and component.shape[0] is not None:
                     self._can_tell = False
+        self._variables: dict[str, tf.Variable] = {}  # by name of the handle within the graph
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Tell everything again, since the role of a variable has changed."""
+        self._kinds = dict(self._known)
+        self._learned: set[str] = set()  # names of the tensors that a variable has a part in
         self._done = 0
+        self.meetings: dict[str, Collective] = {}
+        self.input_meetings: dict[tuple[str, int], Collective] = {}
 
     def mark(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Note that these tensors are results of a collective: the same on all towers."""
-        self._kinds.update((tensor.name, _SAME) for tensor in tensors)
+        """Note that these tensors are the same on all towers, or may be taken so."""
+        names = [tensor.name for tensor in tensors]
+        self._known.update(dict.fromkeys(names, _SAME))
+        self._kinds.update(dict.fromkeys(names, _SAME))
 
     def of(self, tensor: tf.Tensor) -> Kind:
         """Return the kind of a tensor of the graph; UNKNOWN for one of another graph."""
         if tensor.graph is not self._graph or not self._can_tell:
             return _UNKNOWN
+        self.tell()
+        return self._kinds[tensor.name]
+
+    def tell(self) -> None:
+        """Tell the kinds, and the meetings, of all ops that the graph has by now."""
         operations = self._graph.get_operations()
         for op in operations[self._done :]:
+            of_variable = any(tensor.dtype == tf.resource for tensor in op.inputs)
+            if of_variable or any(tensor.name in self._learned for tensor in op.inputs):
+                self._learned.update(output.name for output in op.outputs)
             for output in op.outputs:
                 if output.name not in self._kinds:
                     self._kinds[output.name] = self._tell(op, output)
         self._done = len(operations)
-        return self._kinds[tensor.name]
 
     def _tell(self, op: tf.Operation, output: tf.Tensor) -> Kind:
         inputs = [self._kinds.get(tensor.name, _UNKNOWN) for tensor in op.inputs]
@@ -108,7 +147,8 @@ class Kinds:
         if op.type == "IdentityN":
             return inputs[output.value_index]
         if op.type == "ReadVariableOp":
-            return _SAME
+            variable = self._variable_of(op.inputs[0])
+            return _SAME if variable is None or role_of(variable) is Role.SAME else _UNKNOWN
         if op.type in _PASSING:
             return inputs[0]
         mixed = next((kind for kind in inputs if kind.form == MIXED), None)
@@ -118,7 +158,50 @@ class Kinds:
             return _UNKNOWN if "Random" in op.type or "Rng" in op.type else _SAME
         if any(kind.form == UNKNOWN for kind in inputs):
             return _UNKNOWN
-        return self._combine(op, output, inputs)
+        if not any(kind.form == GLOBAL for kind in inputs):
+            kind = self._combine(op, output, inputs)
+            apart = kind.origin is op or (kind.form == AFFINE and op.type in _ADD)
+            if apart and self._meet_before(op, inputs):
+                kind = _SAME if {k.form for k in inputs} == {SAME} else self._combine(op, output, inputs)
+            return kind if kind.origin is not op else self._met(op, inputs)
+        # As SAME, but for gradients: those of rows would have to meet on their way back through it.
+        if any(kind.form in (ROWS, SHAPE, COUNT) for kind in inputs):
+            return Kind(MIXED, origin=op)
+        if op.type not in _ADD and any(kind.form == LINEAR for kind in inputs):
+            return self._met(op, inputs)
+        kind = self._combine(op, output, [_SAME if kind.form == GLOBAL else kind for kind in inputs])
+        return _GLOBAL if kind.form in (SAME, UNKNOWN) else kind
+
+    def _meet_before(self, op: tf.Operation, inputs: list[Kind]) -> bool:
+        """Let those inputs meet before `op` that no variable has a part in; return whether there are any."""
+        met = False
+        for i, kind in enumerate(inputs):
+            differs = kind.form in (LINEAR, COUNT, MAX, MIN)
+            if differs and kind.collective is not None and op.inputs[i].name not in self._learned:
+                self.input_meetings[op.name, i] = kind.collective
+                inputs[i] = _SAME
+                met = True
+        return met
+
+    def _variable_of(self, handle: tf.Tensor) -> tf.Variable | None:
+        if handle.name not in self._variables:
+            by_handle = {id(variable.handle): variable for variable in self._graph.variables}
+            for outside, inside in self._graph.captures:
+                if id(outside) in by_handle:
+                    self._variables[inside.name] = by_handle[id(outside)]
+        return self._variables.get(handle.name)
+
+    def _met(self, op: tf.Operation, inputs: list[Kind]) -> Kind:
+        """Let what an op mixes meet before it, if it can be made GLOBAL so."""
+        reduced = [i for i, kind in enumerate(inputs) if kind.form not in (SAME, GLOBAL)]
+        if all(inputs[i] == _MEAN for i in reduced):
+            collective = MEAN_OF_ALL
+        elif op.type in _DIVIDE and inputs == [_SUM, _SUM]:
+            collective = SHARE_OF_SUM
+        else:
+            return Kind(MIXED, origin=op)
+        self.meetings.update((op.inputs[i].name, collective) for i in reduced)
+        return _GLOBAL
 
     def _combine(self, op: tf.Operation, output: tf.Tensor, inputs: list[Kind]) -> Kind:
         """The kind of a tensor computed from known kinds, at least one of which is not SAME."""
@@ -190,10 +273,12 @@ def _added(one: Kind, other: Kind, op: tf.Operation) -> Kind:
         if kind.form == LINEAR and kind.degree == 0:
             return Kind(AFFINE)
         return kind  # a mean of what is the same is the same, and so for each row
-    if forms == {LINEAR, AFFINE} and one.degree == other.degree:
-        return Kind(AFFINE, one.degree)
+    if AFFINE in forms and forms <= {LINEAR, AFFINE} and (one.is_mean or one.is_sum or one.form == AFFINE):
+        return Kind(AFFINE)
     if COUNT in forms:
         return _UNKNOWN
+    if one.collective is not None and other.collective is not None and not forms & {MAX, MIN}:
+        return Kind(AFFINE)  # a mean and a sum
     return Kind(MIXED, origin=op)
 
 

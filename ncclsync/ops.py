@@ -31,7 +31,8 @@ class Collective:
         kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
             zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order, as many
             as there are per sample); "stack" (the same, of a tensor with one row per tower).
-        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
+        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Or "share": each tower gets, of the
+            sum, the share that its samples have of all. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
         empty_too: whether towers without samples take part, with what they kept from earlier batches.
     """
@@ -97,8 +98,12 @@ class Context(Protocol):
         """Return what a tensor of the step is, relative to the samples: a `kinds.Kind`."""
         ...
 
-    def doubt(self, what: str, kind: Any) -> None:
-        """Note, if `kind` says so, that `what` cannot be exact on towers."""
+    def shard_itself(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, statistics of the shard are meant, not of the batch."""
+        ...
+
+    def note_loss(self, tensor: tf.Tensor) -> Any:
+        """Note that a tensor of the step is differentiated; return its kind."""
         ...
 
 

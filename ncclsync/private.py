@@ -13,9 +13,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state as keras_state
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
+from keras.src.random import seed_generator as keras_seeds
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import (
     gen_random_ops,
@@ -161,6 +163,16 @@ def is_partial(variable: tf.Variable) -> bool:
     return getattr(variable, "_ncclsync_partial", False)
 
 
+def set_shared(variable: tf.Variable) -> None:
+    """Note that all towers hold the same in a variable, whatever aggregation it declares."""
+    variable._ncclsync_shared = True
+
+
+def is_shared(variable: tf.Variable) -> bool:
+    """Return whether `set_shared` was called."""
+    return getattr(variable, "_ncclsync_shared", False)
+
+
 def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
     """Call `before` whenever a variable's value is read, however that is done."""
     read = variable._read_variable_op
@@ -232,8 +244,22 @@ def stateful_draws() -> dict[str, ModuleType]:
 
 def generator_state(generator: Any) -> tf.Variable:
     """Return the variable of a `keras.random.SeedGenerator` or a `tf.random.Generator`."""
-    state = generator.state
-    return backend_variable(state)
+    return backend_variable(generator.state)
+
+
+def global_generator() -> keras.random.SeedGenerator | None:
+    """Return what `keras.random` draws from without a seed, if there is one; Keras keeps it per thread."""
+    return keras_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: keras.random.SeedGenerator | None) -> None:
+    """Set it for this thread."""
+    keras_state.set_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR, generator)
+
+
+def function_class() -> type:
+    """Return the class of what `tf.function` returns."""
+    return type(tf.function(lambda: None))
 
 
 def mask_of(tensor: Any) -> Any:

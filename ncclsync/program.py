@@ -4,12 +4,13 @@ Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, 
 `cut.py` does the cutting, `layout.py` runs the result on every tower; this module knows no device.
 """
 
+import contextlib
 import dataclasses
 import enum
 import linecache
 import os
 import traceback as stack
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -133,12 +134,14 @@ class Trace:
     Attributes:
         function: the ConcreteFunction.
         marks: by name of the marking op.
+        losses: names of the ops whose results are differentiated.
         kinds: what each tensor is, relative to the samples.
         doubts: what cannot be exact on towers, in words, as far as was seen while tracing.
     """
 
     function: Any
     marks: dict[str, Mark]
+    losses: list[str]
     kinds: Kinds
     doubts: list[str]
 
@@ -164,6 +167,7 @@ class _Marking:
         self.share: Any = None
         self.kinds: Any = None
         self.of_shard: dict[int, tuple[Any, Any]] = {}
+        self.losses: list[tf.Tensor] = []
         self.doubted: list[tuple[str, Kind]] = []
         self.marks: list[tuple[Any, Mark]] = []
 
@@ -190,11 +194,20 @@ class _Marking:
             self.kinds.mark(results)
         return results
 
+    @contextlib.contextmanager
+    def shard_itself(self) -> Iterator[None]:
+        before = len(self.graph.get_operations())
+        yield
+        self.kinds.mark(t for op in self.graph.get_operations()[before:] for t in op.outputs)
+
     def kind_of(self, tensor: tf.Tensor) -> Kind:
         return self.kinds.of(tensor)
 
-    def doubt(self, what: str, kind: Kind) -> None:
-        self.doubted.append((what, kind))
+    def note_loss(self, tensor: tf.Tensor) -> Kind:
+        kind = self.kinds.of(tensor)
+        self.losses.append(tensor)
+        self.doubted.append(("The loss that is differentiated", kind))
+        return kind
 
 
 def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
@@ -225,7 +238,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
         batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marks, marking.kinds, [])
+    losses = [tensor.op.name for tensor in marking.losses if tensor.graph is function.graph]
+    traced_step = Trace(function, marks, losses, marking.kinds, [])
     for what, kind in marking.doubted:
         traced_step.doubt(what, kind)
     return traced_step

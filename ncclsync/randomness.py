@@ -3,13 +3,12 @@
 While a step on towers is traced or runs eagerly, `draws_of_whole_batch` lets each draw that has rows per
 sample draw for the whole batch, from a seed that is the same on all towers, and take the shard's rows. What
 depends on a state that TensorFlow hides, or on the order of all samples, cannot be had and is refused.
-`check_draws` looks at the finished trace for what the hooks cannot see.
+`traced_draws.py` looks at the finished trace for what the hooks cannot see.
 """
 
 import contextlib
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,20 +20,10 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Context
 from ncclsync.program import user_line
 
-_SCOPE, _SHAPE = "ncclsync_draw", "asked_shape"
-_STATELESS = tuple(
-    f"Stateless{kind}"
-    for kind in ("RandomU", "RandomN", "RandomGamma", "RandomB", "RandomP", "T", "M", "P", "Sh")
-)
+# Names of what is drawn here, and of the op whose shape is what a tower asked for.
+SCOPE, SHAPE = "ncclsync_draw", "asked_shape"
 _SHAPES = Collective("stack", empty_too=True)
-_INSTEAD = "Draw with keras.random or tf.random.stateless_*"
-
-# Rows and other open lengths that a trace is probed with. Many models fold axes by a small factor, which
-# must divide them; `_MARKER` is a prime that divides nothing else.
-_MARKER = 10007
-_OTHER = 5040
-
-_logger = logging.getLogger("ncclsync")
+INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 
 
 @contextlib.contextmanager
@@ -51,6 +40,7 @@ def draws_of_whole_batch() -> Iterator[None]:
             hooks.enter_context(private.methods_wrapped([module], name, _shuffling))
         for name, module in private.stateful_draws().items():
             hooks.enter_context(private.methods_wrapped([module], name, _refusing))
+        hooks.enter_context(private.methods_wrapped([private.function_class()], "__call__", _inlining))
         hooks.enter_context(private.methods_wrapped([keras.random.SeedGenerator], "next", _noting))
         hooks.enter_context(private.methods_wrapped([tf.random.Generator], "_prepare_key_counter", _skipping))
         yield
@@ -67,7 +57,7 @@ def _drawing(draw: Callable, parameters: Sequence[str]) -> Callable:
             return draw(*args, **kwargs)
         given = {name: value for name, value in signature.bind(*args, **kwargs).arguments.items()}
         given.pop("name", None)
-        with tf.name_scope(_SCOPE):
+        with tf.name_scope(SCOPE):
             if "shape" in given:
                 shape = given["shape"] = tf.convert_to_tensor(given["shape"])
             else:
@@ -95,8 +85,10 @@ def _shuffling(shuffle: Callable) -> Callable:
         context = ops.current_context()
         if context is not None:
             axis = inspect.signature(shuffle).bind(x, *args, **kwargs).arguments.get("axis", 0)
-            with tf.name_scope(_SCOPE):
-                rows = _has_rows(context, tf.shape(x)[axis, tf.newaxis])
+            length = x.shape[axis]
+            with tf.name_scope(SCOPE):
+                shape = tf.convert_to_tensor([tf.shape(x)[axis] if length is None else length])
+                rows = _has_rows(context, shape)
             if rows:
                 raise NcclSyncError(
                     "Expected random numbers that are drawn per sample, with batch_invariant_random=True. "
@@ -114,16 +106,17 @@ def _refusing(draw: Callable) -> Callable:
     @functools.wraps(draw)
     def refused(*args, **kwargs):
         if ops.current_context() is not None:
-            raise NcclSyncError(_stateful(draw.__name__, f"at {user_line()}"))
+            raise stateful_error(draw.__name__, f"at {user_line()}")
         return draw(*args, **kwargs)
 
     return refused
 
 
-def _stateful(name: str, place: str) -> str:
-    return (
+def stateful_error(name: str, place: str) -> NcclSyncError:
+    """Return the error of a draw whose state TensorFlow hides."""
+    return NcclSyncError(
         "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True. "
-        f"Received: {name}, whose state TensorFlow hides, {place}. {_INSTEAD}."
+        f"Received: {name}, whose state TensorFlow hides, {place}. {INSTEAD}."
     )
 
 
@@ -146,7 +139,7 @@ def _skipping(prepare: Callable) -> Callable:
         context = ops.current_context()
         if context is not None:
             _note_state(private.generator_state(self))
-            with tf.name_scope(_SCOPE):
+            with tf.name_scope(SCOPE):
                 shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)
                 if _has_rows(context, shape):
                     factor = _rows_per_sample(context, shape, "tf.random.Generator")
@@ -154,6 +147,18 @@ def _skipping(prepare: Callable) -> Callable:
         return prepare(self, shape)
 
     return prepared
+
+
+def _inlining(call: Callable) -> Callable:
+    """Wrap the call of a `tf.function`: it may have been traced before, with draws that were not hooked."""
+
+    @functools.wraps(call)
+    def inlined(self, *args, **kwargs):
+        if ops.current_context() is None:
+            return call(self, *args, **kwargs)
+        return private.autograph_converted(self.python_function)(*args, **kwargs)
+
+    return inlined
 
 
 def _note_state(state: tf.Variable) -> None:
@@ -178,19 +183,20 @@ def _has_rows(context: Context, shape: tf.Tensor) -> bool:
                 f"batch_invariant_random=True. Received: a draw at {user_line()}. "
                 "Use tf.config.run_functions_eagerly(True) too."
             )
-        static = tf.zeros(shape, tf.bool, name=_SHAPE).shape
+        static = tf.zeros(shape, tf.bool, name=SHAPE).shape
         if not context.can_exchange() and None in static.as_list()[1:]:
-            raise NcclSyncError(_misplaced(static, user_line()))
+            raise misplaced_error(static, user_line())
         return static[0] is None
     (shapes,) = context.exchange([tf.cast(shape, tf.int32)[tf.newaxis]], _SHAPES)  # [N, rank]
     differ = tf.reduce_any(shapes != shapes[:1], axis=0).numpy()
     if any(differ[1:]):
-        raise NcclSyncError(_misplaced(shape.numpy(), user_line()))
+        raise misplaced_error(shape.numpy(), user_line())
     return bool(differ[0])
 
 
-def _misplaced(shape: Any, line: str) -> str:
-    return (
+def misplaced_error(shape: Any, line: str) -> NcclSyncError:
+    """Return the error of a draw in which samples may run along another dimension than the first."""
+    return NcclSyncError(
         "Expected draws whose first dimension runs over the samples, with batch_invariant_random=True. "
         f"Received: shape {tuple(shape)}, where another dimension may do so, at {line}. "
         "Draw with the samples first, or give the inputs a fixed length."
@@ -216,97 +222,13 @@ def _of_whole_batch(context: Context, shape: tf.Tensor, factor: tf.Tensor) -> tf
 
 def _padded(context: Context, parameter: tf.Tensor, factor: tf.Tensor, rank: int) -> tf.Tensor:
     """Place a draw's parameters per row among those of the whole batch, which are ones."""
-    rowed = parameter.shape.rank == rank and parameter.shape[0] != 1
     if tf.executing_eagerly():
-        rowed = rowed and parameter.shape[0] == int(factor * context.share.rows)
-    if not rowed:
+        rowed = parameter.shape[:1] == [int(factor * context.share.rows)]
+    else:
+        rowed = parameter.shape[:1] != [1]
+    if parameter.shape.rank != rank or not rowed:
         return parameter
     begin, total = factor * context.share.begin, factor * context.share.total
     behind = total - begin - tf.shape(parameter)[0]
     paddings = tf.concat([[[begin, behind]], tf.zeros([rank - 1, 2], tf.int32)], axis=0)
     return tf.pad(parameter, paddings, constant_values=tf.ones([], parameter.dtype))
-
-
-def check_draws(function: Any, batch_invariant: bool) -> None:
-    """Look at the draws of a traced step for what the hooks cannot see.
-
-    Args:
-        function: the ConcreteFunction.
-        batch_invariant: whether it was traced under `draws_of_whole_batch`. If not, a draw from hidden state
-            is a warning, once per trace: CPU towers draw from one state in any order, GPUs draw the same.
-
-    Raises:
-        NcclSyncError: for a draw that the hooks have not seen, such as one in a `tf.function` that was traced
-            before; for one in which the samples do not run along the first dimension.
-    """
-    definition = function.graph.as_graph_def()
-    lines = {op.name: op.traceback for op in function.graph.get_operations()}
-    nodes = [(node, None) for node in definition.node]
-    nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
-    for node, within in nodes:
-        stateful, stateless = "seed2" in node.attr, node.op.startswith(_STATELESS)
-        if not stateful and not (stateless and batch_invariant and _SCOPE not in node.name):
-            continue
-        place = f"in the function {within}" if within else f"at {user_line(lines[node.name])}"
-        if not batch_invariant:
-            _logger.warning(
-                "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "
-                "in any order, and those on devices of their own draw the same. %s.",
-                *(node.op, place, _INSTEAD),
-            )
-            return
-        if stateful:
-            raise NcclSyncError(_stateful(node.op, place))
-        raise NcclSyncError(
-            "Expected all random numbers of a step to be drawn while it is traced, with "
-            f"batch_invariant_random=True. Received: {node.op} {place}, from a tf.function that was traced "
-            f"before, or from tf.raw_ops. {_INSTEAD}, in a function that is called first in a step."
-        )
-    if batch_invariant:
-        _check_dimensions(function, definition)
-
-
-def _check_dimensions(function: Any, definition: tf.compat.v1.GraphDef) -> None:
-    """Refuse draws whose open dimensions, other than the first, may run over the samples.
-
-    What a dimension depends on is found by shape inference over the same graph, with a marker for the number
-    of rows. There is nothing to find where the samples are all that is open.
-    """
-    shapes = {op.name: op.outputs[0].shape for op in function.graph.get_operations() if _is_shape(op)}
-    count = len(function.inputs) - len(function.captured_inputs)
-    names = [tensor.op.name for tensor in function.inputs]
-    open_lengths = any(None in t.shape.as_list()[1:] for t in function.inputs[:count] if t.shape.rank)
-    if not open_lengths and all(None not in shape.as_list()[1:] for shape in shapes.values()):
-        return
-
-    def probe():
-        inputs = [_probe(tensor) for tensor in function.inputs[:count]] + function.captured_inputs
-        given = {f"{name}:0": tensor for name, tensor in zip(names, inputs, strict=True)}
-        found = tf.graph_util.import_graph_def(
-            definition, given, [f"{name}:0" for name in shapes], name="probe"
-        )
-        inferred.extend(tensor.shape for tensor in found)
-
-    inferred: list[tf.TensorShape] = []
-    tf.function(probe, autograph=False).get_concrete_function()
-    for (name, shape), known in zip(shapes.items(), inferred, strict=True):
-        rowed = [length is None or length % _MARKER == 0 for length in known.as_list()]
-        wrong = any(rowed[1:]) or (shape[0] is None and not rowed[0])
-        if wrong:
-            raise NcclSyncError(
-                _misplaced(shape, user_line(function.graph.get_operation_by_name(name).traceback))
-            )
-
-
-def _is_shape(op: tf.Operation) -> bool:
-    return op.name.split("/")[-1].startswith(_SHAPE) and _SCOPE in op.name
-
-
-def _probe(tensor: tf.Tensor) -> tf.Tensor:
-    lengths = [
-        _OTHER if length is None else length
-        for length in (tensor.shape.as_list() if tensor.shape.rank else [])
-    ]
-    if lengths and tensor.shape[0] is None:
-        lengths[0] = _OTHER * _MARKER
-    return tf.compat.v1.placeholder(tensor.dtype, lengths)

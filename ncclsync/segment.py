@@ -44,10 +44,10 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Seg
     definition = _graph_def(graph, plan, outside)
 
     def body(*args):
+        fraction, is_root = args[-2:]
         values = dict(zip(plan.sources, args, strict=False))
         for bucket, tensor in zip(plan.incoming, args[len(plan.sources) : -2], strict=True):
-            values.update(_receive(bucket, tensor))
-        fraction, is_root = args[-2:]
+            values.update(_receive(bucket, tensor, fraction))
         wanted = sorted(
             name
             for name in {*plan.fetches, *(exchange.source for exchange in plan.sent)}
@@ -159,11 +159,15 @@ def _bucket_spec(bucket: Bucket) -> tf.TensorSpec:
     return tf.TensorSpec([sum(e.shape.num_elements() for e in bucket.exchanges)], first.dtype)
 
 
-def _receive(bucket: Bucket, tensor: tf.Tensor) -> dict[str, tf.Tensor]:
-    if not is_packed(bucket.exchanges[0]):
-        return {bucket.exchanges[0].result: tensor}
-    parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
-    return {exchange.result: part for exchange, part in zip(bucket.exchanges, parts, strict=True)}
+def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str, tf.Tensor]:
+    parts = [tensor]
+    if is_packed(bucket.exchanges[0]):
+        parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
+    received = {}
+    for exchange, part in zip(bucket.exchanges, parts, strict=True):
+        is_share = exchange.collective.op == "share"
+        received[exchange.result] = part * tf.cast(fraction, part.dtype) if is_share else part
+    return received
 
 
 def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> tf.Tensor:

@@ -18,9 +18,10 @@ from ncclsync.cut import cut
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
 from ncclsync.program import Program, Results, trace
-from ncclsync.randomness import check_draws, draws_of_whole_batch
+from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import TowerState
+from ncclsync.traced_draws import check_draws
 from ncclsync.whole_batch import whole_batch_hooks
 
 logger = logging.getLogger("ncclsync")

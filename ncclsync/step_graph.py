@@ -84,6 +84,8 @@ class StepGraph:
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
         self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
+        self.losses = trace.losses
+        self.kinds = trace.kinds
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.local: set[str] = set()  # ops that compute on what differs between towers

@@ -35,6 +35,8 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not tell them apart: whether a step computes their new value from data decides what is averaged.
     """
+    if private.is_shared(variable):
+        return Role.SAME
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM
     if private.is_partial(variable):

@@ -108,8 +108,12 @@ def moments_synchronized() -> Iterator[None]:
     def synchronizing(moments: Callable) -> Callable:
         @functools.wraps(moments)
         def synchronized_moments(self, inputs, mask):
-            if ops.current_context() is None or not self.synchronized:
+            context = ops.current_context()
+            if context is None:
                 return moments(self, inputs, mask)
+            if not self.synchronized:
+                with context.shard_itself():
+                    return moments(self, inputs, mask)
             return batch_moments(inputs, private.reduction_axes(self), mask)
 
         return synchronized_moments
@@ -155,21 +159,29 @@ def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf
     Returns:
         mean, variance: without `axes`; the same on all towers.
     """
-    weights = tf.ones_like(inputs)
-    if mask is not None:
-        weights *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
-        inputs = tf.where(weights > 0, inputs, tf.zeros_like(inputs))
+    context = ops.current_context()
+    with contextlib.nullcontext() if context is None else context.shard_itself():
+        shard = _shard_moments(inputs, axes, mask)
+    moments = ops.stack(tf.stack(shard))  # [N, 3, C]
+    counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
     # As Keras does: a batch of which nothing counts has a mean of zero.
     epsilon = 0.0 if mask is None else keras.backend.epsilon()
-    count = tf.reduce_sum(weights, axes)  # [C], of this shard
-    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
-    square = tf.square(inputs - _expanded(mean, inputs, axes)) * weights
-    moments = ops.stack(tf.stack([count, mean, tf.reduce_sum(square, axes)]))  # [N, 3, C]
-    counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
     whole = tf.reduce_sum(counts, 0) + epsilon  # [C], of the batch
     mean = tf.reduce_sum(counts * means, 0) / whole
     variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / whole
     return mean, variance
+
+
+def _shard_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> list[tf.Tensor]:
+    """Count, mean and sum of squared differences from that mean, [C] each."""
+    weights = tf.ones_like(inputs)
+    if mask is not None:
+        weights *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
+        inputs = tf.where(weights > 0, inputs, tf.zeros_like(inputs))
+    count = tf.reduce_sum(weights, axes)  # [C], of this shard
+    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
+    square = tf.square(inputs - _expanded(mean, inputs, axes)) * weights
+    return [count, mean, tf.reduce_sum(square, axes)]
 
 
 def _expanded(moments: tf.Tensor, inputs: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:

@@ -1,6 +1,5 @@
 """Train two models side by side, from the start of the first, and compare what they hold after each step."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,8 +41,9 @@ def compare(
     for step, (batch, others) in enumerate(zip(batches, beside or batches, strict=True), start=1):
         expected = _train(one, batch, step, seed)
         actual = _train(other, others, step, seed)
-        for right, variable in zip(_variables(one), _variables(other), strict=True):
-            yield measure(step, variable.kind, variable.name, variable.value, right.value, tolerance)
+        for kind, right, variable in _paired(one, other):
+            name = variable.name.removesuffix(":0")
+            yield measure(step, kind, name, variable.numpy(), right.numpy(), tolerance)
         for name, value in expected.items():
             yield measure(step, "log", name, actual.get(name, np.nan), value, tolerance)
     if beside is None:
@@ -65,28 +65,23 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
         yield "predict", f"output {i}", output, value
 
 
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    """A variable's name, what it is to the model, and its value now."""
+def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
+    """Yield (kind, of `one`, of `other`) for what must be equal, causes before effects.
 
-    kind: str
-    name: str
-    value: Any
-
-
-def _variables(model: keras.Model) -> list[_Named]:
-    """What must be equal, causes before effects: not random state, and not what metrics sum up."""
-    weights = {id(private.backend_variable(v)) for v in model.weights}
-    slots = {id(private.backend_variable(v)) for v in model.optimizer.variables}
+    Not random state, and not what metrics sum up, by what `one` declares: on towers a variable may have
+    another role.
+    """
+    weights = {id(private.backend_variable(v)) for v in one.weights}
+    slots = {id(private.backend_variable(v)) for v in one.optimizer.variables}
     ranked = []
-    for variable in private.variables_of(model):
-        if role_of(variable) is not Role.SAME:
-            continue
-        kind = "weight" if id(variable) in weights else "optimizer" if id(variable) in slots else "state"
-        scalar = kind == "optimizer" and variable.shape.rank == 0
-        rank = 0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)
-        ranked.append((rank, _Named(kind, variable.name.removesuffix(":0"), variable.numpy())))
-    return [named for _, named in sorted(ranked, key=lambda pair: pair[0])]
+    for right, variable in zip(private.variables_of(one), private.variables_of(other), strict=True):
+        if role_of(right) is Role.SAME:
+            kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
+            scalar = kind == "optimizer" and right.shape.rank == 0
+            rank = 0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)
+            ranked.append((rank, (kind, right, variable)))
+    for _, pair in sorted(ranked, key=lambda entry: entry[0]):
+        yield pair
 
 
 def _create_state(model: keras.Model, batch: Batch) -> None:

@@ -45,10 +45,14 @@ def missing_digits(dtype: str) -> Iterator[Inexact]:
         )
 
 
-def rounding(reordered: Sequence[Difference], found: Sequence[Difference]) -> Iterator[Inexact]:
-    """Say that rounding alone does as much, from one device on the same batches with their rows reordered."""
+def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
+    """Say that rounding alone does as much, from one device on the same batches with their rows reordered.
+
+    A difference above `limit` is none of rounding: what was computed depends on the order of the samples.
+    """
     largest = max(one.relative for one in reordered)
-    if any(not one.ok for one in reordered) and largest >= max(one.relative for one in found) / 10:
+    differs = any(not one.ok for one in reordered)
+    if differs and max(one.relative for one in found) / 10 <= largest <= limit:
         yield Inexact(
             "rounding",
             "one device differs from itself by as much when the samples of each batch come in another order: "

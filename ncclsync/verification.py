@@ -121,7 +121,7 @@ class _Run:
             return
         # The same sums in another order: what rounding does by itself.
         reordered = self._compare(*self._two(), beside=[reversed_rows(batch) for batch in self._batches])
-        rounded = list(rounding(reordered, found))
+        rounded = list(rounding(reordered, found, limit=100 * TOLERANCES[self._dtype]))
         yield from rounded
         if not rounded:
             yield from own_code(model, found)

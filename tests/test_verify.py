@@ -138,15 +138,15 @@ def test_dropout():
     assert check(build, batch_invariant_random=True).ok
 
 
-class Spread(keras.metrics.Metric):
-    """A metric of each batch's spread, which shards do not add up to, however it is declared."""
+class FirstRow(keras.metrics.Metric):
+    """A metric of the first sample of each batch, of which only one tower sees it."""
 
     def __init__(self, aggregation):
-        super().__init__(name="spread")
+        super().__init__(name="row")
         self.total = self.add_variable((), "zeros", aggregation=aggregation, name="total")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(keras.ops.std(y_true) ** 3)
+        self.total.assign_add(keras.ops.sum(y_true[0]))
 
     def result(self):
         return self.total.value
@@ -155,24 +155,37 @@ class Spread(keras.metrics.Metric):
 @pytest.mark.parametrize(("aggregation", "kind"), [("none", "state"), ("sum", "log")])
 def test_metric_that_does_not_fold(aggregation, kind):
     """Suspected as the only code that is not Keras'; the weights are right."""
-    report = check(lambda: sequential(metrics=[Spread(aggregation)]))
+    report = check(lambda: sequential(metrics=[FirstRow(aggregation)]))
     assert not report.ok
     assert (report.first.kind, report.first.step) == (kind, 1)
-    assert report.first.name.split("/")[0] == "spread"
-    assert "metric 'spread': code of your own" in reasons(report)
+    assert report.first.name.split("/")[0] == "row"
+    assert [reason.where for reason in report.reasons] == ["metric 'row'"]
     assert all(one.ok for one in report.differences if one.kind in ("weight", "optimizer"))
 
 
 def test_loss_that_compares_samples():
-    """A loss of one's own that no mean over towers makes whole is suspected by name."""
+    """A loss of one's own that pairs samples is suspected by name."""
 
-    def my_contrast(y_true, y_pred):
-        mean = keras.ops.mean(y_pred, axis=0, keepdims=True)
-        return keras.ops.mean(keras.ops.square(y_pred - mean))
+    def my_pairs(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))))
 
-    report = check(lambda: sequential(loss=my_contrast))
+    report = check(lambda: sequential(loss=my_pairs, optimizer=keras.optimizers.SGD(1e-3)))
     assert not report.ok
-    assert "loss 'my_contrast': code of your own" in reasons(report)
+    assert [reason.where for reason in report.reasons] == ["loss 'my_pairs'"]
+
+
+def test_state_with_another_role_on_towers():
+    """Metric state that is no sum, and gradients that each tower accumulates, are compared by value."""
+
+    def dice(y_true, y_pred):
+        return 1 - 2 * keras.ops.sum(y_true * y_pred) / keras.ops.sum(y_true**2 + y_pred**2)
+
+    report = check(lambda: sequential(metrics=[dice], loss=dice))
+    assert {"log", "weight"} <= {one.kind for one in report.differences}
+    accumulating = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2).get_config()
+    report = check(lambda: sequential(optimizer=keras.optimizers.SGD.from_config(accumulating)))
+    assert report.ok, report
+    assert any("accumulator" in one.name for one in report.differences)
 
 
 def test_one_device_that_differs_from_itself():

@@ -19,7 +19,7 @@ from ncclsync import ops, private
 from ncclsync.communicator import CpuCommunicator, empty_aligned
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import results_reduced
-from ncclsync.kinds import ROWS, UNKNOWN, Kind
+from ncclsync.kinds import COUNT, ROWS, UNKNOWN, Kind
 from ncclsync.layout import concat_rows
 from ncclsync.ops import Collective, Share
 from ncclsync.shard import Shards, shard_batch
@@ -241,12 +241,21 @@ class _Turn:
         return True
 
     def kind_of(self, tensor: tf.Tensor) -> Kind:
-        """Nothing is known of an eager tensor but its rows."""
-        rows = tensor.shape[0] if tensor.shape.rank else None
-        return Kind(ROWS if rows == int(self.share.rows) else UNKNOWN)
+        """Of an eager tensor nothing is known but its size; an integer of that size counts the samples."""
+        rows = int(self.share.rows)
+        if tensor.shape.rank == 0:
+            counts = tensor.dtype.is_integer and int(tensor) == rows
+            return Kind(COUNT, 1) if counts else Kind(UNKNOWN)
+        return Kind(ROWS) if tensor.shape[0] == rows else Kind(UNKNOWN)
 
-    def shard_itself(self) -> contextlib.AbstractContextManager[None]:
+    def taken_as(self, kind: Kind) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def differentiating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def note_kind(self, tensors: Sequence[tf.Tensor], kind: Kind) -> None:
+        """Nothing asks for it."""
 
     def note_loss(self, tensor: tf.Tensor) -> Kind:
         return self.kind_of(tensor)

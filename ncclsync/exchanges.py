@@ -60,15 +60,11 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
     graph.kinds.tell()
     result_reads = _result_reads(graph)
     renamed: dict[str, str] = {}
-    wanted = _needed_by_losses(graph) if results is Results.EACH else None
-    meetings = {
-        name: met for name, met in graph.kinds.meetings.items() if wanted is None or op_name(name) in wanted
-    }
-    input_meetings = {
-        place: met
-        for place, met in graph.kinds.input_meetings.items()
-        if wanted is None or place[0] in wanted
-    }
+    wanted = _needed_by_losses(graph) if results is Results.EACH else set(graph.by_name)
+    kinds = graph.kinds
+    meetings = {name: met for name, met in kinds.meetings.items() if op_name(name) in wanted}
+    input_meetings = {place: met for place, met in kinds.input_meetings.items() if place[0] in wanted}
+    back_meetings = {graph.inputs[name][i]: met for (name, i), met in input_meetings.items()}
 
     def meet(names):
         for name in names:
@@ -79,6 +75,7 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
                     differs.add(renamed[name])
 
     for op in graph.ops:
+        given = graph.inputs[op.name]
         inputs = graph.inputs[op.name] = [renamed.get(name, name) for name in graph.inputs[op.name]]
         outputs = [tensor.name for tensor in op.outputs]
         if op.name in graph.placeholders:
@@ -101,8 +98,11 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             meet(outputs)
             continue
         for i, name in enumerate(inputs):
-            if (op.name, i) in input_meetings and name in differs:
-                inputs[i] = graph.exchange(name, input_meetings[op.name, i])
+            met = input_meetings.get((op.name, i))
+            if met is None and op.name in kinds.backward:
+                met = back_meetings.get(given[i])
+            if met is not None and name in differs:
+                inputs[i] = graph.exchange(name, met)
         handles = [name for name in inputs if name in graph.role]
         local = any(graph.role[name] is not Role.SAME or name in drifting for name in handles)
         value_differs = any(name in differs for name in inputs)

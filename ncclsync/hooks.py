@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private
-from ncclsync.kinds import AFFINE, COUNT
+from ncclsync.kinds import AFFINE, COUNT, ROWS, Kind
 from ncclsync.ops import Collective, Context
 
 # The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
@@ -32,50 +32,59 @@ def step_hooks() -> Iterator[None]:
 
 
 def gradients_taped() -> contextlib.AbstractContextManager[None]:
-    """Let a tape return the gradients of the whole batch with respect to variables.
+    """Let a tape differentiate the tower's part of the batch's loss, and add up the towers' parts.
 
-    So a step that clips, scales or logs gradients by itself sees the global ones. An optimizer that gets
-    them untouched takes the shard's instead, and reduces those when it needs them: `of_shard` remembers.
+    The part of a mean is the shard's mean times its share of the samples: so what flows back through the
+    layers has the size that it has on one device, which matters in float16. Gradients with respect to
+    variables are then added up, so that a step that clips, scales or logs them sees the batch's. An optimizer
+    that gets them untouched takes the parts instead, and adds those up when it needs them: `of_shard`
+    remembers.
     """
 
-    def reducing(gradient: Callable) -> Callable:
+    def adding(gradient: Callable) -> Callable:
         @functools.wraps(gradient)
-        def reducing_gradient(self, target, sources, output_gradients=None, **kwargs):
+        def adding_gradient(self, target, sources, output_gradients=None, **kwargs):
             context = ops.current_context()
-            flat_sources = tf.nest.flatten(sources)
-            shared = [isinstance(source, (tf.Variable, keras.Variable)) for source in flat_sources]
-            # In a branch or a loop nothing can be reduced; a sum of such gradients is, by the optimizer.
-            if context is None or not context.can_exchange() or not any(shared):
+            # In a branch or a loop nothing can be added up; the optimizer does it later.
+            if context is None or not context.can_exchange():
                 return gradient(self, target, sources, output_gradients, **kwargs)
-            if all(shared) and output_gradients is None:
-                target, output_gradients = _as_means(tf.nest.flatten(target), context)
-            gradients = gradient(self, target, sources, output_gradients, **kwargs)
-            leaves = tf.nest.flatten(gradients)
-            local = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
-            for i, reduced in enumerate(ops.reduce_gradients(local)):
-                if reduced is not None:
-                    context.of_shard[id(reduced)] = reduced, leaves[i]
-                    leaves[i] = reduced
+            target, output_gradients = _parts(target, output_gradients, context)
+            with context.differentiating():
+                gradients = gradient(self, target, sources, output_gradients, **kwargs)
+            leaves, flat_sources = tf.nest.flatten(gradients), tf.nest.flatten(sources)
+            shared = [isinstance(source, (tf.Variable, keras.Variable)) for source in flat_sources]
+            for source, leaf, own in zip(flat_sources, leaves, shared, strict=True):
+                if not own and tf.is_tensor(leaf) and context.kind_of(source) == Kind(ROWS):
+                    context.note_kind([leaf], Kind(ROWS))
+            parts = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
+            for i, total in enumerate(ops.add_gradients(parts)):
+                if total is not None:
+                    context.of_shard[id(total)] = total, leaves[i]
+                    leaves[i] = total
             return tf.nest.pack_sequence_as(gradients, leaves)
 
-        return reducing_gradient
+        return adding_gradient
 
-    return private.methods_wrapped([tf.GradientTape], "gradient", reducing)
+    return private.methods_wrapped([tf.GradientTape], "gradient", adding)
 
 
-def _as_means(targets: Sequence[Any], context: Context) -> tuple[list[Any], list[Any]]:
-    """Return what to differentiate, and with which gradients, for shards' gradients to combine as means.
+def _parts(target: Any, output_gradients: Any, context: Context) -> tuple[list[Any], list[Any]]:
+    """Return what to differentiate, and with which gradients, for the tower's part of the batch's loss.
 
-    A sum over the samples is divided by the shard's share of them; a tape takes a loss per sample as a sum.
+    A sum over the samples is such a part already, and so is a loss per sample, whose sum a tape takes.
     """
-    addends = [addend for target in targets if target is not None for addend in _addends(target, context)]
-    gradients = []
-    for addend in addends:
-        kind = context.note_loss(addend)
-        one = tf.ones_like(addend)
-        adds_up = kind.is_sum or (addend.shape.rank != 0 and not kind.is_mean)
-        gradients.append(one / tf.cast(context.share.fraction, one.dtype) if adds_up else one)
-    return addends, gradients
+    targets = [leaf for leaf in tf.nest.flatten(target) if leaf is not None]
+    if output_gradients is None:
+        targets = [addend for leaf in targets for addend in _addends(leaf, context)]
+        given = [tf.ones_like(leaf) for leaf in targets]
+    else:
+        given = [leaf for leaf in tf.nest.flatten(output_gradients) if leaf is not None]
+    parts = []
+    for leaf, upstream in zip(targets, given, strict=True):
+        kind = context.note_loss(leaf)
+        adds_up = kind.is_sum or (leaf.shape.rank != 0 and not kind.is_mean)
+        parts.append(upstream if adds_up else upstream * tf.cast(context.share.fraction, upstream.dtype))
+    return targets, parts
 
 
 def _addends(target: tf.Tensor, context: Context) -> list[tf.Tensor]:
@@ -98,40 +107,65 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
             # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
             if context is None or _is_nested("apply"):
                 return apply(self, grads, trainable_variables, **kwargs)
-            local = [context.of_shard.get(id(gradient), (None, gradient))[1] for gradient in grads]
+            parts = [context.of_shard.get(id(gradient), (None, None))[1] for gradient in grads]
             with _nesting("apply"):
                 if private.accumulates(self):
-                    return _apply_accumulated(apply, self, local, trainable_variables, context)
-                return apply(self, ops.reduce_gradients(local), trainable_variables, **kwargs)
+                    return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
+                # What no tape gave, or what the step has changed, counts by the samples.
+                others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
+                added, means = ops.add_gradients(parts), _means(others, context)
+                reduced = [m if a is None else a for a, m in zip(added, means, strict=True)]
+                return apply(self, reduced, trainable_variables, **kwargs)
 
         return reducing_apply
 
     return private.methods_wrapped(private.loaded_classes(keras.Optimizer), "apply", reducing)
 
 
+def _means(gradients: Sequence[Any], context: Context) -> list[Any]:
+    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    dense = [None if is_sparse else g for g, is_sparse in zip(gradients, sparse, strict=True)]
+    gathered = [
+        _weighted(g, context) if is_sparse else None for g, is_sparse in zip(gradients, sparse, strict=True)
+    ]
+    means = ops.all_reduce(dense, op="mean")
+    return [m if g is None else g for m, g in zip(means, ops.add_gradients(gathered), strict=True)]
+
+
+def _weighted(gradient: Any, context: Context) -> Any:
+    """Return the tower's part of a gradient that counts by the samples."""
+    fraction = tf.cast(context.share.fraction, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * fraction, gradient.indices, gradient.dense_shape)
+    return gradient * fraction
+
+
 def _apply_accumulated(
-    apply: Callable, optimizer: keras.Optimizer, gradients: list[Any], variables: Any, context: Context
+    apply: Callable,
+    optimizer: keras.Optimizer,
+    gradients: Sequence[Any],
+    parts: Sequence[Any],
+    variables: Any,
+    context: Context,
 ) -> None:
-    """Accumulate on each tower by itself, and reduce once, when the optimizer is to update.
+    """Accumulate on each tower by itself, and add up once, when the optimizer is to update.
 
     The optimizer's accumulators become partial: what one device would have accumulated is their sum over
     the towers.
     """
     variables = private.built_for(optimizer, variables)
     accumulators = private.accumulators(optimizer, variables)
-    fraction = context.share.fraction
     running = {}
-    for i, gradient in enumerate(gradients):
+    for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
         if gradient is not None:
             private.set_partial(accumulators[i])
-            weighted = tf.convert_to_tensor(gradient) * tf.cast(fraction, gradient.dtype)
+            part = tf.convert_to_tensor(_weighted(gradient, context) if part is None else part)
             # A select: what a tower computed on a stand-in row may be NaN.
-            weighted = tf.where(fraction > 0, weighted, tf.zeros_like(weighted))
-            running[i] = accumulators[i] + tf.cast(weighted, accumulators[i].dtype)
+            part = tf.where(context.share.fraction > 0, part, tf.zeros_like(part))
+            running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = private.update_is_due(optimizer)
-    reduced = dict(
-        zip(running, context.exchange(list(running.values()), ACCUMULATED, when=updates), strict=True)
-    )
+    totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
+    reduced = dict(zip(running, totals, strict=True))
     with private.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
     for i, total in running.items():

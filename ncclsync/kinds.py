@@ -30,7 +30,7 @@ class Kind:
     Attributes:
         form: SAME (equal on all towers); ROWS (one entry or more per sample, along the first axis, computed
             from that sample alone); LINEAR (the sum of such entries over the samples); AFFINE (such a sum,
-            plus a mean or something that is the same on all towers); COUNT (a function of the number of samples);
+            plus a mean or something that is the same on all towers); COUNT (a function of their number);
             SHAPE (a shape whose first element counts samples); MAX, MIN (over the samples); GLOBAL (computed
             from means of the batch, or from the ratio of two sums: the same on all towers, if these meet
             before: `Kinds.meetings`); MIXED (samples are combined in a way that shards cannot be); UNKNOWN.
@@ -81,8 +81,9 @@ class Kinds:
 
     Attributes:
         meetings: by name, the tensors that meet their counterparts, and how, for a GLOBAL tensor.
-        input_meetings: by (name of an op, index), inputs that meet for that op alone: those that no variable
-            has a part in, so that no gradient asks for their way back.
+        input_meetings: by (name of an op, index), inputs that meet for that op and its gradient alone: those
+            that no variable has a part in, so that no gradient asks for their way back.
+        backward: names of the ops that differentiate.
     """
 
     def __init__(self, graph: Any, batch: Any, share: Share) -> None:
@@ -105,6 +106,7 @@ class Kinds:
                 if rank and component.shape[0] is not None:
                     self._can_tell = False
         self._variables: dict[str, tf.Variable] = {}  # by name of the handle within the graph
+        self.backward: set[str] = set()
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -115,11 +117,11 @@ class Kinds:
         self.meetings: dict[str, Collective] = {}
         self.input_meetings: dict[tuple[str, int], Collective] = {}
 
-    def mark(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Note that these tensors are the same on all towers, or may be taken so."""
-        names = [tensor.name for tensor in tensors]
-        self._known.update(dict.fromkeys(names, _SAME))
-        self._kinds.update(dict.fromkeys(names, _SAME))
+    def note(self, tensors: Iterable[tf.Tensor], kind: Kind) -> None:
+        """Note the kind of tensors whose ops do not tell it."""
+        kinds = dict.fromkeys((tensor.name for tensor in tensors), kind)
+        self._known.update(kinds)
+        self._kinds.update(kinds)
 
     def of(self, tensor: tf.Tensor) -> Kind:
         """Return the kind of a tensor of the graph; UNKNOWN for one of another graph."""

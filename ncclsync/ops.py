@@ -98,8 +98,16 @@ class Context(Protocol):
         """Return what a tensor of the step is, relative to the samples: a `kinds.Kind`."""
         ...
 
-    def shard_itself(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, statistics of the shard are meant, not of the batch."""
+    def taken_as(self, kind: Any) -> contextlib.AbstractContextManager[None]:
+        """While it is open, what is computed is of that kind, whatever its ops tell."""
+        ...
+
+    def differentiating(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, gradients are computed: what flows back is no statistic of samples."""
+        ...
+
+    def note_kind(self, tensors: Sequence[tf.Tensor], kind: Any) -> None:
+        """Note the kind of tensors whose ops do not tell it."""
         ...
 
     def note_loss(self, tensor: tf.Tensor) -> Any:
@@ -209,14 +217,14 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     return row if context is None else _exchange(context, [row], Collective("stack"))[0]
 
 
-def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
-    """Take the mean over the batch of what every tower computed as the mean over its shard.
+def add_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Add up the towers' parts of the batch's gradients.
 
     Sparse gradients are gathered, not added up: an optimizer then sees the very slices that one device would
     have, repeated rows included, which Keras' adaptive optimizers do not treat as their sum.
 
     Args:
-        gradients: tensors, `tf.IndexedSlices` or None.
+        gradients: tensors, `tf.IndexedSlices` or None; of each, what this tower's samples contribute.
 
     Returns:
         The same kinds, in the same order.
@@ -225,13 +233,12 @@ def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
     sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
     if context is None:
         return list(gradients)
-    reduced = all_reduce([None if i in sparse else gradient for i, gradient in enumerate(gradients)])
+    added = all_reduce([None if i in sparse else g for i, g in enumerate(gradients)], op="sum")
     for i in sparse:
         slices = gradients[i]
-        values = slices.values * tf.cast(context.share.fraction, slices.values.dtype)
-        gathered = _exchange(context, [values, slices.indices], Collective("all_gather"))
-        reduced[i] = tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
-    return reduced
+        gathered = _exchange(context, [slices.values, slices.indices], Collective("all_gather"))
+        added[i] = tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
+    return added
 
 
 def _map_collective(structure: Any, collective: Collective) -> Any:
@@ -272,39 +279,25 @@ def _adjoint(
 ) -> list[tf.Tensor]:
     """Carry the gradients of a collective's results back to the `values` that went in.
 
-    Each tower differentiates the mean over its own shard, and the towers' gradients meet weighted by their
-    fractions f. So the batch's gradient of a result is the mean of the towers' `upstream`, and the part of
-    it that belongs to a value is divided by the tower's f, which that last weighting takes back.
-    (A tower without samples divides by zero, and is left out of all that follows.)
+    What a tower differentiates is its part of the batch's loss (`hooks.gradients_taped`), so that the loss'
+    gradient of a result is the sum of the towers' `upstream`.
     """
-    share = context.share
-
-    def weighted(tensors):
-        return [tensor * tf.cast(share.fraction, tensor.dtype) for tensor in tensors]
-
-    def unweighted(tensors):
-        return [tensor / tf.cast(share.fraction, tensor.dtype) for tensor in tensors]
-
     if collective.kind == "broadcast":
-        return unweighted(_exchange(context, weighted(upstream), Collective("reduce", root=collective.root)))
+        return _exchange(context, upstream, Collective("reduce", root=collective.root))
     if collective.kind == "reduce":
-        return unweighted(
-            _exchange(context, weighted(upstream), Collective("broadcast", root=collective.root))
-        )
+        return _exchange(context, upstream, Collective("broadcast", root=collective.root))
     if collective.op not in ("mean", "sum"):
         raise ValueError(
             "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
             f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
         )
-    means = _exchange(context, upstream, Collective("all_reduce", "mean"))
-    if collective.op == "mean":
-        return means
+    sums = _exchange(context, upstream, Collective("all_reduce", "sum"))
     if collective.concatenates:
-        means = [
-            _own_rows(share, collective, tf.shape(value)[0], mean)
-            for value, mean in zip(values, means, strict=True)
-        ]
-    return unweighted(means)
+        pairs = zip(values, sums, strict=True)
+        return [_own_rows(context.share, collective, tf.shape(value)[0], total) for value, total in pairs]
+    if collective.op == "mean":
+        return [total * tf.cast(context.share.fraction, total.dtype) for total in sums]
+    return sums
 
 
 def _own_rows(share: Share, collective: Collective, rows: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:

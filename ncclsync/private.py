@@ -18,6 +18,8 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator as keras_seeds
+from tensorflow.python.autograph.core import ag_ctx as autograph_context
+from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import (
     gen_random_ops,
@@ -315,11 +317,50 @@ def _contents(member: Any) -> Iterator[Any]:
         yield member
 
 
+def shared_function(body: Callable, signature: Sequence[tf.TensorSpec], jit_compile: bool) -> Any:
+    """Return `body` as a ConcreteFunction that TensorFlow optimises once, for all of its callers.
+
+    If it inlined the function, or made it special for the constants that one caller passes and the results
+    that it uses, then each caller's would be optimised anew, and be rounded differently: towers would drift
+    apart by the last bit. `tf.function` does not offer "_nospecialize", which TensorFlow's optimiser reads.
+    Source: tensorflow/core/grappler/optimizers/function_optimizer.cc.
+
+    Args:
+        body: a function of tensors.
+        signature: their specs.
+        jit_compile: whether XLA compiles it.
+    """
+
+    def allow(known: Any) -> Any:
+        return known | {"_nospecialize"}
+
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in vars(function_attributes) if name.endswith("_ALLOWLIST")]:
+            stack.enter_context(methods_wrapped([function_attributes], name, allow))
+        return tf.function(
+            body,
+            input_signature=signature,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes={"_noinline": True, "_nospecialize": True},
+        ).get_concrete_function()
+
+
 def autograph_converted(function: Callable) -> Callable:
-    """Return `function` as `tf.function` would trace it: through autograph, if there is source to convert."""
-    return tf.__internal__.autograph.tf_convert(
-        function, tf.__internal__.autograph.control_status_ctx(), convert_by_default=True
-    )
+    """Return `function` as `tf.function` would trace it: through autograph, if there is source to convert.
+
+    Also where autograph is off, as it is in all that Keras calls.
+    """
+
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        with autograph_context.ControlStatusCtx(status=autograph_context.Status.ENABLED):
+            context = tf.__internal__.autograph.control_status_ctx()
+            return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)(
+                *args, **kwargs
+            )
+
+    return called
 
 
 def is_jit_compiled(function: Callable) -> bool:

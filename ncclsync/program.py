@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.kinds import MIXED, Kind, Kinds
+from ncclsync.kinds import MIXED, SAME, UNKNOWN, Kind, Kinds
 from ncclsync.ops import Collective, Share, running_in
 
 
@@ -191,14 +191,24 @@ class _Marking:
             # On several towers there will be more rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
         if collective.kind != "reduce" and when is None:
-            self.kinds.mark(results)
+            self.kinds.note(results, Kind(SAME))
         return results
 
     @contextlib.contextmanager
-    def shard_itself(self) -> Iterator[None]:
+    def taken_as(self, kind: Kind) -> Iterator[None]:
         before = len(self.graph.get_operations())
         yield
-        self.kinds.mark(t for op in self.graph.get_operations()[before:] for t in op.outputs)
+        self.note_kind([t for op in self.graph.get_operations()[before:] for t in op.outputs], kind)
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        before = len(self.graph.get_operations())
+        with self.taken_as(Kind(UNKNOWN)):
+            yield
+        self.kinds.backward.update(op.name for op in self.graph.get_operations()[before:])
+
+    def note_kind(self, tensors: Sequence[tf.Tensor], kind: Kind) -> None:
+        self.kinds.note(tensors, kind)
 
     def kind_of(self, tensor: tf.Tensor) -> Kind:
         return self.kinds.of(tensor)

@@ -8,6 +8,7 @@ import functools
 
 import tensorflow as tf
 
+from ncclsync import private
 from ncclsync.bucket import pack, unpack
 from ncclsync.program import Bucket, Exchange, Segment
 from ncclsync.step_graph import Fold, StepGraph, op_name
@@ -82,14 +83,7 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Seg
     signature = [graph.spec(name) for name in plan.sources]
     signature += [_bucket_spec(bucket) for bucket in plan.incoming]
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
-    function = tf.function(
-        body,
-        input_signature=signature,
-        autograph=False,
-        jit_compile=jit_compile or None,
-        # A segment that TensorFlow inlines into the step is optimised anew for every tower.
-        experimental_attributes={"_noinline": True},
-    ).get_concrete_function()
+    function = private.shared_function(body, signature, jit_compile)
     return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing)
 
 

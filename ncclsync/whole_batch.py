@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private
+from ncclsync.kinds import SAME, Kind
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ def moments_synchronized() -> Iterator[None]:
             if context is None:
                 return moments(self, inputs, mask)
             if not self.synchronized:
-                with context.shard_itself():
+                with context.taken_as(Kind(SAME)):
                     return moments(self, inputs, mask)
             return batch_moments(inputs, private.reduction_axes(self), mask)
 
@@ -160,7 +161,7 @@ def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf
         mean, variance: without `axes`; the same on all towers.
     """
     context = ops.current_context()
-    with contextlib.nullcontext() if context is None else context.shard_itself():
+    with contextlib.nullcontext() if context is None else context.taken_as(Kind(SAME)):
         shard = _shard_moments(inputs, axes, mask)
     moments = ops.stack(tf.stack(shard))  # [N, 3, C]
     counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each

@@ -190,7 +190,7 @@ def _has_rows(context: Context, shape: tf.Tensor) -> bool:
     (shapes,) = context.exchange([tf.cast(shape, tf.int32)[tf.newaxis]], _SHAPES)  # [N, rank]
     differ = tf.reduce_any(shapes != shapes[:1], axis=0).numpy()
     if any(differ[1:]):
-        raise misplaced_error(shape.numpy(), user_line())
+        raise misplaced_error(shape.numpy().tolist(), user_line())
     return bool(differ[0])
 
 

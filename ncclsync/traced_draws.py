@@ -16,8 +16,8 @@ _STATELESS = tuple(
 
 # Rows and other open lengths that a trace is probed with. Many models fold axes by a small factor, which
 # must divide them; `_MARKER` is a prime that divides nothing else.
-_MARKER = 10007
-_OTHER = 5040
+_MARKER = 1009
+_OTHER = 48
 
 _logger = logging.getLogger("ncclsync")
 
@@ -84,11 +84,16 @@ def _check_dimensions(function: Any, definition: tf.compat.v1.GraphDef) -> None:
         inferred.extend(tensor.shape for tensor in found)
 
     inferred: list[tf.TensorShape] = []
-    tf.function(probe, autograph=False).get_concrete_function()
-    for (name, shape), known in zip(shapes.items(), inferred, strict=True):
-        rowed = [length is None or length % _MARKER == 0 for length in known.as_list()]
-        wrong = any(rowed[1:]) or (shape[0] is None and not rowed[0])
-        if wrong:
+    try:
+        tf.function(probe, autograph=False).get_concrete_function()
+    except ValueError:  # the probe's lengths do not suit the model: nothing is known
+        inferred = [tf.TensorShape([None] * shape.rank) for shape in shapes.values()]
+    for (name, shape), lengths in zip(shapes.items(), inferred, strict=True):
+        rowed = [
+            asked is None and (length is None or length % _MARKER == 0)
+            for asked, length in zip(shape.as_list(), lengths.as_list(), strict=True)
+        ]
+        if any(rowed[1:]) or (shape[0] is None and not rowed[0]):
             raise misplaced_error(shape, user_line(function.graph.get_operation_by_name(name).traceback))
 
 

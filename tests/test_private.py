@@ -1,5 +1,7 @@
 """One test per function of `private`, against the installed TensorFlow and Keras: which assumption broke."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -245,6 +247,116 @@ def test_seed_generators_of():
     assert private.seed_generators_of(layer) == layer.generators
     assert private.seed_generators_of(layer.inner) == [layer.inner.seed_generator]
     assert private.seed_generators_of(keras.layers.Dense(1)) == []
+
+
+def drawn_through(functions, draw):
+    """Names of those functions that `draw` calls, through the modules that are given for them."""
+    called = []
+
+    def noting(function):
+        def noted(*args, **kwargs):
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return noted
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in functions.items():
+            hooks.enter_context(private.methods_wrapped([module], name, noting))
+        draw()
+    return called
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: keras.random.uniform((2,), seed=1), "stateless_random_uniform_v2"),
+        (lambda: keras.random.dropout(tf.ones([2]), 0.5, seed=1), "stateless_random_uniform_v2"),
+        (lambda: keras.random.randint((2,), 0, 5, seed=1), "stateless_random_uniform_int_v2"),
+        (lambda: keras.random.normal((2,), seed=1), "stateless_random_normal_v2"),
+        (lambda: keras.random.truncated_normal((2,), seed=1), "stateless_truncated_normal_v2"),
+        (lambda: keras.random.gamma((2,), 0.5, seed=1), "stateless_random_gamma_v3"),
+        (lambda: keras.random.binomial((2,), 4.0, 0.5, seed=1), "stateless_random_binomial"),
+        (lambda: keras.random.categorical(tf.ones([2, 3]), 1, seed=1), "stateless_multinomial"),
+        (lambda: tf.random.stateless_poisson([2], [1, 2], 3.0), "stateless_random_poisson"),
+        (
+            lambda: tf.random.stateless_uniform([2], [1, 2], None, None, tf.int32),
+            "stateless_random_uniform_full_int_v2",
+        ),
+        (lambda: tf.random.Generator.from_seed(1).normal([2]), "stateless_random_normal_v2"),
+    ],
+)
+def test_stateless_draws(draw, name):
+    """Every distribution of Keras and TensorFlow is drawn through one of these, by the module's attribute."""
+    functions = {drawn: module for drawn, (module, _) in private.stateless_draws().items()}
+    assert drawn_through(functions, draw)[-1] == name
+    for module, parameters in private.stateless_draws().values():
+        assert module.__name__.startswith("tensorflow.") and isinstance(parameters, tuple)
+
+
+def test_shuffles():
+    """Of both libraries; Keras' is an argsort of a draw."""
+    assert drawn_through(private.shuffles(), lambda: keras.random.shuffle(tf.range(3), seed=1)) == ["shuffle"]
+    stateless = lambda: tf.random.experimental.stateless_shuffle(tf.range(3), seed=[1, 2])  # noqa: E731
+    assert drawn_through(private.shuffles(), stateless) == ["stateless_shuffle"]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: tf.random.normal([2]),
+        lambda: tf.random.uniform([2]),
+        lambda: tf.random.uniform([2], maxval=3, dtype=tf.int32),
+        lambda: tf.random.truncated_normal([2]),
+        lambda: tf.random.gamma([2], 0.5),
+        lambda: tf.random.poisson([2], 0.5),
+        lambda: tf.random.categorical(tf.ones([2, 3]), 1),
+        lambda: tf.random.shuffle(tf.range(3)),
+        lambda: tf.image.random_brightness(tf.ones([2, 2, 3]), 0.5),
+        lambda: tf.random.Generator.from_seed(1).binomial([2], 3.0, 0.5),
+    ],
+)
+def test_stateful_draws(draw):
+    """What draws from TensorFlow's hidden state; no draw from a seed is among them."""
+    assert drawn_through(private.stateful_draws(), draw)
+    assert not set(private.stateful_draws()) & set(private.stateless_draws())
+
+
+def test_generator_state():
+    """A variable that `is_seed` knows, of both libraries; the latter's holds a key behind its counter."""
+    for generator, length in ((keras.random.SeedGenerator(1), 2), (tf.random.Generator.from_seed(5), 3)):
+        state = private.generator_state(generator)
+        assert isinstance(state, tf.Variable) and private.is_seed(state) and state.shape == [length]
+
+
+def test_global_generator():
+    """Keras keeps it per thread; `set_random_seed` takes it away, and a draw makes it."""
+    keras.utils.set_random_seed(1)
+    assert private.global_generator() is None
+    keras.random.uniform(())
+    generator = private.global_generator()
+    assert isinstance(generator, keras.random.SeedGenerator)
+    private.set_global_generator(None)
+    assert private.global_generator() is None
+    private.set_global_generator(generator)
+    before = private.generator_state(generator).numpy()
+    keras.random.uniform(())
+    assert (private.generator_state(generator).numpy() != before).any()
+
+
+def test_function_class():
+    """Its `__call__` is what runs a `tf.function`, also one that is a method."""
+
+    class Holder:
+        @tf.function
+        def doubled(self, x):
+            return 2 * x
+
+    def inlining(call):
+        return lambda self, *args: ("python", self.python_function(*args))
+
+    with private.methods_wrapped([private.function_class()], "__call__", inlining):
+        assert Holder().doubled(3) == ("python", 6)
 
 
 def test_metrics_of():

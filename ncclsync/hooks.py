@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private
-from ncclsync.kinds import AFFINE, COUNT, ROWS, Kind
+from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
 
 # The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
@@ -196,6 +196,7 @@ def scalars_weighed() -> contextlib.AbstractContextManager[None]:
 def _weighed(metric: keras.Metric, values: tf.Tensor, weight: Any, context: Context) -> tuple[tf.Tensor, Any]:
     if weight is None and values.shape.rank != 0:
         return values, weight  # one value per sample
+    of_whole = weight is None  # the shard counts as one
     weight = tf.ones([], values.dtype) if weight is None else tf.convert_to_tensor(weight)
     # With a scalar as weight, Keras reduces the values of the shard to a scalar too.
     if weight.shape.rank != 0 or (values.shape.rank != 0 and isinstance(metric, keras.metrics.Sum)):
@@ -203,7 +204,7 @@ def _weighed(metric: keras.Metric, values: tf.Tensor, weight: Any, context: Cont
     fraction = context.share.fraction
     if context.kind_of(values).is_sum:
         values = values / tf.cast(fraction, values.dtype)
-    if context.kind_of(weight).form != COUNT:
+    if of_whole or context.kind_of(weight).form == SAME:
         weight = tf.cast(weight, fraction.dtype) * fraction
     return values, weight
 

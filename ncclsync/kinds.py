@@ -71,7 +71,7 @@ _LINEAR_MAPS = frozenset({"Neg"})
 _ADD = frozenset({"Add", "AddV2", "Sub", "AddN"})
 _MULTIPLY = frozenset({"Mul", "MulNoNan"})
 _DIVIDE = frozenset({"RealDiv", "Div", "DivNoNan"})
-_REDUCE = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any"})
+_REDUCE = frozenset({"Sum", "Mean", "Max", "Min", "Prod"})
 _EXTREMES = {"Maximum": MAX, "Minimum": MIN}
 _RESHAPE = frozenset(["Reshape", "Squeeze", "ExpandDims"])
 
@@ -217,7 +217,8 @@ class Kinds:
             kept = first.form != ROWS or op.type in _LINEAR_MAPS or _has_rows(output)
             return first if kept else _UNKNOWN
         if op.type in _ADD:
-            return _fold(_added, inputs, op)
+            added = [k for t, k in zip(op.inputs, inputs, strict=True) if k != _SAME or not _is_zero(t)]
+            return _fold(_added, added, op)
         if op.type in _MULTIPLY:
             return _fold(_multiplied, inputs, op)
         if op.type in _DIVIDE:
@@ -324,6 +325,11 @@ def _reduced(op: tf.Operation, kind: Kind) -> Kind:
     if op.type in ("Max", "Min") and kind.degree == 0:
         return Kind(MAX if op.type == "Max" else MIN)
     return Kind(MIXED, origin=op)
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
 
 
 def _has_rows(tensor: tf.Tensor) -> bool:

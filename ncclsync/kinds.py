@@ -33,9 +33,10 @@ class Kind:
             plus a mean or something that is the same on all towers); COUNT (a function of their number);
             SHAPE (a shape whose first element counts samples); MAX, MIN (over the samples); GLOBAL (computed
             from means of the batch, or from the ratio of two sums: the same on all towers, if these meet
-            before: `Kinds.meetings`); MIXED (samples are combined in a way that shards cannot be); UNKNOWN.
+            before: `Kinds.meetings`); UNKNOWN. (MIXED passes between the functions here alone.)
         degree: the power of the number of samples that it is multiplied by: a mean is LINEAR with -1.
-        origin: of what is MIXED, the op that mixed it.
+        origin: the first op on the way here that combined samples in a way that shards cannot be combined, so
+            that the value is not exact; None if there is none.
     """
 
     form: str
@@ -60,7 +61,7 @@ class Kind:
         return Collective("all_reduce", self.form) if self.form in (MAX, MIN) else None
 
 
-_SAME, _GLOBAL, _UNKNOWN = Kind(SAME), Kind(GLOBAL), Kind(UNKNOWN)
+_SAME, _GLOBAL, _UNKNOWN, _MIXED = Kind(SAME), Kind(GLOBAL), Kind(UNKNOWN), Kind(MIXED)
 _SUM, _MEAN = Kind(LINEAR), Kind(LINEAR, -1)
 
 _PASSING = frozenset(
@@ -82,7 +83,7 @@ class Kinds:
     Attributes:
         meetings: by name, the tensors that meet their counterparts, and how, for a GLOBAL tensor.
         input_meetings: by (name of an op, index), inputs that meet for that op and its gradient alone: those
-            that no variable has a part in, so that no gradient asks for their way back.
+            that no gradient flows back to, since no variable has a part in them, or since the op has none.
         backward: names of the ops that differentiate.
     """
 
@@ -153,33 +154,39 @@ class Kinds:
             return _SAME if variable is None or role_of(variable) is Role.SAME else _UNKNOWN
         if op.type in _PASSING:
             return inputs[0]
-        mixed = next((kind for kind in inputs if kind.form == MIXED), None)
-        if mixed is not None:
-            return mixed
+        kind = self._tell_of(op, output, inputs)
+        origin = next((given.origin for given in inputs if given.origin is not None), None)
+        if kind.form == MIXED:
+            return Kind(ROWS if _has_rows(output) else UNKNOWN, origin=origin or op)
+        return dataclasses.replace(kind, origin=origin)
+
+    def _tell_of(self, op: tf.Operation, output: tf.Tensor, inputs: list[Kind]) -> Kind:
         if all(kind.form == SAME for kind in inputs):
             return _UNKNOWN if "Random" in op.type or "Rng" in op.type else _SAME
         if any(kind.form == UNKNOWN for kind in inputs):
             return _UNKNOWN
         if not any(kind.form == GLOBAL for kind in inputs):
             kind = self._combine(op, output, inputs)
-            apart = kind.origin is op or (kind.form == AFFINE and op.type in _ADD)
+            apart = kind.form == MIXED or (kind.form == AFFINE and op.type in _ADD)
             if apart and self._meet_before(op, inputs):
                 kind = _SAME if {k.form for k in inputs} == {SAME} else self._combine(op, output, inputs)
-            return kind if kind.origin is not op else self._met(op, inputs)
+            return kind if kind.form != MIXED else self._met(op, inputs)
         # As SAME, but for gradients: those of rows would have to meet on their way back through it.
         if any(kind.form in (ROWS, SHAPE, COUNT) for kind in inputs):
-            return Kind(MIXED, origin=op)
+            return _MIXED
         if op.type not in _ADD and any(kind.form == LINEAR for kind in inputs):
             return self._met(op, inputs)
         kind = self._combine(op, output, [_SAME if kind.form == GLOBAL else kind for kind in inputs])
         return _GLOBAL if kind.form in (SAME, UNKNOWN) else kind
 
     def _meet_before(self, op: tf.Operation, inputs: list[Kind]) -> bool:
-        """Let those inputs meet before `op` that no variable has a part in; return whether there are any."""
+        """Let those inputs meet before `op` that no gradient flows back to; return whether there are any."""
         met = False
+        differentiable = any(result.dtype.is_floating for result in op.outputs)
         for i, kind in enumerate(inputs):
             differs = kind.form in (LINEAR, COUNT, MAX, MIN)
-            if differs and kind.collective is not None and op.inputs[i].name not in self._learned:
+            learned = differentiable and op.inputs[i].name in self._learned
+            if differs and kind.collective is not None and not learned:
                 self.input_meetings[op.name, i] = kind.collective
                 inputs[i] = _SAME
                 met = True
@@ -201,7 +208,7 @@ class Kinds:
         elif op.type in _DIVIDE and inputs == [_SUM, _SUM]:
             collective = SHARE_OF_SUM
         else:
-            return Kind(MIXED, origin=op)
+            return _MIXED
         self.meetings.update((op.inputs[i].name, collective) for i in reduced)
         return _GLOBAL
 
@@ -238,7 +245,8 @@ class Kinds:
             # Taken to work sample by sample, as all ops do that keep the first axis.
             return Kind(ROWS) if _has_rows(output) else _UNKNOWN
         if any(kind.form in (LINEAR, AFFINE, MAX, MIN) for kind in inputs):
-            return Kind(MIXED, origin=op) if _is_elementwise(op) else _UNKNOWN
+            branches = op.type in ("If", "StatelessIf") and inputs[0].form not in (SAME, ROWS)
+            return _MIXED if branches or _is_elementwise(op) else _UNKNOWN
         return _UNKNOWN
 
     def _of_shape(self, op: tf.Operation, output: tf.Tensor, inputs: list[Kind]) -> Kind:
@@ -282,7 +290,7 @@ def _added(one: Kind, other: Kind, op: tf.Operation) -> Kind:
         return _UNKNOWN
     if one.collective is not None and other.collective is not None and not forms & {MAX, MIN}:
         return Kind(AFFINE)  # a mean and a sum
-    return Kind(MIXED, origin=op)
+    return _MIXED
 
 
 def _multiplied(one: Kind, other: Kind, op: tf.Operation) -> Kind:
@@ -295,7 +303,7 @@ def _multiplied(one: Kind, other: Kind, op: tf.Operation) -> Kind:
             return Kind(kind.form, kind.degree + factor.degree)
     if one.form == other.form == ROWS:
         return Kind(ROWS, one.degree + other.degree)
-    return Kind(MIXED, origin=op)
+    return _MIXED
 
 
 def _divided(one: Kind, other: Kind, op: tf.Operation) -> Kind:
@@ -306,13 +314,13 @@ def _divided(one: Kind, other: Kind, op: tf.Operation) -> Kind:
         return one
     if other.form == ROWS and one.form in (SAME, ROWS):
         return Kind(ROWS, one.degree - other.degree)
-    return Kind(MIXED, origin=op)
+    return _MIXED
 
 
 def _reduced(op: tf.Operation, kind: Kind) -> Kind:
     axes = tf.get_static_value(op.inputs[1])
-    if kind.form in (LINEAR, AFFINE, SAME, MIXED):
-        return kind if op.type in ("Sum", "Mean") else Kind(MIXED, origin=op)
+    if kind.form in (LINEAR, AFFINE, SAME):
+        return kind if op.type in ("Sum", "Mean") else _MIXED
     if kind.form != ROWS or axes is None:
         return _UNKNOWN
     rank = op.inputs[0].shape.rank
@@ -324,7 +332,7 @@ def _reduced(op: tf.Operation, kind: Kind) -> Kind:
         return Kind(LINEAR, kind.degree - (op.type == "Mean"))
     if op.type in ("Max", "Min") and kind.degree == 0:
         return Kind(MAX if op.type == "Max" else MIN)
-    return Kind(MIXED, origin=op)
+    return _MIXED
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.kinds import MIXED, SAME, UNKNOWN, Kind, Kinds
+from ncclsync.kinds import SAME, UNKNOWN, Kind, Kinds
 from ncclsync.ops import Collective, Share, running_in
 
 
@@ -151,7 +151,7 @@ class Trace:
 
     def doubt(self, what: str, kind: Kind) -> None:
         """Add to the doubts, if `kind` says so, that `what` is not exact."""
-        if kind.form == MIXED and kind.origin is not None:
+        if kind.origin is not None:
             self.doubts.append(
                 f"{what} is not exact on towers: {kind.origin.type}, at {user_line(kind.origin.traceback)}, "
                 "computes with what was reduced over the samples, and the towers' results do not add up. "

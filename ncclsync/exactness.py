@@ -45,10 +45,6 @@ _MIXES = (
     "mixes the samples of a batch with each other: on a tower, only those of its shard",
     "apply it to the data instead: dataset.map(layer)",
 )
-_KEEPS_ROWS = (
-    "its state has one row per sample of the batch, and a tower sees only its shard's rows",
-    "stateful=False, with the state as an input and an output of the model if it must be kept",
-)
 _COMPARES = (
     "as a function compares the samples of one tower's shard only, not those of the whole batch",
     "the class instead, keras.losses.Circle(), Dice() or Tversky(): on towers it sees the whole batch",
@@ -87,8 +83,6 @@ def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[An
     for layer in private.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
             yield layer, _NORMALISES
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            yield layer, _KEEPS_ROWS
         if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
             yield layer, _MIXES
         elif _draws(layer) and not invariant and id(layer) not in within:

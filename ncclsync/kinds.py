@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync import private
 from ncclsync.ops import Collective, Share
 from ncclsync.variables import Role, role_of
 
@@ -194,7 +195,7 @@ class Kinds:
 
     def _variable_of(self, handle: tf.Tensor) -> tf.Variable | None:
         if handle.name not in self._variables:
-            by_handle = {id(variable.handle): variable for variable in self._graph.variables}
+            by_handle = {id(variable.handle): variable for variable in private.variables_read_in(self._graph)}
             for outside, inside in self._graph.captures:
                 if id(outside) in by_handle:
                     self._variables[inside.name] = by_handle[id(outside)]

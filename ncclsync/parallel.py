@@ -120,6 +120,12 @@ def nccl_parallel(
         attach(model, replicas, sync_batch_norm)
         return model
 
+    # For `verify`, which builds the model on one device as well.
+    build.nccl_parallel_options = {  # type: ignore[attr-defined]
+        "bucket_bytes": bucket_bytes,
+        "sync_batch_norm": sync_batch_norm,
+        "batch_invariant_random": batch_invariant_random,
+    }
     return build
 
 

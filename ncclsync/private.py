@@ -54,6 +54,11 @@ def written_handles(op: tf.Operation) -> set[str]:
     return {tensor.name for tensor in writes}
 
 
+def variables_read_in(graph: Any) -> list[tf.Variable]:
+    """Return the variables that a FuncGraph has read, while it is traced as well as afterwards."""
+    return [*graph.variables, *graph._watched_variables]
+
+
 def is_stateful(op: tf.Operation) -> bool:
     """Return whether TensorFlow declares `op` stateful: a variable's op, a random draw, an assertion."""
     return op.op_def.is_stateful
@@ -262,6 +267,17 @@ def set_global_generator(generator: keras.random.SeedGenerator | None) -> None:
 def function_class() -> type:
     """Return the class of what `tf.function` returns."""
     return type(tf.function(lambda: None))
+
+
+@contextlib.contextmanager
+def states_replaced(layer: keras.layers.RNN, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `replace(state)` in place of each state that a stateful RNN layer assigns to in `call`."""
+    states = layer.states
+    vars(layer)["states"] = keras.tree.map_structure(replace, states)
+    try:
+        yield
+    finally:
+        vars(layer)["states"] = states
 
 
 def mask_of(tensor: Any) -> Any:

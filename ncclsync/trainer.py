@@ -14,6 +14,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
+from ncclsync.exactness import find_inexact
 from ncclsync.program import Program, Results
 from ncclsync.step import TowerStep, to_tensor, without_optionals
 from ncclsync.towers import TowerState
@@ -122,7 +123,13 @@ class ModelStep(TowerStep):
         if self._sync_batch_norm:
             synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
-        return self.trace_and_cut(getattr(model, self._name), specs, results, bool(model.jit_compile))
+        program = self.trace_and_cut(getattr(model, self._name), specs, results, bool(model.jit_compile))
+        if self._name == "train_step":
+            # Now, since some layers exist only once they are built.
+            invariant = self.towers.batch_invariant_random
+            for part in find_inexact(model, batch_invariant_random=invariant):
+                self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
+        return program
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

@@ -42,7 +42,7 @@ def verify(
 
     Args:
         build_model: the factory, without arguments, that returns a compiled model; decorated or not. Of a
-            decorated one the original is taken, without the decorator's arguments: pass them here.
+            decorated one the original is taken, with the decorator's options but for its towers and devices.
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over
             batches, such as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
         towers: how many; `devices=` decides instead if it is given.
@@ -65,6 +65,7 @@ def verify(
         Exception: what a step raises on one device or on the towers. The towers are closed then too.
     """
     factory = undecorated(build_model)
+    options = {**getattr(build_model, "nccl_parallel_options", {}), **options}
     devices = options.get("devices")
     count = towers if devices is None else len(devices)
     _check_arguments(factory, count, steps, batch_size, tolerance)

@@ -14,13 +14,20 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private
-from ncclsync.kinds import SAME, Kind
+from ncclsync.kinds import ROWS, SAME, Kind
 
 
 @contextlib.contextmanager
 def whole_batch_hooks() -> Iterator[None]:
     """Let losses and synchronised normalisation see the whole batch."""
-    with masks_counted(), losses_divided(), losses_gathered(), moments_synchronized():
+    with (
+        masks_counted(),
+        losses_divided(),
+        losses_gathered(),
+        moments_synchronized(),
+        states_divided(),
+        summaries_written_once(),
+    ):
         yield
 
 
@@ -135,6 +142,67 @@ def moments_synchronized() -> Iterator[None]:
         private.methods_wrapped([private.nn_functions()], "_compute_moments_sync", synchronizing_op),
     ):
         yield
+
+
+def states_divided() -> contextlib.AbstractContextManager[None]:
+    """Let a stateful RNN keep the states of the whole batch; a tower works on its samples' rows of them."""
+
+    def dividing(call: Callable) -> Callable:
+        @functools.wraps(call)
+        def divided_call(self, sequences, initial_state=None, **kwargs):
+            context = ops.current_context()
+            if context is None or not self.stateful:
+                return call(self, sequences, initial_state, **kwargs)
+            share = context.share
+            if initial_state is None:
+                rows = slice(share.begin, share.begin + share.rows)
+                initial_state = keras.tree.map_structure(lambda state: state.value[rows], self.states)
+            with private.states_replaced(self, _GatheredState):
+                return call(self, sequences, initial_state, **kwargs)
+
+        return divided_call
+
+    return private.methods_wrapped([keras.layers.RNN], "call", dividing)
+
+
+class _GatheredState:
+    """Takes what a layer assigns to a state for the tower's rows, and assigns the whole batch's."""
+
+    def __init__(self, state: keras.Variable) -> None:
+        self._state = state
+
+    def assign(self, rows: tf.Tensor) -> None:
+        self._state.assign(tf.ensure_shape(ops.all_gather(rows), self._state.shape))
+
+
+def summaries_written_once() -> contextlib.AbstractContextManager[None]:
+    """Let a summary within a step be written by tower 0 alone, with the batch's value."""
+
+    def writing(write: Callable) -> Callable:
+        @functools.wraps(write)
+        def written_once(tag, tensor, *args, **kwargs):
+            context = ops.current_context()
+            if context is None or not context.can_exchange():
+                return write(tag, tensor, *args, **kwargs)
+            value = _of_batch(tf.convert_to_tensor(tensor() if callable(tensor) else tensor), context)
+            return tf.cond(
+                tf.equal(context.share.tower, 0),
+                lambda: write(tag, value, *args, **kwargs),
+                lambda: tf.constant(False),
+            )
+
+        return written_once
+
+    return private.methods_wrapped([tf.summary], "write", writing)
+
+
+def _of_batch(value: tf.Tensor, context: ops.Context) -> tf.Tensor:
+    kind = context.kind_of(value)
+    if kind.form == ROWS:
+        return ops.all_gather(value)
+    if kind.collective is not None:
+        return ops.all_reduce(value, kind.collective.op)
+    return ops.all_reduce(value) if value.dtype.is_floating else value
 
 
 def synchronize_batch_norm(model: keras.Model) -> None:

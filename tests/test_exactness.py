@@ -107,11 +107,6 @@ FOUND = {
         "Dropout",
         "batch_invariant_random",
     ),
-    "a stateful layer": (
-        lambda: compiled(keras.Input(batch_shape=(4, 5, 3)), layers.LSTM(2, stateful=True, name="lstm")),
-        "/lstm",
-        "stateful=False",
-    ),
     "circle loss by name": (lambda: compiled(INPUT, loss="circle"), "loss 'circle'", "keras.losses.Circle()"),
     "dice loss as a function": (lambda: compiled(INPUT, loss=keras.losses.dice), "loss 'dice'", "Dice()"),
     "as an attribute": (lambda: with_attribute(keras.losses.tversky), "loss 'tversky'", "Tversky()"),

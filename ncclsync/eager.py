@@ -56,7 +56,12 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: TowerState) -
         finally:
             for turn in turns:
                 turn.cancel()
-        state.settle(shards, communicator)
+        for variable in state.settle(shards, communicator):
+            towers.warn_once(
+                f"run_eagerly: the step gave {variable.name} another value on each tower, which is settled "
+                "only at its end: floats by their mean, anything else as on tower 0. In a graph it is settled "
+                "where it is written."
+            )
         results = [turn.result for turn in turns]
         return _combine(results, shards, communicator, concat=name == "predict_step")
 
@@ -184,18 +189,22 @@ class _State:
                 variable.assign(self._before[id(variable)])
             raise
 
-    def settle(self, shards: Shards, communicator: CpuCommunicator) -> None:
-        """Leave in the model's variables what the towers have in common, by role."""
+    def settle(self, shards: Shards, communicator: CpuCommunicator) -> list[tf.Variable]:
+        """Leave in the model's variables what the towers have in common; return those that differed."""
+        differed = []
         for variable in self._variables:
             values = [tower[id(variable)] for tower in self._values]
             value = values[0]
             role = self._role(variable)
-            if role is Role.SUM:
+            if role in (Role.SUM, Role.PARTIAL):
                 value = exchange(values, Collective("all_reduce", "sum"), shards, communicator)[0]
-            elif role is Role.SAME and value.dtype.is_floating and not _all_equal(values):
-                value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
+            elif role is Role.SAME and not _all_equal(values):
+                differed.append(variable)
+                if value.dtype.is_floating:
+                    value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
             variable.assign(value)
         private.set_global_generator(self.generator)
+        return differed
 
 
 class _Turn:

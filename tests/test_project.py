@@ -29,7 +29,7 @@ LAYERS = (
     ("variables",),
     ("kinds",),
     ("program",),
-    ("hooks", "randomness", "variables", "whole_batch"),
+    ("hooks", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
     ("exchanges", "segment"),
     ("cut",),

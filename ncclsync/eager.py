@@ -59,7 +59,7 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: TowerState) -
         for variable in state.settle(shards, communicator):
             towers.warn_once(
                 f"run_eagerly: the step gave {variable.name} another value on each tower, which is settled "
-                "only at its end: floats by their mean, anything else as on tower 0. In a graph it is settled "
+                "only at its end: floats by their mean, anything else as on tower 0. A graph settles it "
                 "where it is written."
             )
         results = [turn.result for turn in turns]

@@ -370,3 +370,157 @@ def test_metrics_of():
     for found in (before, after):
         assert {id(metric), id(weighted)} <= {id(one) for one in found}
         assert any(one.name == "loss" for one in found)
+
+
+def test_variables_read_in():
+    """A variable is known as soon as it was read, before the trace is complete."""
+    variable, seen = tf.Variable(1.0, trainable=False), []
+
+    def step():
+        value = variable + 1.0
+        seen.extend(private.variables_read_in(tf.compat.v1.get_default_graph()))
+        return value
+
+    function = tf.function(step, autograph=False).get_concrete_function()
+    assert seen == [variable] or seen[0] is variable
+    assert variable in [one for one in private.variables_read_in(function.graph) if one is variable]
+
+
+def accumulating():
+    variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    return optimizer, variables
+
+
+def test_accumulation_of_an_optimizer():
+    """Built as `apply` would, told when it updates, and which variables it accumulates in."""
+    optimizer, variables = accumulating()
+    assert private.accumulates(optimizer) and not private.accumulates(keras.optimizers.Adam())
+    assert private.built_for(optimizer, variables) == variables and optimizer.built
+    assert private.built_for(optimizer, None) == variables
+    due = []
+    for _ in range(4):
+        due.append(bool(private.update_is_due(optimizer)))
+        optimizer.apply([tf.ones([2]), tf.ones([1])])
+    assert due == [False, True, False, True]
+    optimizer.apply([tf.constant([5.0, 6.0]), tf.ones([1])])
+    second, first = private.accumulators(optimizer, variables[::-1])
+    np.testing.assert_array_equal(first.numpy(), [5.0, 6.0])
+    np.testing.assert_array_equal(second.numpy(), [1.0])
+
+
+def test_accumulators_emptied():
+    """`apply` takes what it is given for the whole sum, and leaves the accumulators alone."""
+    optimizer, variables = accumulating()
+    gradients = [tf.constant([2.0, 4.0]), tf.constant([6.0])]
+    private.built_for(optimizer, variables)
+    for _ in range(2):
+        with private.accumulators_emptied(optimizer):
+            optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[0].numpy(), [0.9, 1.8])
+    for accumulator in private.accumulators(optimizer, variables):
+        np.testing.assert_array_equal(accumulator.numpy(), np.zeros(accumulator.shape))
+    for _ in range(2):
+        optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[0].numpy(), [0.7, 1.4], rtol=1e-6)
+
+
+def test_partial_and_shared():
+    """A mark on this one variable, that goes with it."""
+    one, other = tf.Variable(1.0), tf.Variable(1.0)
+    private.set_partial(one)
+    private.set_shared(other)
+    assert (private.is_partial(one), private.is_partial(other)) == (True, False)
+    assert (private.is_shared(one), private.is_shared(other)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda v: v.numpy(),
+        lambda v: v.value(),
+        lambda v: v.read_value(),
+        lambda v: tf.convert_to_tensor(v),
+        lambda v: v + 1.0,
+        lambda v: np.asarray(v),
+        lambda v: tf.train.Checkpoint(v=v).write("checkpoint"),
+    ],
+)
+def test_watch_reads(read, tmp_path, monkeypatch):
+    """Every way to a variable's value passes the watch, until it is taken off."""
+    monkeypatch.chdir(tmp_path)
+    variable, seen = tf.Variable(1.0), []
+    private.watch_reads(variable, lambda: seen.append(1))
+    read(variable)
+    assert seen
+    private.unwatch_reads(variable)
+    seen.clear()
+    read(variable)
+    assert not seen
+
+
+def test_functions_of_losses_and_moments():
+    """Keras' losses and moments go through these functions of these modules."""
+    calls = []
+
+    def counting(function):
+        def counted(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return counted
+
+    x = tf.ones([3, 2])
+    masked = keras.layers.Masking()(tf.ones([2, 3, 4]))
+    with (
+        private.methods_wrapped([private.loss_functions()], "apply_mask", counting),
+        private.methods_wrapped([private.loss_functions()], "reduce_values", counting),
+        private.methods_wrapped([private.nn_functions()], "_compute_moments_sync", counting),
+    ):
+        keras.losses.MeanSquaredError()(x, x)
+        assert calls == ["apply_mask", "reduce_values"]
+        keras.ops.moments(x, axes=[0], synchronized=True)
+        assert calls[2:] == ["_compute_moments_sync"]
+    assert private.mask_of(masked) is not None and private.mask_of(x) is None
+
+
+def test_reduction_axes():
+    """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
+    layer = keras.layers.BatchNormalization(axis=1)
+    layer.build((None, 3, 4))
+    assert private.reduction_axes(layer) == [0, 2]
+    mean, variance = layer._moments(tf.ones([2, 3, 4]), None)
+    assert mean.shape == variance.shape == (3,)
+
+
+def test_states_replaced():
+    """A stateful layer assigns to what stands in place of its states, and has them back afterwards."""
+    layer = keras.layers.LSTM(2, stateful=True)
+    layer.build((4, 3, 5))
+    states, assigned = layer.states, []
+
+    class Taker:
+        def __init__(self, state):
+            self.assign = assigned.append
+
+    with private.states_replaced(layer, Taker):
+        layer(tf.ones([4, 3, 5]), initial_state=[tf.zeros([4, 2]), tf.zeros([4, 2])])
+    assert layer.states is states and [value.shape for value in assigned] == [(4, 2), (4, 2)]
+    assert not np.any(states[0].numpy())
+
+
+def test_shared_function():
+    """It is neither inlined nor made special for a caller; TensorFlow keeps both attributes."""
+    function = private.shared_function(lambda x: [x + 1.0], [tf.TensorSpec([])], False)
+    assert float(function(tf.constant(1.0))[0]) == 2.0
+    attributes = function.function_def.attr
+    assert attributes["_noinline"].b and attributes["_nospecialize"].b
+    with pytest.raises(ValueError, match="nospecialize"):  # if not: no need for the private way any more
+        tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
+
+
+def test_is_jit_compiled():
+    """What `tf.function` was asked for."""
+    assert private.is_jit_compiled(tf.function(lambda x: x, jit_compile=True))
+    assert not private.is_jit_compiled(tf.function(lambda x: x))
+    assert not private.is_jit_compiled(lambda x: x)

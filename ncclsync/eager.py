@@ -260,6 +260,9 @@ class _Turn:
     def taken_as(self, kind: Kind) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def implied(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def differentiating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

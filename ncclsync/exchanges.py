@@ -61,6 +61,7 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
     result_reads = _result_reads(graph)
     renamed: dict[str, str] = {}
     wanted = _needed_by_losses(graph) if results is Results.EACH else set(graph.by_name)
+    wanted -= _asked_for(graph)
     kinds = graph.kinds
     meetings = {name: met for name, met in kinds.meetings.items() if op_name(name) in wanted}
     input_meetings = {place: met for place, met in kinds.input_meetings.items() if place[0] in wanted}
@@ -130,6 +131,12 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
     for tensor in graph.results:
         name = renamed.get(tensor.name, tensor.name)
         graph.outputs.append(_settle_output(graph, name, differs, results))
+
+
+def _asked_for(graph: StepGraph) -> set[str]:
+    """What a collective of the step itself is given: each tower's own value is meant."""
+    asked = [mark.name for mark in graph.marks.values() if mark.explicit and mark.name in graph.inputs]
+    return set().union(*(_ancestors(graph, name) for name in asked))
 
 
 def _needed_by_losses(graph: StepGraph) -> set[str]:

@@ -56,8 +56,12 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
             for source, leaf, own in zip(flat_sources, leaves, shared, strict=True):
                 if not own and tf.is_tensor(leaf) and context.kind_of(source) == Kind(ROWS):
                     context.note_kind([leaf], Kind(ROWS))
+            rest = context.share.split_fraction()[1]
+            leaves = [None if leaf is None else _scaled(leaf, rest) for leaf in leaves]
             parts = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
-            for i, total in enumerate(ops.add_gradients(parts)):
+            with context.implied():
+                totals = ops.add_gradients(parts)
+            for i, total in enumerate(totals):
                 if total is not None:
                     context.of_shard[id(total)] = total, leaves[i]
                     leaves[i] = total
@@ -80,10 +84,12 @@ def _parts(target: Any, output_gradients: Any, context: Context) -> tuple[list[A
     else:
         given = [leaf for leaf in tf.nest.flatten(output_gradients) if leaf is not None]
     parts = []
+    power, rest = context.share.split_fraction()
     for leaf, upstream in zip(targets, given, strict=True):
         kind = context.note_loss(leaf)
         adds_up = kind.is_sum or (leaf.shape.rank != 0 and not kind.is_mean)
-        parts.append(upstream if adds_up else upstream * tf.cast(context.share.fraction, upstream.dtype))
+        factor = 1.0 / rest if adds_up else power  # times `rest`, at the end
+        parts.append(upstream * tf.cast(factor, upstream.dtype))
     return targets, parts
 
 
@@ -113,7 +119,8 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
                     return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
                 # What no tape gave, or what the step has changed, counts by the samples.
                 others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
-                added, means = ops.add_gradients(parts), _means(others, context)
+                with context.implied():
+                    added, means = ops.add_gradients(parts), _means(others, context)
                 reduced = [m if a is None else a for a, m in zip(added, means, strict=True)]
                 return apply(self, reduced, trainable_variables, **kwargs)
 
@@ -134,10 +141,14 @@ def _means(gradients: Sequence[Any], context: Context) -> list[Any]:
 
 def _weighted(gradient: Any, context: Context) -> Any:
     """Return the tower's part of a gradient that counts by the samples."""
-    fraction = tf.cast(context.share.fraction, gradient.dtype)
+    return _scaled(gradient, context.share.fraction)
+
+
+def _scaled(gradient: Any, factor: tf.Tensor) -> Any:
+    factor = tf.cast(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * fraction, gradient.indices, gradient.dense_shape)
-    return gradient * fraction
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def _apply_accumulated(

@@ -65,6 +65,15 @@ class Share(NamedTuple):
     begin: tf.Tensor
     total: tf.Tensor
 
+    def split_fraction(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the power of two that is nearest to `fraction`, and what it is to be multiplied by.
+
+        A gradient that flows back is multiplied by a power of two without rounding, in any dtype.
+        """
+        logarithm = tf.math.log(self.fraction) / tf.math.log(tf.constant(2.0, tf.float64))
+        power = tf.where(self.fraction > 0, tf.pow(tf.constant(2.0, tf.float64), tf.round(logarithm)), 0.0)
+        return power, tf.math.divide_no_nan(self.fraction, power)
+
 
 class Context(Protocol):
     """Whoever runs a step on towers; decides what a collective in it does.
@@ -100,6 +109,10 @@ class Context(Protocol):
 
     def taken_as(self, kind: Any) -> contextlib.AbstractContextManager[None]:
         """While it is open, what is computed is of that kind, whatever its ops tell."""
+        ...
+
+    def implied(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, no collective is one that the step itself asks for."""
         ...
 
     def differentiating(self) -> contextlib.AbstractContextManager[None]:
@@ -282,16 +295,22 @@ def _adjoint(
     What a tower differentiates is its part of the batch's loss (`hooks.gradients_taped`), so that the loss'
     gradient of a result is the sum of the towers' `upstream`.
     """
+    rest = context.share.split_fraction()[1]  # what all that flows back is yet to be multiplied by
+
+    def met(adjoint):
+        parts = [tensor * tf.cast(rest, tensor.dtype) for tensor in upstream]
+        return [total / tf.cast(rest, total.dtype) for total in _exchange(context, parts, adjoint)]
+
     if collective.kind == "broadcast":
-        return _exchange(context, upstream, Collective("reduce", root=collective.root))
+        return met(Collective("reduce", root=collective.root))
     if collective.kind == "reduce":
-        return _exchange(context, upstream, Collective("broadcast", root=collective.root))
+        return met(Collective("broadcast", root=collective.root))
     if collective.op not in ("mean", "sum"):
         raise ValueError(
             "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
             f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
         )
-    sums = _exchange(context, upstream, Collective("all_reduce", "sum"))
+    sums = met(Collective("all_reduce", "sum"))
     if collective.concatenates:
         pairs = zip(values, sums, strict=True)
         return [_own_rows(context.share, collective, tf.shape(value)[0], total) for value, total in pairs]

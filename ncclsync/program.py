@@ -120,11 +120,13 @@ class Mark:
         name: the op's.
         collective: what it stands for.
         conditional: whether its last tensor tells if the collective happens.
+        explicit: whether the step itself asks for it: then each tower's own value is meant to go in.
     """
 
     name: str
     collective: Collective
     conditional: bool
+    explicit: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,7 @@ class _Marking:
         self.graph: Any = None
         self.share: Any = None
         self.kinds: Any = None
+        self._implied = False
         self.of_shard: dict[int, tuple[Any, Any]] = {}
         self.losses: list[tf.Tensor] = []
         self.doubted: list[tuple[str, Kind]] = []
@@ -185,7 +188,8 @@ class _Marking:
             )
         conditions = [] if when is None else [when]
         outputs = tf.identity_n([*tensors, *conditions], name="ncclsync_mark")
-        self.marks.append((self.graph, Mark(outputs[0].op.name, collective, when is not None)))
+        mark = Mark(outputs[0].op.name, collective, when is not None, explicit=not self._implied)
+        self.marks.append((self.graph, mark))
         results = outputs[: len(tensors)]
         if collective.concatenates:
             # On several towers there will be more rows, which what is traced from here on must not know.
@@ -201,9 +205,17 @@ class _Marking:
         self.note_kind([t for op in self.graph.get_operations()[before:] for t in op.outputs], kind)
 
     @contextlib.contextmanager
+    def implied(self) -> Iterator[None]:
+        before, self._implied = self._implied, True
+        try:
+            yield
+        finally:
+            self._implied = before
+
+    @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
         before = len(self.graph.get_operations())
-        with self.taken_as(Kind(UNKNOWN)):
+        with self.taken_as(Kind(UNKNOWN)), self.implied():
             yield
         self.kinds.backward.update(op.name for op in self.graph.get_operations()[before:])
 
@@ -252,6 +264,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     traced_step = Trace(function, marks, losses, marking.kinds, [])
     for what, kind in marking.doubted:
         traced_step.doubt(what, kind)
+    # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
+    vars(marking).clear()
     return traced_step
 
 

@@ -41,10 +41,12 @@ def masks_counted() -> contextlib.AbstractContextManager[None]:
         @functools.wraps(apply_mask)
         def counted_mask(sample_weight, mask, dtype, reduction):
             averages = reduction in ("mean", "sum_over_batch_size")
-            if ops.current_context() is None or mask is None or not averages:
+            context = ops.current_context()
+            if context is None or mask is None or not averages:
                 return apply_mask(sample_weight, mask, dtype, reduction)
             counts = [keras.ops.size(mask), keras.ops.sum(keras.ops.cast(mask, "int32"))]
-            total, valid = ops.all_reduce([keras.ops.cast(count, dtype) for count in counts], op="sum")
+            with context.implied():
+                total, valid = ops.all_reduce([keras.ops.cast(count, dtype) for count in counts], op="sum")
             return apply_mask(sample_weight, mask, dtype, "sum") * keras.ops.divide_no_nan(total, valid)
 
         return counted_mask
@@ -70,7 +72,9 @@ def losses_divided() -> contextlib.AbstractContextManager[None]:
                 return reduce_values(values, sample_weight, reduction)
             loss = reduce_values(values, sample_weight, "sum")
             if by_weight:
-                weight = ops.all_reduce(keras.ops.cast(keras.ops.sum(sample_weight), loss.dtype), op="sum")
+                weight = keras.ops.cast(keras.ops.sum(sample_weight), loss.dtype)
+                with context.implied():
+                    weight = ops.all_reduce(weight, op="sum")
                 loss = keras.ops.divide_no_nan(loss, weight)
             return loss / keras.ops.cast(context.share.fraction, loss.dtype)
 
@@ -85,14 +89,16 @@ def losses_gathered() -> contextlib.AbstractContextManager[None]:
     def gathering(call: Callable) -> Callable:
         @functools.wraps(call)
         def gathered_call(self, y_true, y_pred, sample_weight=None):
-            if ops.current_context() is None or not _mixes_samples(self):
+            context = ops.current_context()
+            if context is None or not _mixes_samples(self):
                 return call(self, y_true, y_pred, sample_weight)
             mask = private.mask_of(y_pred)
             if mask is not None:
                 raise ValueError(
                     f"Expected no mask on the outputs of {type(self).__name__}. Received: {mask}"
                 )
-            gathered = ops.all_gather([y_true, y_pred, sample_weight])
+            with context.implied():
+                gathered = ops.all_gather([y_true, y_pred, sample_weight])
             with ops.running_in(None):  # from here on this is the whole batch
                 return call(self, *gathered)
 
@@ -231,7 +237,8 @@ def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf
     context = ops.current_context()
     with contextlib.nullcontext() if context is None else context.taken_as(Kind(SAME)):
         shard = _shard_moments(inputs, axes, mask)
-    moments = ops.stack(tf.stack(shard))  # [N, 3, C]
+    with contextlib.nullcontext() if context is None else context.implied():
+        moments = ops.stack(tf.stack(shard))  # [N, 3, C]
     counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
     # As Keras does: a batch of which nothing counts has a mean of zero.
     epsilon = 0.0 if mask is None else keras.backend.epsilon()

@@ -195,12 +195,12 @@ LOSSES = {
 }
 
 
-def custom(loss):
+def custom(loss, **compile_arguments):
     def factory():
         keras.utils.set_random_seed(1)
         parts = [keras.Input((12,)), layers.Dense(8, activation="relu"), layers.Dense(5)]
         model = Custom(parts, loss)
-        model.compile(optimizers.SGD(0.01))
+        model.compile(optimizers.SGD(0.01), **compile_arguments)
         return model
 
     return factory
@@ -211,6 +211,21 @@ def everything(model):
 
 
 CASES = {name: Case(custom(loss), everything) for name, loss in LOSSES.items()}
+
+
+def test_what_a_collective_of_the_step_is_given_is_each_towers_own():
+    """Nothing meets on the way to it: here the largest shard, not the batch, has 5 rows and 2 more."""
+
+    class Asking(keras.Sequential):
+        def train_step(self, batch):
+            return {"largest": ops.all_reduce(tf.shape(batch[0])[0] + 2, "max")}
+
+    def factory():
+        model = Asking([keras.Input((12,)), layers.Dense(5)])
+        model.compile()
+        return model
+
+    assert on_towers(factory, 4).train_on_batch(X[:17], Y[:17], return_dict=True)["largest"] == 7
 
 
 @pytest.mark.parametrize("name, towers", spread(CASES))
@@ -245,6 +260,15 @@ def test_a_layer_that_is_not_exact_is_warned_of(caplog):
         warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(warned) == count, warned
         assert all("BatchNormalization" in text and "sync_batch_norm=True" in text for text in warned)
+
+
+def test_what_eager_steps_settle_late_is_told(caplog):
+    """A variable that a step gives each tower's own value, where no graph shows how it adds up."""
+    model = on_towers(custom(LOSSES["root"], run_eagerly=True), 2)
+    model.fit(X[:7], Y[:7], epochs=2, verbose=0)
+    warned = [record.message for record in caplog.records if record.message.startswith("run_eagerly")]
+    assert len(warned) == len(set(warned)) and any("rows" in text for text in warned)
+    assert model.towers.divergence() == 0.0
 
 
 def test_no_warning_for_an_exact_model(caplog):

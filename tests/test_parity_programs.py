@@ -350,6 +350,29 @@ class Experts(layers.Layer):
         return found * tf.reduce_max(shares, -1, keepdims=True)
 
 
+def stateful(recurrent):
+    """A recurrent layer that keeps one state per row of the batch, of 20 rows, from batch to batch."""
+
+    def factory():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input(batch_shape=(20, 7, 4)), recurrent(), layers.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True), metrics=["accuracy"])
+        return model
+
+    return factory
+
+
+def states_kept(model):
+    """Two epochs of three batches, the states' reset, and predictions that depend on their order."""
+    x, y = data(60, 28)
+    x = x.reshape(60, 7, 4)
+    fitted = fit(x, y, epochs=2)(model)
+    states = [np.asarray(v) for v in model.non_trainable_variables]
+    predicted = model.predict(x, batch_size=20, verbose=0)
+    model.layers[0].reset_state()
+    return [fitted, states, predicted, model.evaluate(x, y, batch_size=20, verbose=0)]
+
+
 class ListOutputs(keras.Model):
     """Subclassed, returns a list, in which one output has no loss."""
 
@@ -516,7 +539,6 @@ STEPS = {
     "one_tape_two_optimizers": Case(sequential(dense, cls=OneTapeTwoOptimizers), fit(X, Y)),
     "scalar_tracker": Case(sequential(dense, cls=ScalarTracker), fit(X, Y)),
     "own_variables": Case(sequential(dense, cls=Counting), all_ways(X, Y)),
-    "own_variables_eagerly": Case(sequential(dense, cls=Counting, run_eagerly=True), all_ways(X, Y)),
     "own_weight": Case(sequential(dense, cls=OwnWeight, optimizer=sgd), all_ways(X, Y)),
     "own_table": Case(own_table, fit(FIELDS["letter"], Y)),
     "regularised": Case(
@@ -536,9 +558,6 @@ MODELS = {
     ),
     "list_outputs": Case(list_outputs, all_ways(X, [Y, X[:, :3], X[:, :2]])),
     "layer_with_state": Case(sequential(dense, Stateful, optimizer=sgd), all_ways(X, Y)),
-    "layer_with_state_eagerly": Case(
-        sequential(dense, Stateful, optimizer=sgd, run_eagerly=True), fit(X, Y, epochs=2)
-    ),
     "layer_counts_rows": Case(sequential(dense, CountsRows, optimizer=sgd), fit(X, Y, epochs=2)),
     "layer_counts_all_rows": Case(sequential(dense, CountsAllRows, optimizer=sgd), fit(X, Y, epochs=2)),
     "experts": Case(sequential(Experts, optimizer=sgd), all_ways(X, Y)),
@@ -552,6 +571,10 @@ MODELS = {
         fit(IDS, Y, epochs=2),
     ),
     "tied_embedding": Case(functional(tied, (7,), dtype="int32"), fit(IDS, Y)),
+    "stateful_lstm": Case(stateful(lambda: layers.LSTM(4, stateful=True)), states_kept),
+    "stateful_bidirectional_gru": Case(
+        stateful(lambda: layers.Bidirectional(layers.GRU(3, stateful=True))), states_kept
+    ),
     "masked_lstm": Case(
         sequential(
             lambda: layers.Embedding(20, 4, mask_zero=True),

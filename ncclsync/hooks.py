@@ -45,11 +45,12 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
         @functools.wraps(gradient)
         def adding_gradient(self, target, sources, output_gradients=None, **kwargs):
             context = ops.current_context()
-            # In a branch or a loop nothing can be added up; the optimizer does it later.
-            if context is None or not context.can_exchange():
+            # In a branch or a loop nothing can be added up; the optimizer does it later. And a tape within a
+            # gradient, which computes something again to differentiate it, is a part of that gradient.
+            if context is None or not context.can_exchange() or _is_nested("gradient"):
                 return gradient(self, target, sources, output_gradients, **kwargs)
             target, output_gradients = _parts(target, output_gradients, context)
-            with context.differentiating():
+            with context.differentiating(), _nesting("gradient"):
                 gradients = gradient(self, target, sources, output_gradients, **kwargs)
             leaves, flat_sources = tf.nest.flatten(gradients), tf.nest.flatten(sources)
             shared = [isinstance(source, (tf.Variable, keras.Variable)) for source in flat_sources]

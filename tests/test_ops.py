@@ -358,3 +358,32 @@ def test_small_buckets_make_more_collectives():
     with counted(model.towers.communicator) as calls:
         model.train_on_batch(X, Y)
     assert len(calls) == 4 + 4
+
+
+@pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])
+def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, steps, expected):
+    """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's
+    accumulators read as one device's in between.
+    """
+    reduce, large = CpuCommunicator.all_reduce, []
+
+    def counting(self, sends, recvs, op="sum"):
+        if np.size(sends[0]) >= 12 * 16:
+            large.append(np.size(sends[0]))
+        return reduce(self, sends, recvs, op)
+
+    monkeypatch.setattr(CpuCommunicator, "all_reduce", counting)
+
+    def factory():
+        return mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps))
+
+    model, alone = on_towers(factory, TOWERS), factory()
+    for one in (model, alone):
+        one.fit(X[:48], Y[:48], batch_size=6, verbose=0, shuffle=False)
+    assert len(large) == expected
+    for one in (model, alone):
+        one.train_on_batch(X[48:], Y[48:])
+    assert_close(
+        [v.numpy() for v in model.optimizer.variables], [v.numpy() for v in alone.optimizer.variables]
+    )
+    assert_close(model.get_weights(), alone.get_weights())

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.run(given)
     except _UsageError as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
-    except Exception:
-        # Not left to Python, whose exit code is 1: nothing was compared, and so nothing differs.
+    except Exception:  # whatever the user's factory raises
+        # Not left to Python, whose exit code is 1: a script would take it that the models differ.
         traceback.print_exc()
     return NOT_COMPARED
 

@@ -56,13 +56,17 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
     expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
     for name, value in expected.items():
         yield "evaluate", name, actual.get(name, np.nan), value
-    try:
-        outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
-    except NotImplementedError:
+    if not (_defines(one, "call") or _defines(one, "predict_step")):
         return  # a model that has nothing but steps of its own predicts nothing
+    outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
     others = keras.tree.flatten(other.predict_on_batch(batch[0]))
     for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
         yield "predict", f"output {i}", output, value
+
+
+def _defines(model: keras.Model, method: str) -> bool:
+    """Whether the model has a method of its own where `keras.Model` has but a default."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
@@ -87,10 +91,9 @@ def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Vari
 def _create_state(model: keras.Model, batch: Batch) -> None:
     """Create the variables of a model that has none before it is called, and those of its optimizer."""
     if not model.built:
-        try:
-            model(keras.tree.map_structure(tf.convert_to_tensor, batch[0]), training=False)
-        except NotImplementedError:
+        if not _defines(model, "call"):
             return  # nothing but a train_step: it will create all from the same seed
+        model(keras.tree.map_structure(tf.convert_to_tensor, batch[0]), training=False)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

@@ -2,7 +2,8 @@
 
 A value that was computed from a shard stands for the batch's only if one knows how shards add up: a mean by
 the mean, a sum or a count by the sum, a maximum by the maximum. `Kinds` tells that from the ops that computed
-it; where it cannot tell, or where shards do not add up at all (a ratio of two sums), it says so.
+it. A ratio of two sums is of none of these: there it tells which tensors must meet before (`meetings`); and
+where it cannot tell at all, it says so.
 """
 
 import dataclasses

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops import Collective, group_all_reduce, group_broadcast
+from ncclsync.group_ops import group_all_reduce, group_broadcast
+from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
 from ncclsync.shard import Shards
 from ncclsync.towers import TowerState

@@ -39,7 +39,7 @@ class Towers(TowerState):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Choose devices and backend, and join them; arguments of `TowerState`."""
+        """Choose devices and backend, and join them: arguments, defaults and errors of `TowerState`."""
         super().__init__(*args, **kwargs)
         self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()

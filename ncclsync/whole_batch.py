@@ -1,4 +1,4 @@
-"""What losses and normalisation divide by: the whole batch, not the shard.
+"""What is of the whole batch, not of the shard: what losses and normalisation divide by, states, summaries.
 
 Each function returns a context manager, as in `hooks.py`. A mean over samples needs none of this, since the
 means of shards are combined by the shards' samples. What is normalised by anything else does: by masks or
@@ -19,7 +19,7 @@ from ncclsync.kinds import ROWS, SAME, Kind
 
 @contextlib.contextmanager
 def whole_batch_hooks() -> Iterator[None]:
-    """Let losses and synchronised normalisation see the whole batch."""
+    """Let losses, synchronised normalisation, stateful RNNs and summaries see the whole batch."""
     with (
         masks_counted(),
         losses_divided(),
@@ -163,7 +163,7 @@ def states_divided() -> contextlib.AbstractContextManager[None]:
             if initial_state is None:
                 rows = slice(share.begin, share.begin + share.rows)
                 initial_state = keras.tree.map_structure(lambda state: state.value[rows], self.states)
-            with private.states_replaced(self, _GatheredState):
+            with private.states_replaced(self, functools.partial(_GatheredState, context)):
                 return call(self, sequences, initial_state, **kwargs)
 
         return divided_call
@@ -174,11 +174,14 @@ def states_divided() -> contextlib.AbstractContextManager[None]:
 class _GatheredState:
     """Takes what a layer assigns to a state for the tower's rows, and assigns the whole batch's."""
 
-    def __init__(self, state: keras.Variable) -> None:
+    def __init__(self, context: ops.Context, state: keras.Variable) -> None:
+        self._context = context
         self._state = state
 
     def assign(self, rows: tf.Tensor) -> None:
-        self._state.assign(tf.ensure_shape(ops.all_gather(rows), self._state.shape))
+        with self._context.implied():
+            gathered = ops.all_gather(rows)
+        self._state.assign(tf.ensure_shape(gathered, self._state.shape))
 
 
 def summaries_written_once() -> contextlib.AbstractContextManager[None]:

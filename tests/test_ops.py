@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import native, ops
+from ncclsync import group_ops, native, ops
 from ncclsync.communicator import CpuCommunicator
 
 TOWERS = 4
@@ -286,7 +286,9 @@ def test_group_collectives_of_every_dtype(dtype):
         @tf.function
         def joined():
             tensors = [unique(dtype, i) for i in range(3)]
-            return ops.group_all_reduce(tensors, communicator), ops.group_broadcast(tensors, communicator, 1)
+            return group_ops.group_all_reduce(tensors, communicator), group_ops.group_broadcast(
+                tensors, communicator, 1
+            )
 
         reduced, copied = joined()
     base = np.arange(6).reshape(3, 2) % 4
@@ -314,7 +316,7 @@ def test_group_on_devices(loops):
     @tf.function
     def doubled(*tensors):
         def body(step, *values):
-            joined = ops._group_on_devices(list(values), communicator.all_reduce)
+            joined = group_ops._group_on_devices(list(values), communicator.all_reduce)
             return (step + 1, *joined)
 
         return tf.while_loop(lambda step, *_: step < loops, body, (0, *tensors), parallel_iterations=1)[1:]

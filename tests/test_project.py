@@ -24,7 +24,7 @@ LAYERS = (
     ("native",),
     ("buffers",),
     ("communicator",),
-    ("ops",),
+    ("group_ops", "ops"),
     ("bucket", "devices", "private", "shard"),
     ("variables",),
     ("kinds",),

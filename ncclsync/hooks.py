@@ -120,8 +120,10 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
                     return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
                 # What no tape gave, or what the step has changed, counts by the samples.
                 others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
+                add_up = _adds_rows_up(self)
                 with context.implied():
-                    added, means = ops.add_gradients(parts), _means(others, context)
+                    added = ops.add_gradients(parts, rows_add_up=add_up)
+                    means = _means(others, context, add_up)
                 reduced = [m if a is None else a for a, m in zip(added, means, strict=True)]
                 return apply(self, reduced, trainable_variables, **kwargs)
 
@@ -130,14 +132,24 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
     return private.methods_wrapped(private.loaded_classes(keras.Optimizer), "apply", reducing)
 
 
-def _means(gradients: Sequence[Any], context: Context) -> list[Any]:
+def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
+    """Whether a repeated row of a sparse gradient is to an optimizer what the sum of its slices is.
+
+    Not to one that clips or squares: Keras' do so with each slice by itself.
+    """
+    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    return type(optimizer) is keras.optimizers.SGD and not any(clips)
+
+
+def _means(gradients: Sequence[Any], context: Context, rows_add_up: bool) -> list[Any]:
     sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     dense = [None if is_sparse else g for g, is_sparse in zip(gradients, sparse, strict=True)]
     gathered = [
         _weighted(g, context) if is_sparse else None for g, is_sparse in zip(gradients, sparse, strict=True)
     ]
     means = ops.all_reduce(dense, op="mean")
-    return [m if g is None else g for m, g in zip(means, ops.add_gradients(gathered), strict=True)]
+    added = ops.add_gradients(gathered, rows_add_up=rows_add_up)
+    return [m if g is None else g for m, g in zip(means, added, strict=True)]
 
 
 def _weighted(gradient: Any, context: Context) -> Any:

@@ -225,14 +225,16 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     return row if context is None else _exchange(context, [row], Collective("stack"))[0]
 
 
-def add_gradients(gradients: Sequence[Any]) -> list[Any]:
+def add_gradients(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     """Add up the towers' parts of the batch's gradients.
 
-    Sparse gradients are gathered, not added up: an optimizer then sees the very slices that one device would
-    have, repeated rows included, which Keras' adaptive optimizers do not treat as their sum.
+    Sparse gradients are gathered: an optimizer then sees the very slices that one device would have, repeated
+    rows included. Where `rows_add_up`, their dense sum is taken instead if that moves fewer bytes.
 
     Args:
         gradients: tensors, `tf.IndexedSlices` or None; of each, what this tower's samples contribute.
+        rows_add_up: whether it makes no difference to whoever gets the gradients that a row which several
+            slices name is given as their sum. (To Keras' adaptive optimizers it does: they square slices.)
 
     Returns:
         The same kinds, in the same order.
@@ -243,10 +245,36 @@ def add_gradients(gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
     added = all_reduce([None if i in sparse else g for i, g in enumerate(gradients)], op="sum")
     for i in sparse:
-        slices = gradients[i]
-        gathered = _exchange(context, [slices.values, slices.indices], Collective("all_gather"))
-        added[i] = tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
+        add = _add_slices if rows_add_up else _gather_slices
+        added[i] = add(context, gradients[i])
     return added
+
+
+def _gather_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    gathered = _exchange(context, [slices.values, slices.indices], Collective("all_gather"))
+    return tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
+
+
+def _add_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Gather slices, or reduce their dense sum, whichever moves fewer bytes; decided anew for each batch.
+
+    By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
+    all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
+    """
+    values, indices = slices.values, slices.indices
+    rows, height = tf.shape(values)[0], tf.cast(slices.dense_shape[0], tf.int64)
+    width = tf.cast(tf.reduce_prod(tf.shape(values)[1:]), tf.int64) * values.dtype.size  # bytes of a row
+    total = _exchange(context, [tf.cast(rows, tf.int64)], Collective("all_reduce", "sum"))[0]
+    dense = 2 * height * width < total * (width + indices.dtype.size)
+    kept = tf.where(dense, 0, rows)
+    height = tf.where(dense, height, tf.zeros_like(height))
+    gathered = _gather_slices(context, tf.IndexedSlices(values[:kept], indices[:kept], slices.dense_shape))
+    summed = tf.math.unsorted_segment_sum(values[kept:], indices[kept:], height)
+    summed = _exchange(context, [summed], Collective("all_reduce", "sum"))[0]
+    every = tf.cast(tf.range(height), indices.dtype)
+    return tf.IndexedSlices(
+        tf.concat([gathered.values, summed], 0), tf.concat([gathered.indices, every], 0), slices.dense_shape
+    )
 
 
 def _map_collective(structure: Any, collective: Collective) -> Any:

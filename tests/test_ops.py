@@ -54,6 +54,40 @@ def test_indexed_slices_become_dense():
     np.testing.assert_array_equal(ops.all_reduce([slices], "sum")[0], [[2.0], [0.0], [5.0]])
 
 
+class Recording:
+    """A step on one tower of several alike, of which this one tells what it would send."""
+
+    def __init__(self, towers):
+        self.towers, self.sent = towers, []
+
+    def exchange(self, tensors, collective, when=None):
+        if tensors[0].shape.rank == 0:
+            return [tensor * self.towers for tensor in tensors]
+        self.sent += [(collective.kind, *tensor.shape) for tensor in tensors]
+        return list(tensors)
+
+
+@pytest.mark.parametrize("slices, dense", [(1, False), (24, False), (25, True), (90, True)])
+def test_rule_for_sparse_gradients(slices, dense):
+    """Gathered or added up, whichever moves fewer bytes: 5 * `slices` of 12 + 4, or 2 * 80 rows of 12."""
+    rng = np.random.default_rng(slices)
+    indices = tf.constant(rng.integers(0, 80, slices), tf.int32)
+    values = tf.constant(rng.normal(size=(slices, 3)), tf.float32)
+    given = tf.IndexedSlices(values, indices, tf.constant([80, 3]))
+    context = Recording(5)
+    with ops.running_in(context):
+        summed = ops.add_gradients([given], rows_add_up=True)[0]
+    kept = 0 if dense else slices
+    everywhere = 80 if dense else 0
+    assert context.sent == [("all_gather", kept, 3), ("all_gather", kept), ("all_reduce", everywhere, 3)]
+    np.testing.assert_allclose(tf.convert_to_tensor(summed), tf.convert_to_tensor(given), rtol=1e-6)
+    context = Recording(5)
+    with ops.running_in(context):
+        gathered = ops.add_gradients([given])[0]
+    assert context.sent == [("all_gather", slices, 3), ("all_gather", slices)]
+    np.testing.assert_array_equal(gathered.indices, indices)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [

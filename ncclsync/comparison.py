@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private, private_keras
 from ncclsync.batches import Batch
 from ncclsync.report import Difference, measure
 from ncclsync.variables import Role, role_of
@@ -78,7 +78,9 @@ def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Vari
     weights = {id(private.backend_variable(v)) for v in one.weights}
     slots = {id(private.backend_variable(v)) for v in one.optimizer.variables}
     ranked = []
-    for right, variable in zip(private.variables_of(one), private.variables_of(other), strict=True):
+    for right, variable in zip(
+        private_keras.variables_of(one), private_keras.variables_of(other), strict=True
+    ):
         if role_of(right) is Role.SAME:
             kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
             scalar = kind == "optimizer" and right.shape.rank == 0
@@ -99,7 +101,7 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
 
 
 def _copy_state(one: keras.Model, other: keras.Model) -> None:
-    sources, targets = private.variables_of(one), private.variables_of(other)
+    sources, targets = private_keras.variables_of(one), private_keras.variables_of(other)
     for source, target in zip(sources, targets, strict=False):
         if source.shape != target.shape or source.dtype != target.dtype:
             break

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from ncclsync import private
+from ncclsync import private_keras
 from ncclsync.exactness import Inexact
 from ncclsync.report import Difference
 
@@ -63,13 +63,13 @@ def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit
 
 def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
     """Name what is not Keras' own in a model: metrics, if weights are equal; else all that gradients meet."""
-    metrics = [one for one in private.metrics_of(model) if _is_own(one)]
+    metrics = [one for one in private_keras.metrics_of(model) if _is_own(one)]
     losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
     only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
     if only_logs:  # or state, which may be that of a metric
         suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
     else:
-        layers = {type(layer).__name__ for layer in private.layers_of(model) if _is_own(layer)}
+        layers = {type(layer).__name__ for layer in private_keras.layers_of(model) if _is_own(layer)}
         suspects = [f"loss {_name(one)}" for one in losses] + [f"layer {name}" for name in sorted(layers)]
         if _is_own(model):
             suspects.append(f"train_step or call of {type(model).__name__}")

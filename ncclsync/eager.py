@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import ops, private_keras
 from ncclsync.communicator import CpuCommunicator, empty_aligned
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import results_reduced
@@ -45,7 +45,7 @@ def run_eagerly(model: keras.Model, name: str, batch: Any, towers: TowerState) -
     count, same_seeds = len(towers), towers.batch_invariant_random
     # Shards of one length would not tell which random numbers are drawn per sample.
     shards = shard_batch(batch, count, uneven=same_seeds)
-    state = _State(private.variables_of(model), count, same_seeds)
+    state = _State(private_keras.variables_of(model), count, same_seeds)
     step = getattr(model, name)
     turns = [
         _Turn(functools.partial(step, shards.batches[i]), state, i, shards.shares[i]) for i in range(count)
@@ -147,7 +147,7 @@ class _State:
         self._same_seeds = same_seeds
         self._values: list[dict[int, tf.Tensor]] = [{} for _ in range(towers)]
         self._before: dict[int, tf.Tensor] = {}
-        self.generator = private.global_generator()
+        self.generator = private_keras.global_generator()
         for variable in self._variables:
             self._start(variable)
 
@@ -203,7 +203,7 @@ class _State:
                 if value.dtype.is_floating:
                     value = exchange(values, Collective("all_reduce", "mean"), shards, communicator)[0]
             variable.assign(value)
-        private.set_global_generator(self.generator)
+        private_keras.set_global_generator(self.generator)
         return differed
 
 
@@ -283,10 +283,10 @@ class _Turn:
         if when is not None and not bool(when):
             return list(tensors)
         self.collective, self.tensors = collective, list(tensors)
-        self._state.generator = private.global_generator()
+        self._state.generator = private_keras.global_generator()
         self._stopped.release()
         self._go.acquire()
-        private.set_global_generator(self._state.generator)
+        private_keras.set_global_generator(self._state.generator)
         if self._cancelled:
             raise _Cancelled
         self.collective = None
@@ -297,11 +297,11 @@ class _Turn:
         if self._cancelled:
             return
         keras.config.set_dtype_policy(self._policy)  # Keras keeps it per thread, and the next
-        private.set_global_generator(self._state.generator)
+        private_keras.set_global_generator(self._state.generator)
         try:
             with ops.running_in(self), tf.variable_creator_scope(self._state.create):
                 self.result = self._step()
-            self._state.generator = private.global_generator()
+            self._state.generator = private_keras.global_generator()
         except _Cancelled:
             return
         except BaseException as error:  # handed to the thread that waits in `resume`

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from ncclsync import private
+from ncclsync import private_keras
 
 _NAMED = 3  # so many layers are named where the same holds for many
 
@@ -80,7 +80,7 @@ def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) ->
 
 def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[Any, tuple[str, str]]]:
     within: set[int] = set()  # parts of a random layer of Keras' own: named with it
-    for layer in private.layers_of(model):
+    for layer in private_keras.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
             yield layer, _NORMALISES
         if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
@@ -88,7 +88,7 @@ def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[An
         elif _draws(layer) and not invariant and id(layer) not in within:
             yield layer, _DRAWS
             if type(layer).__module__.startswith("keras."):
-                within.update(map(id, private.layers_of(layer)))
+                within.update(map(id, private_keras.layers_of(layer)))
 
 
 def _draws(layer: Any) -> bool:
@@ -96,7 +96,7 @@ def _draws(layer: Any) -> bool:
 
     A layer of Keras makes a generator only if its rate is above 0; but a recurrent cell makes one always.
     """
-    if not private.seed_generators_of(layer):
+    if not private_keras.seed_generators_of(layer):
         return False
     if hasattr(layer, "recurrent_dropout"):
         return bool(layer.dropout or layer.recurrent_dropout)

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import ops, private, private_keras
 from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
 
@@ -116,7 +116,7 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
                 return apply(self, grads, trainable_variables, **kwargs)
             parts = [context.of_shard.get(id(gradient), (None, None))[1] for gradient in grads]
             with _nesting("apply"):
-                if private.accumulates(self):
+                if private_keras.accumulates(self):
                     return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
                 # What no tape gave, or what the step has changed, counts by the samples.
                 others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
@@ -177,8 +177,8 @@ def _apply_accumulated(
     The optimizer's accumulators become partial: what one device would have accumulated is their sum over
     the towers.
     """
-    variables = private.built_for(optimizer, variables)
-    accumulators = private.accumulators(optimizer, variables)
+    variables = private_keras.built_for(optimizer, variables)
+    accumulators = private_keras.accumulators(optimizer, variables)
     running = {}
     for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
         if gradient is not None:
@@ -187,10 +187,10 @@ def _apply_accumulated(
             # A select: what a tower computed on a stand-in row may be NaN.
             part = tf.where(context.share.fraction > 0, part, tf.zeros_like(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
-    updates = private.update_is_due(optimizer)
+    updates = private_keras.update_is_due(optimizer)
     totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
     reduced = dict(zip(running, totals, strict=True))
-    with private.accumulators_emptied(optimizer):
+    with private_keras.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
     for i, total in running.items():
         accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 import keras
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private_keras
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments
 from ncclsync.errors import NcclSyncError
@@ -136,7 +136,7 @@ def _check_model(model: Any) -> None:
             f"Received: {model!r} of type {type(model).__name__}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
-        strategy = private.strategy_of(owner)
+        strategy = private_keras.strategy_of(owner)
         if strategy is not None:
             raise ValueError(
                 "Expected a model made and compiled outside tf.distribute. "

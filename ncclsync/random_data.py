@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private_keras
 
 # By what the classes and functions of `keras.losses` are called, without case and underscores.
 _CLASS_IDS = {"sparsecategoricalcrossentropy", "categoricalgeneralizedcrossentropy", "circle"}
@@ -70,7 +70,7 @@ def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rn
 
 def _ids(model: keras.Model, tensor: Any) -> int | None:
     """How many ids an input may have: of the Embedding that it feeds; of any, where the way is not plain."""
-    embeddings = [one for one in private.layers_of(model) if isinstance(one, keras.layers.Embedding)]
+    embeddings = [one for one in private_keras.layers_of(model) if isinstance(one, keras.layers.Embedding)]
     direct = [one.input_dim for one in embeddings if _first_input(one) is tensor]
     if not direct and "int" in tensor.dtype and tensor.dtype != "uint8":
         direct = [one.input_dim for one in embeddings]

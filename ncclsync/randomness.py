@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import ops, private, private_keras
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Context
 from ncclsync.program import user_line
@@ -33,10 +33,10 @@ def draws_of_whole_batch() -> Iterator[None]:
     Raises within: NcclSyncError, where a step shuffles samples or draws from a state that TensorFlow hides.
     """
     with contextlib.ExitStack() as hooks:
-        for name, (module, parameters) in private.stateless_draws().items():
+        for name, (module, parameters) in private_keras.stateless_draws().items():
             wrap = functools.partial(_drawing, parameters=parameters)
             hooks.enter_context(private.methods_wrapped([module], name, wrap))
-        for name, module in private.shuffles().items():
+        for name, module in private_keras.shuffles().items():
             hooks.enter_context(private.methods_wrapped([module], name, _shuffling))
         for name, module in private.stateful_draws().items():
             hooks.enter_context(private.methods_wrapped([module], name, _refusing))
@@ -125,7 +125,7 @@ def _noting(following: Callable) -> Callable:
 
     @functools.wraps(following)
     def noted(self, *args, **kwargs):
-        _note_state(private.generator_state(self))
+        _note_state(private_keras.generator_state(self))
         return following(self, *args, **kwargs)
 
     return noted
@@ -138,7 +138,7 @@ def _skipping(prepare: Callable) -> Callable:
     def prepared(self, shape):
         context = ops.current_context()
         if context is not None:
-            _note_state(private.generator_state(self))
+            _note_state(private_keras.generator_state(self))
             with tf.name_scope(SCOPE):
                 shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)
                 if _has_rows(context, shape):

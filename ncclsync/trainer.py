@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private, private_keras
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
 from ncclsync.exactness import find_inexact
@@ -140,7 +140,7 @@ def _build_state(model: keras.Model, name: str, specs: Any) -> None:
     stock = getattr(type(model), name) is getattr(keras.Model, name)
     plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))
     if stock and plain and model.built and model.compiled and name != "predict_step":
-        private.build_symbolically(model, specs)
+        private_keras.build_symbolically(model, specs)
 
 
 def _concat(*pieces: Any) -> Any:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private_keras
 from ncclsync.batches import Batch, reversed_rows, rows_of, take_batches
 from ncclsync.comparison import compare
 from ncclsync.diagnosis import disagreement, missing_digits, own_code, rounding, seen_nan
@@ -159,7 +159,7 @@ def _build(factory: Callable, seed: int) -> keras.Model:
 def _least_precise(model: keras.Model) -> str:
     """The least precise dtype that a model computes or keeps weights in; losses and metrics have Keras'."""
     dtypes = {keras.config.floatx()}
-    dtypes |= {layer.compute_dtype for layer in (model, *private.layers_of(model))}
+    dtypes |= {layer.compute_dtype for layer in (model, *private_keras.layers_of(model))}
     dtypes |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_variables}
     return [dtype for dtype in TOLERANCES if dtype in dtypes][-1]
 

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import ops, private, private_keras
 from ncclsync.kinds import ROWS, SAME, Kind
 
 
@@ -51,7 +51,7 @@ def masks_counted() -> contextlib.AbstractContextManager[None]:
 
         return counted_mask
 
-    return private.methods_wrapped([private.loss_functions()], "apply_mask", counting)
+    return private.methods_wrapped([private_keras.loss_functions()], "apply_mask", counting)
 
 
 def losses_divided() -> contextlib.AbstractContextManager[None]:
@@ -80,7 +80,7 @@ def losses_divided() -> contextlib.AbstractContextManager[None]:
 
         return divided_values
 
-    return private.methods_wrapped([private.loss_functions()], "reduce_values", dividing)
+    return private.methods_wrapped([private_keras.loss_functions()], "reduce_values", dividing)
 
 
 def losses_gathered() -> contextlib.AbstractContextManager[None]:
@@ -92,7 +92,7 @@ def losses_gathered() -> contextlib.AbstractContextManager[None]:
             context = ops.current_context()
             if context is None or not _mixes_samples(self):
                 return call(self, y_true, y_pred, sample_weight)
-            mask = private.mask_of(y_pred)
+            mask = private_keras.mask_of(y_pred)
             if mask is not None:
                 raise ValueError(
                     f"Expected no mask on the outputs of {type(self).__name__}. Received: {mask}"
@@ -128,7 +128,7 @@ def moments_synchronized() -> Iterator[None]:
             if not self.synchronized:
                 with context.taken_as(Kind(SAME)):
                     return moments(self, inputs, mask)
-            return batch_moments(inputs, private.reduction_axes(self), mask)
+            return batch_moments(inputs, private_keras.reduction_axes(self), mask)
 
         return synchronized_moments
 
@@ -145,7 +145,7 @@ def moments_synchronized() -> Iterator[None]:
     classes = private.loaded_classes(keras.layers.BatchNormalization)
     with (
         private.methods_wrapped(classes, "_moments", synchronizing),
-        private.methods_wrapped([private.nn_functions()], "_compute_moments_sync", synchronizing_op),
+        private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", synchronizing_op),
     ):
         yield
 
@@ -163,7 +163,7 @@ def states_divided() -> contextlib.AbstractContextManager[None]:
             if initial_state is None:
                 rows = slice(share.begin, share.begin + share.rows)
                 initial_state = keras.tree.map_structure(lambda state: state.value[rows], self.states)
-            with private.states_replaced(self, functools.partial(_GatheredState, context)):
+            with private_keras.states_replaced(self, functools.partial(_GatheredState, context)):
                 return call(self, sequences, initial_state, **kwargs)
 
         return divided_call
@@ -216,7 +216,7 @@ def _of_batch(value: tf.Tensor, context: ops.Context) -> tf.Tensor:
 
 def synchronize_batch_norm(model: keras.Model) -> None:
     """Set `synchronized=True` on every `BatchNormalization` of a model."""
-    for layer in private.layers_of(model):
+    for layer in private_keras.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
 

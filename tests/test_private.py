@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import private, private_keras
 
 
 def ops_of(function, *arguments):
@@ -157,7 +157,7 @@ def test_variables_of():
 
     model = Mine()
     model.tools["first"].build(model.inner.trainable_variables)
-    found = private.variables_of(model)
+    found = private_keras.variables_of(model)
     assert len(found) == len({id(variable) for variable in found})
     optimizers = [model.tools["first"], model.tools["rest"][0]]
     states = [*model.inner.variables, *(v for o in optimizers for v in o.variables), *model.seen.variables]
@@ -170,7 +170,7 @@ def test_aggregation_tells_metric_state():
     """Keras declares "sum" on the state of metrics and on nothing else: `variables.role_of` relies on it."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
     model.compile("adam", "mse", metrics=["mae", keras.metrics.AUC(), keras.metrics.MeanIoU(2)])
-    private.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    private_keras.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
     total = tf.VariableAggregation.SUM
     states = model.metrics_variables
     assert states and all(private.backend_variable(v).aggregation == total for v in states)
@@ -182,11 +182,11 @@ def test_aggregation_tells_metric_state():
 def test_strategy_of(owner):
     """A model and an optimizer keep the strategy that they were made under; none is None."""
     make = keras.optimizers.SGD if owner == "optimizer" else keras.Sequential
-    assert private.strategy_of(make()) is None and private.strategy_of(None) is None
+    assert private_keras.strategy_of(make()) is None and private_keras.strategy_of(None) is None
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         made = make()
-    assert private.strategy_of(made) is strategy
+    assert private_keras.strategy_of(made) is strategy
 
 
 def test_build_symbolically():
@@ -195,7 +195,7 @@ def test_build_symbolically():
     model = keras.Sequential([keras.Input((3,)), dropout, keras.layers.Dense(2)])
     model.compile("adam", "mse", metrics=["mae"])
     seed = dropout.seed_generator.state.numpy()
-    private.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    private_keras.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
     assert model.optimizer.built and len(model.optimizer.variables) == 2 + 2 * 2
     assert len(model.metrics_variables) == 4
     np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())
@@ -228,7 +228,7 @@ def test_layers_of():
     inner = keras.Sequential([keras.Input((2,)), dense])
     wrapper = keras.layers.TimeDistributed(inner)
     model = keras.Sequential([keras.Input((3, 2)), wrapper, holder])
-    found = private.layers_of(model)
+    found = private_keras.layers_of(model)
     assert {id(layer) for layer in (wrapper, inner, dense, holder)} <= {id(layer) for layer in found}
     assert any(isinstance(layer, keras.layers.Dropout) for layer in found)
     assert all(layer is not model for layer in found)
@@ -244,9 +244,9 @@ def test_seed_generators_of():
             self.inner = keras.layers.Dropout(0.5)
 
     layer = Noisy()
-    assert private.seed_generators_of(layer) == layer.generators
-    assert private.seed_generators_of(layer.inner) == [layer.inner.seed_generator]
-    assert private.seed_generators_of(keras.layers.Dense(1)) == []
+    assert private_keras.seed_generators_of(layer) == layer.generators
+    assert private_keras.seed_generators_of(layer.inner) == [layer.inner.seed_generator]
+    assert private_keras.seed_generators_of(keras.layers.Dense(1)) == []
 
 
 def drawn_through(functions, draw):
@@ -288,17 +288,19 @@ def drawn_through(functions, draw):
 )
 def test_stateless_draws(draw, name):
     """Every distribution of Keras and TensorFlow is drawn through one of these, by the module's attribute."""
-    functions = {drawn: module for drawn, (module, _) in private.stateless_draws().items()}
+    functions = {drawn: module for drawn, (module, _) in private_keras.stateless_draws().items()}
     assert drawn_through(functions, draw)[-1] == name
-    for module, parameters in private.stateless_draws().values():
+    for module, parameters in private_keras.stateless_draws().values():
         assert module.__name__.startswith("tensorflow.") and isinstance(parameters, tuple)
 
 
 def test_shuffles():
     """Of both libraries; Keras' is an argsort of a draw."""
-    assert drawn_through(private.shuffles(), lambda: keras.random.shuffle(tf.range(3), seed=1)) == ["shuffle"]
+    assert drawn_through(private_keras.shuffles(), lambda: keras.random.shuffle(tf.range(3), seed=1)) == [
+        "shuffle"
+    ]
     stateless = lambda: tf.random.experimental.stateless_shuffle(tf.range(3), seed=[1, 2])  # noqa: E731
-    assert drawn_through(private.shuffles(), stateless) == ["stateless_shuffle"]
+    assert drawn_through(private_keras.shuffles(), stateless) == ["stateless_shuffle"]
 
 
 @pytest.mark.parametrize(
@@ -319,29 +321,29 @@ def test_shuffles():
 def test_stateful_draws(draw):
     """What draws from TensorFlow's hidden state; no draw from a seed is among them."""
     assert drawn_through(private.stateful_draws(), draw)
-    assert not set(private.stateful_draws()) & set(private.stateless_draws())
+    assert not set(private.stateful_draws()) & set(private_keras.stateless_draws())
 
 
 def test_generator_state():
     """A variable that `is_seed` knows, of both libraries; the latter's holds a key behind its counter."""
     for generator, length in ((keras.random.SeedGenerator(1), 2), (tf.random.Generator.from_seed(5), 3)):
-        state = private.generator_state(generator)
+        state = private_keras.generator_state(generator)
         assert isinstance(state, tf.Variable) and private.is_seed(state) and state.shape == [length]
 
 
 def test_global_generator():
     """Keras keeps it per thread; `set_random_seed` takes it away, and a draw makes it."""
     keras.utils.set_random_seed(1)
-    assert private.global_generator() is None
+    assert private_keras.global_generator() is None
     keras.random.uniform(())
-    generator = private.global_generator()
+    generator = private_keras.global_generator()
     assert isinstance(generator, keras.random.SeedGenerator)
-    private.set_global_generator(None)
-    assert private.global_generator() is None
-    private.set_global_generator(generator)
-    before = private.generator_state(generator).numpy()
+    private_keras.set_global_generator(None)
+    assert private_keras.global_generator() is None
+    private_keras.set_global_generator(generator)
+    before = private_keras.generator_state(generator).numpy()
     keras.random.uniform(())
-    assert (private.generator_state(generator).numpy() != before).any()
+    assert (private_keras.generator_state(generator).numpy() != before).any()
 
 
 def test_function_class():
@@ -364,9 +366,9 @@ def test_metrics_of():
     metric, weighted = keras.metrics.MeanAbsoluteError(), keras.metrics.MeanSquaredError()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(metrics=[metric], weighted_metrics=[weighted], loss="mse")
-    before = private.metrics_of(model)
+    before = private_keras.metrics_of(model)
     model.train_on_batch(np.zeros((2, 2)), np.zeros((2, 1)))
-    after = private.metrics_of(model)
+    after = private_keras.metrics_of(model)
     for found in (before, after):
         assert {id(metric), id(weighted)} <= {id(one) for one in found}
         assert any(one.name == "loss" for one in found)
@@ -395,16 +397,16 @@ def accumulating():
 def test_accumulation_of_an_optimizer():
     """Built as `apply` would, told when it updates, and which variables it accumulates in."""
     optimizer, variables = accumulating()
-    assert private.accumulates(optimizer) and not private.accumulates(keras.optimizers.Adam())
-    assert private.built_for(optimizer, variables) == variables and optimizer.built
-    assert private.built_for(optimizer, None) == variables
+    assert private_keras.accumulates(optimizer) and not private_keras.accumulates(keras.optimizers.Adam())
+    assert private_keras.built_for(optimizer, variables) == variables and optimizer.built
+    assert private_keras.built_for(optimizer, None) == variables
     due = []
     for _ in range(4):
-        due.append(bool(private.update_is_due(optimizer)))
+        due.append(bool(private_keras.update_is_due(optimizer)))
         optimizer.apply([tf.ones([2]), tf.ones([1])])
     assert due == [False, True, False, True]
     optimizer.apply([tf.constant([5.0, 6.0]), tf.ones([1])])
-    second, first = private.accumulators(optimizer, variables[::-1])
+    second, first = private_keras.accumulators(optimizer, variables[::-1])
     np.testing.assert_array_equal(first.numpy(), [5.0, 6.0])
     np.testing.assert_array_equal(second.numpy(), [1.0])
 
@@ -413,12 +415,12 @@ def test_accumulators_emptied():
     """`apply` takes what it is given for the whole sum, and leaves the accumulators alone."""
     optimizer, variables = accumulating()
     gradients = [tf.constant([2.0, 4.0]), tf.constant([6.0])]
-    private.built_for(optimizer, variables)
+    private_keras.built_for(optimizer, variables)
     for _ in range(2):
-        with private.accumulators_emptied(optimizer):
+        with private_keras.accumulators_emptied(optimizer):
             optimizer.apply(gradients)
     np.testing.assert_allclose(variables[0].numpy(), [0.9, 1.8])
-    for accumulator in private.accumulators(optimizer, variables):
+    for accumulator in private_keras.accumulators(optimizer, variables):
         np.testing.assert_array_equal(accumulator.numpy(), np.zeros(accumulator.shape))
     for _ in range(2):
         optimizer.apply(gradients)
@@ -473,22 +475,22 @@ def test_functions_of_losses_and_moments():
     x = tf.ones([3, 2])
     masked = keras.layers.Masking()(tf.ones([2, 3, 4]))
     with (
-        private.methods_wrapped([private.loss_functions()], "apply_mask", counting),
-        private.methods_wrapped([private.loss_functions()], "reduce_values", counting),
-        private.methods_wrapped([private.nn_functions()], "_compute_moments_sync", counting),
+        private.methods_wrapped([private_keras.loss_functions()], "apply_mask", counting),
+        private.methods_wrapped([private_keras.loss_functions()], "reduce_values", counting),
+        private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", counting),
     ):
         keras.losses.MeanSquaredError()(x, x)
         assert calls == ["apply_mask", "reduce_values"]
         keras.ops.moments(x, axes=[0], synchronized=True)
         assert calls[2:] == ["_compute_moments_sync"]
-    assert private.mask_of(masked) is not None and private.mask_of(x) is None
+    assert private_keras.mask_of(masked) is not None and private_keras.mask_of(x) is None
 
 
 def test_reduction_axes():
     """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
     layer = keras.layers.BatchNormalization(axis=1)
     layer.build((None, 3, 4))
-    assert private.reduction_axes(layer) == [0, 2]
+    assert private_keras.reduction_axes(layer) == [0, 2]
     mean, variance = layer._moments(tf.ones([2, 3, 4]), None)
     assert mean.shape == variance.shape == (3,)
 
@@ -503,7 +505,7 @@ def test_states_replaced():
         def __init__(self, state):
             self.assign = assigned.append
 
-    with private.states_replaced(layer, Taker):
+    with private_keras.states_replaced(layer, Taker):
         layer(tf.ones([4, 3, 5]), initial_state=[tf.zeros([4, 2]), tf.zeros([4, 2])])
     assert layer.states is states and [value.shape for value in assigned] == [(4, 2), (4, 2)]
     assert not np.any(states[0].numpy())

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import NcclSyncError, ops, private
+from ncclsync import NcclSyncError, ops, private_keras
 
 X, Y = data(rows=60)
 BAD = Y.copy()
@@ -97,7 +97,7 @@ def dataset(labels, first=0, last=60):
 
 def state(model):
     """What must be equal on all towers, as each tower holds it: [N] lists of arrays."""
-    variables = [v for v in private.variables_of(model) if v.aggregation != tf.VariableAggregation.SUM]
+    variables = [v for v in private_keras.variables_of(model) if v.aggregation != tf.VariableAggregation.SUM]
     model.towers.sync()
     copies = [model.towers.copies(variable) for variable in variables]
     return [[column[i].numpy() for column in copies] for i in range(len(model.towers))]

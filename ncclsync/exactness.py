@@ -47,7 +47,7 @@ _MIXES = (
 )
 _COMPARES = (
     "as a function compares the samples of one tower's shard only, not those of the whole batch",
-    "the class instead, keras.losses.Circle(), Dice() or Tversky(): on towers it sees the whole batch",
+    "an object of the class instead, keras.losses.Circle(), Dice() or Tversky(): it sees the whole batch",
 )
 
 
@@ -104,12 +104,11 @@ def _draws(layer: Any) -> bool:
 
 
 def _losses_of_whole_batch(model: keras.Model) -> list[str]:
-    """Names of Keras' loss functions that mix samples, given to `compile` or held as attributes, each once.
+    """Names of Keras' loss functions that mix samples, held as attributes to be called directly, each once.
 
-    Not those of the classes, to which `whole_batch` gives the samples of all towers.
+    Not those given to `compile` or made by a class, to which `whole_batch` gives the samples of all towers.
     """
-    compiled = [keras.losses.get(loss) for loss in keras.tree.flatten(getattr(model, "loss", None))]
-    held = [*compiled, *vars(model).values()]
+    held = [value for name, value in vars(model).items() if name != "loss"]
     mixing = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
     return [repr(one.__name__) for one in mixing if any(one is loss for loss in held)]
 

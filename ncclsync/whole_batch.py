@@ -108,11 +108,12 @@ def losses_gathered() -> contextlib.AbstractContextManager[None]:
 
 
 def _mixes_samples(loss: keras.losses.Loss) -> bool:
-    if isinstance(loss, keras.losses.Circle):
-        return True
-    if isinstance(loss, (keras.losses.Dice, keras.losses.Tversky)):
-        return loss.axis is None or 0 in tf.nest.flatten(loss.axis)
-    return False
+    """Whether it is one of Keras' that do, given to `compile` as an object, by name or as a function."""
+    function, arguments = private_keras.wrapped_function(loss)
+    if function in (keras.losses.dice, keras.losses.tversky):
+        axis = arguments.get("axis")
+        return axis is None or 0 in tf.nest.flatten(axis)
+    return function is keras.losses.circle
 
 
 @contextlib.contextmanager

@@ -107,8 +107,6 @@ FOUND = {
         "Dropout",
         "batch_invariant_random",
     ),
-    "circle loss by name": (lambda: compiled(INPUT, loss="circle"), "loss 'circle'", "keras.losses.Circle()"),
-    "dice loss as a function": (lambda: compiled(INPUT, loss=keras.losses.dice), "loss 'dice'", "Dice()"),
     "as an attribute": (lambda: with_attribute(keras.losses.tversky), "loss 'tversky'", "Tversky()"),
 }
 
@@ -151,7 +149,7 @@ EXACT = {
     "not compiled": lambda: keras.Sequential([INPUT, layers.BatchNormalization(), layers.Dropout(0.5)]),
     "frozen as a whole": frozen,
     "losses that are given the whole batch": lambda: compiled(
-        INPUT, loss=[keras.losses.Circle(), keras.losses.Dice(), keras.losses.Tversky()]
+        INPUT, loss=[keras.losses.Circle(), "dice", keras.losses.tversky]
     ),
     "losses by output, one of them none": lambda: compiled(INPUT, loss=[keras.losses.Huber(), None]),
     "a metric that is a sum": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("sum")]),

@@ -202,6 +202,9 @@ CLASSES_OF_LOSSES = {
 CASES = {
     **CLASSES_OF_LOSSES,
     "by_name": Case(dense("mae"), fit(X, VALUES)),
+    "dice-by_name": Case(shaped("dice", (4, 4, 2), "sigmoid"), fit(X, PICTURES)),
+    "tversky-function": Case(shaped(losses.tversky, (4, 4, 2), "sigmoid"), fit(X, PICTURES)),
+    "circle-by_name": Case(shaped("circle", (CLASSES,), last=layers.UnitNormalization), fit(X, LABELS)),
     "function": Case(dense(losses.mean_squared_error), fit(X, VALUES)),
     "function_of_elements": Case(dense(squared_errors), fit(X, VALUES)),
     "function_that_reduces": Case(dense(mean_cubed_error), fit(X, VALUES)),

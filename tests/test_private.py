@@ -486,6 +486,19 @@ def test_functions_of_losses_and_moments():
     assert private_keras.mask_of(masked) is not None and private_keras.mask_of(x) is None
 
 
+def test_wrapped_function():
+    """What Keras' loss classes and `compile` make of a function; a loss of one's own has none."""
+    assert private_keras.wrapped_function(keras.losses.Dice(axis=1)) == (keras.losses.dice, {"axis": 1})
+    assert private_keras.wrapped_function(keras.losses.Circle())[0] is keras.losses.circle
+    assert private_keras.wrapped_function(keras.losses.Tversky())[0] is keras.losses.tversky
+
+    class Mine(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return y_pred
+
+    assert private_keras.wrapped_function(Mine()) == (None, {})
+
+
 def test_reduction_axes():
     """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
     layer = keras.layers.BatchNormalization(axis=1)

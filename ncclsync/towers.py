@@ -163,8 +163,8 @@ class TowerState:
         if len(self) == 1:
             return [variable]
         replicas = self._replicas.get(id(variable))
+        role = role_of(variable, self.batch_invariant_random)
         if replicas is None:
-            role = role_of(variable, self.batch_invariant_random)
             copies = []
             for tower, value in self._values(variable, role):
                 with tf.device(self._device_of(variable, tower)):
@@ -172,6 +172,8 @@ class TowerState:
             replicas = self._replicas[id(variable)] = _Replicas(variable, role, copies, self._pending)
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             weakref.finalize(variable, self._replicas.pop, id(variable), None).atexit = False
+        elif replicas.role is not role:
+            replicas.take_role(role)
         return [variable, *replicas.copies]
 
     def sync(self) -> None:
@@ -196,6 +198,9 @@ class TowerState:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
+            if replicas.role is Role.PARTIAL:
+                replicas.gather_parts()
+                continue
             self._pending.add(key)
             # Freed before its successor is made: a variable's copies never take memory twice.
             for copy in replicas.copies:
@@ -258,6 +263,17 @@ class _Replicas:
             private.watch_reads(variable, self._note_read)
         self._key = id(variable)
 
+    def take_role(self, role: Role) -> None:
+        """Let the copies relate otherwise from the next step on, as a trace has shown that they are used."""
+        self.gather_parts()
+        self.role = role
+        if role is Role.PARTIAL:
+            for copy in self.copies:
+                copy.assign(tf.zeros_like(copy))
+            private.watch_reads(self.variable, self._note_read)
+        else:
+            self._pending.add(self._key)
+
     @property
     def variable(self) -> tf.Variable:
         """Tower 0's variable, which this object must not keep alive."""
@@ -282,12 +298,14 @@ class _Replicas:
             copy.assign(tf.zeros_like(part))
 
     def _note_read(self) -> None:
+        """Before Python reads or writes tower 0's variable."""
         if tf.executing_eagerly() and current_context() is None:
             self.gather_parts()
 
     def _watched(self, write: Callable) -> Callable:
         @functools.wraps(write)
         def watched(*args, **kwargs):
+            self._note_read()
             result = write(*args, **kwargs)
             self._note_write()
             return result
@@ -296,8 +314,8 @@ class _Replicas:
 
     def _note_write(self) -> None:
         if tf.executing_eagerly():
-            # Metric state stays zero on the other towers, whatever tower 0 starts from.
-            if self.role is not Role.SUM:
+            # Metric state stays zero on the other towers, whatever tower 0 starts from; so do gathered parts.
+            if self.role not in (Role.SUM, Role.PARTIAL):
                 self._pending.add(self._key)
         elif current_context() is None:
             # Somebody's tf.function, which will write again without telling.

@@ -289,3 +289,27 @@ def test_copies_of_the_model_are_plain(trained, duplicate):
     assert_close(trained.get_weights(), before, tolerance=0.0)
     assert np.abs(plain.get_weights()[0] - before[0]).max() > 0
     assert_towers_agree(trained)
+
+
+def test_role_that_a_later_step_shows():
+    """Copies made for a sum become copies of the whole, and the other way round, at the next step."""
+    with Towers(3) as towers:
+        total = tf.Variable(6.0, aggregation=tf.VariableAggregation.SUM)
+        weight = tf.Variable(2.0)
+        assert [float(copy) for copy in towers.copies(total)] == [6.0, 0.0, 0.0]
+        assert [float(copy) for copy in towers.copies(weight)] == [2.0, 2.0, 2.0]
+        private.set_shared(total)
+        private.set_partial(weight)
+        before = [*towers.copies(total), *towers.copies(weight)]
+        towers.sync()
+        assert [float(copy) for copy in before] == [6.0, 6.0, 6.0, 2.0, 0.0, 0.0]
+        assert towers.divergence() == 0.0
+        towers.copies(weight)[2].assign(5.0)
+        assert float(weight) == 7.0
+        towers.copies(weight)[1].assign(1.0)
+        weight.assign_add(2.0)
+        assert float(weight) == 10.0
+        towers.copies(weight)[1].assign(1.0)
+        weight.assign(3.0)
+        towers.broadcast()
+        assert float(weight) == 3.0

@@ -327,7 +327,8 @@ def test_keyboard_interrupt_in_a_callback():
 def test_ctrl_c_ends_fit_within_seconds():
     """SIGINT in the middle of `fit` ends the process with a KeyboardInterrupt, no hang, no crash."""
     code = (
-        "import keras\n"
+        "import keras, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores\n"
         "from parity import data, mlp, on_towers\n"
         "x, y = data(4000)\n"
         "model = on_towers(mlp, 4)\n"

@@ -90,6 +90,7 @@ class StepGraph:
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
+        self._result_of: dict[tuple[str, Collective, str | None], str] = {}
         self.folds: list[Fold] = []
         self.structure = function.graph.structured_outputs
         self.outputs: list[tuple[str, str]] = []
@@ -142,15 +143,15 @@ class StepGraph:
 
     def exchange(self, source: str, collective: Collective, when: str | None = None) -> str:
         """Put an exchange behind the tensor `source`, if there is none yet; return the result's name."""
-        for result, exchange in self.exchanges.items():
-            if (exchange.source, exchange.collective, exchange.when) == (source, collective, when):
-                return result
+        if result := self._result_of.get((source, collective, when)):
+            return result
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
         shape = spec.shape
         if collective.concatenates:
             shape = tf.TensorShape([None, *shape[1:]])
         self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when)
+        self._result_of[source, collective, when] = result
         return result
 
     def origin(self, name: str) -> tuple[str, int]:

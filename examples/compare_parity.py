@@ -224,7 +224,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     listed = functools.partial(str.split, sep=",")
     parser.add_argument("--only", type=listed, help="subjects, such as losses,optimizers")
-    parser.add_argument("--rows", type=listed, default=["*"], help="patterns of names, such as 'clip*,ema'")
+    parser.add_argument(
+        "--rows",
+        type=listed,
+        help="patterns of names, such as 'clip*,ema'; default: the rows that the tests run",
+    )
     parser.add_argument("--towers", type=int, default=2, help="and replicas; default: %(default)s")
     parser.add_argument("--limit", type=float, default=180, help="seconds for a run; default: %(default)s")
     parser.add_argument("--workers", type=int, help="rows at a time; default: one per core")

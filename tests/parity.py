@@ -37,18 +37,16 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
-    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them.
+def chosen(cases: Mapping[str, Case]) -> list[str]:
+    """The rows to run: of a table of more than `ROWS_AT_ONCE` every third, unless all are asked for."""
+    names = list(cases)
+    return names if ALL_ROWS or len(names) <= ROWS_AT_ONCE else names[::3]
 
-    Of a table of more than `ROWS_AT_ONCE` rows every second one, unless all are asked for.
-    """
-    rows = [
-        pytest.param(name, towers[i % len(towers)], id=f"{name}-{towers[i % len(towers)]}")
-        for i, name in enumerate(cases)
-    ]
-    if ALL_ROWS or len(rows) <= ROWS_AT_ONCE:
-        return rows
-    return [row for i, row in enumerate(rows) if i % 4 in (0, 3)]
+
+def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
+    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them."""
+    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases))]
+    return [pytest.param(name, count, id=f"{name}-{count}") for name, count in pairs]
 
 
 def check(case: Case, towers: int) -> None:

@@ -1,0 +1,208 @@
+"""Every use of an interface that Keras does not promise to keep; see `private.py`."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state as keras_state
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.losses import loss as keras_loss
+from keras.src.random import seed_generator as keras_seeds
+from tensorflow.python.ops import (
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+
+from ncclsync import private
+
+
+def accumulates(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer itself accumulates gradients over several batches."""
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def update_is_due(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return, as a bool scalar, whether the next `apply` of an accumulating optimizer makes an update."""
+    return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> list[Any]:
+    """Return the variables that `optimizer.apply` updates, having built it for them as `apply` does."""
+    if variables is None:
+        return list(optimizer._trainable_variables)
+    variables = list(variables)
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+    return variables
+
+
+def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tf.Variable]:
+    """Return what an accumulating optimizer accumulates the gradients of each variable in."""
+    return [
+        private.backend_variable(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)])
+        for variable in variables
+    ]
+
+
+@contextlib.contextmanager
+def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
+    """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
+    zeros = [tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients]
+    replaced = {
+        "_accumulated_gradients": zeros,
+        "_backend_increment_gradient_accumulators": lambda *_: None,
+        "_backend_reset_gradient_accumulators": lambda *_: None,
+    }
+    before = {name: vars(optimizer)[name] for name in replaced if name in vars(optimizer)}
+    vars(optimizer).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(optimizer)[name]
+        vars(optimizer).update(before)
+
+
+def loss_functions() -> ModuleType:
+    """Return the module whose functions `apply_mask` and `reduce_values` every `keras.Loss` calls."""
+    return keras_loss
+
+
+def nn_functions() -> ModuleType:
+    """Return the module whose `_compute_moments_sync` computes `keras.ops.moments(synchronized=True)`."""
+    return keras_nn
+
+
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """Return the axes that a built layer takes its moments over."""
+    return layer._reduction_axes
+
+
+def stateless_draws() -> dict[str, tuple[ModuleType, tuple[str, ...]]]:
+    """Return, by name, all functions through which TensorFlow and Keras draw from a given seed.
+
+    With the module that they are called through, and the names of those parameters, beside `shape`, that may
+    hold one row per row drawn.
+    """
+    v1, v2 = gen_stateless_random_ops, gen_stateless_random_ops_v2
+    return {
+        "stateless_random_uniform_v2": (v2, ()),
+        "stateless_random_uniform_int_v2": (v2, ()),
+        "stateless_random_uniform_full_int_v2": (v2, ()),
+        "stateless_random_normal_v2": (v2, ()),
+        "stateless_truncated_normal_v2": (v2, ()),
+        "stateless_random_gamma_v3": (v2, ("alpha",)),
+        "stateless_random_binomial": (v1, ("counts", "probs")),
+        "stateless_random_poisson": (v1, ("lam",)),
+        "stateless_multinomial": (v1, ("logits",)),
+    }
+
+
+def shuffles() -> dict[str, ModuleType]:
+    """Return, by name, the functions that permute the first axis (or `axis`) of a tensor by a given seed."""
+    return {"shuffle": keras_random, "stateless_shuffle": gen_stateless_random_ops_v2}
+
+
+def generator_state(generator: Any) -> tf.Variable:
+    """Return the variable of a `keras.random.SeedGenerator` or a `tf.random.Generator`."""
+    return private.backend_variable(generator.state)
+
+
+def global_generator() -> keras.random.SeedGenerator | None:
+    """Return what `keras.random` draws from without a seed, if there is one; Keras keeps it per thread."""
+    return keras_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: keras.random.SeedGenerator | None) -> None:
+    """Set it for this thread."""
+    keras_state.set_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR, generator)
+
+
+@contextlib.contextmanager
+def states_replaced(layer: keras.layers.RNN, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `replace(state)` in place of each state that a stateful RNN layer assigns to in `call`."""
+    states = layer.states
+    vars(layer)["states"] = keras.tree.map_structure(replace, states)
+    try:
+        yield
+    finally:
+        vars(layer)["states"] = states
+
+
+def wrapped_function(loss: keras.losses.Loss) -> tuple[Callable | None, dict[str, Any]]:
+    """Return the function that a loss calls, as most of Keras' do, and what it passes on; None if none."""
+    return getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask that Keras attached to a tensor, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def variables_of(model: keras.Model) -> list[tf.Variable]:
+    """Return all variables that can be found from a model: layers', metrics', optimizers', its own."""
+    found: dict[int, tf.Variable] = {}
+    owners = [model, *model._flatten_layers(include_self=False)]
+    values = [value for owner in owners for member in vars(owner).values() for value in _contents(member)]
+    for value in [*model.variables, *model.metrics, *values]:
+        states = value.variables if isinstance(value, (keras.Optimizer, keras.Metric)) else [value]
+        for state in states:
+            if isinstance(state, (keras.Variable, tf.Variable)):
+                variable = private.backend_variable(state)
+                found[id(variable)] = variable
+    return list(found.values())
+
+
+def layers_of(owner: keras.Layer) -> list[keras.Layer]:
+    """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
+    return owner._flatten_layers(include_self=False)
+
+
+def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """Return the seed generators that a layer itself owns, without those of the layers within it."""
+    return list(layer._seed_generators)
+
+
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics; of those given to `compile`, before they are built, the Metric objects."""
+    found: list[keras.Metric] = []
+    for metric in model.metrics:
+        if hasattr(metric, "_user_metrics"):
+            given = [metric._user_metrics, metric._user_weighted_metrics]
+            metrics = metric.metrics if metric.built else keras.tree.flatten(given)
+            found.extend(one for one in metrics if isinstance(one, keras.Metric))
+        else:
+            found.append(metric)
+    return found
+
+
+def _contents(member: Any) -> Iterator[Any]:
+    """Yield what an attribute holds, inside lists, tuples and dictionaries too."""
+    if isinstance(member, dict):
+        member = list(member.values())
+    if isinstance(member, (list, tuple)):
+        for item in member:
+            yield from _contents(item)
+    else:
+        yield member
+
+
+def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
+    """Return the `tf.distribute` strategy that a Keras model or optimizer was created under, if any."""
+    for name in ("_distribute_strategy", "_distribution_strategy"):
+        strategy = getattr(owner, name, None)
+        # Keras records TensorFlow's default strategy, which stands for "none", on each optimizer.
+        if strategy is not None and type(strategy).__name__ != "_DefaultDistributionStrategy":
+            return strategy
+    return None
+
+
+def build_symbolically(model: keras.Model, batch: Any) -> None:
+    """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
+    model._symbolic_build(data_batch=batch)

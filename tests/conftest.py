@@ -1,6 +1,9 @@
-"""What every test needs before TensorFlow is first imported."""
+"""What every test needs before TensorFlow is first imported, and the stand-in for NCCL."""
 
 import os
+
+import pytest
+from standin import COMPILER, Standin
 
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -11,3 +14,23 @@ def pytest_report_header():
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
         return "parity tables: every third row of the large ones, for time; NCCLSYNC_ALL_ROWS=1 runs all"
     return "parity tables: all rows"
+
+
+@pytest.fixture(scope="session")
+def built_standin(tmp_path_factory):
+    """The stand-in libraries, compiled once."""
+    if COMPILER is None:
+        pytest.skip("no C compiler on the PATH to build the stand-in NCCL")
+    return Standin(tmp_path_factory.mktemp("standin"))
+
+
+@pytest.fixture
+def standin(built_standin, monkeypatch):
+    """The stand-in as the NCCL of this process. Whatever a test makes must be gone behind it."""
+    for name, value in built_standin.environment.items():
+        monkeypatch.setenv(name, value)
+    built_standin.fail("")
+    before = built_standin.alive()
+    yield built_standin
+    built_standin.fail("")
+    assert built_standin.alive() == before, "streams, memory or communicators were left behind"

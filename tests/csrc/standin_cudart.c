@@ -1,60 +1,230 @@
-/* A libcudart to go with standin_nccl.c: devices 0 to 7, the current one per thread, streams that are always idle.
- * Same STANDIN_LOG; STANDIN_FAIL=<call>[:<n>] makes a call fail with error 999. */
-#include <stddef.h>
+/* A libcudart (and the two calls of libcuda) over host memory: 8 devices, streams that are really queues, see
+ * standin.h. What CUDA would answer by undefined behaviour, such as a handle that was destroyed, is an error. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { FAILURE = 999, DEVICES = 8 };
+#include "standin.h"
 
+enum { NO_MEMORY = 2, NO_SUCH_DEVICE = 101, BAD_HANDLE = 400, NOT_READY = 600, OPEN_GROUP = 998, FAILURE = 999 };
+
+typedef struct work {
+  int (*advance)(void* what);
+  void* what;
+  struct work* next;
+} work;
+
+/* Streams are never freed, so that a use after their end is told from a good one. */
 struct CUstream_st {
-  int device;
+  int device, priority, alive;
+  work* first;
+  struct CUstream_st* next;
 };
 
-static __thread int current = 5; /* not 0, so that a device that is not restored shows */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static cudaStream_t streams;
+static __thread int context = 6; /* 1 + the current context's device; not 1, so that what is not restored shows */
+static __thread int depth;
 
-static int call(const char* name, int value) {
-  static int calls;
-  const char* path = getenv("STANDIN_LOG");
-  const char* told = getenv("STANDIN_FAIL");
-  const size_t length = strlen(name);
-  FILE* file = path != NULL ? fopen(path, "a") : NULL;
-  if (file != NULL) {
-    fprintf(file, "%s %d\n", name, value);
-    fclose(file);
+void standin_lock(void) { pthread_mutex_lock(&lock); }
+void standin_unlock(void) { pthread_mutex_unlock(&lock); }
+int standin_stream_device(cudaStream_t stream) { return stream->alive ? stream->device : -1; }
+int standin_current_device(void) { return context > 0 ? context - 1 : 0; }
+int* standin_depth(void) { return &depth; }
+
+double standin_now_s(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+void standin_push(cudaStream_t stream, int (*advance)(void* what), void* what) {
+  work** last = &stream->first;
+  while (*last != NULL) last = &(*last)->next;
+  *last = malloc(sizeof(**last));
+  **last = (work){advance, what, NULL};
+}
+
+void standin_progress(void) {
+  for (int moved = 1; moved;) {
+    moved = 0;
+    for (cudaStream_t stream = streams; stream != NULL; stream = stream->next) {
+      while (stream->first != NULL && stream->first->advance(stream->first->what)) {
+        work* done = stream->first;
+        stream->first = done->next;
+        free(done);
+        moved = 1;
+      }
+    }
   }
-  if (told == NULL || strncmp(told, name, length) != 0 || (told[length] != '\0' && told[length] != ':')) return 0;
-  return ++calls == (told[length] == ':' ? atoi(told + length + 1) : 1) ? FAILURE : 0;
 }
 
-const char* cudaGetErrorString(int error) { return error == FAILURE ? "told to fail" : "no error"; }
-
-int cudaGetDevice(int* device) {
-  *device = current;
-  return 0;
+/* Takes the lock; every call begins so and ends by `leave`. */
+static cudaError_t enter(const char* name, int value) {
+  char text[16];
+  int error = FAILURE;
+  standin_lock();
+  snprintf(text, sizeof(text), "%d", value);
+  standin_log(name, text);
+  return standin_is_told(name, -1, &error) ? error : 0;
 }
 
-int cudaSetDevice(int device) {
-  const int error = call("cudaSetDevice", device);
-  if (error == 0 && (device < 0 || device >= DEVICES)) return FAILURE;
-  if (error == 0) current = device;
+static cudaError_t leave(cudaError_t error) {
+  standin_unlock();
   return error;
 }
 
-int cudaDeviceSynchronize(void) { return call("cudaDeviceSynchronize", current); }
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case 0: return "no error";
+    case NO_MEMORY: return "out of memory";
+    case 35: return "CUDA driver version is insufficient for CUDA runtime version";
+    case NO_SUCH_DEVICE: return "invalid device ordinal";
+    case BAD_HANDLE: return "invalid resource handle";
+    case NOT_READY: return "device not ready";
+    case OPEN_GROUP: return "a group of NCCL calls is open";
+    case FAILURE: return "told to fail";
+    default: return "unrecognized error code";
+  }
+}
 
-int cudaStreamCreateWithFlags(struct CUstream_st** stream, unsigned int flags) {
-  const int error = call("cudaStreamCreateWithFlags", (int)flags);
-  if (error != 0) return error;
+/* ---- Devices and contexts ---- */
+
+cudaError_t cudaGetDevice(int* device) {
+  int error = FAILURE;
+  standin_lock();
+  *device = standin_current_device();
+  return leave(standin_is_told("cudaGetDevice", -1, &error) ? error : 0);
+}
+
+cudaError_t cudaSetDevice(int device) {
+  cudaError_t error = enter("cudaSetDevice", device);
+  if (error == 0 && (device < 0 || device >= STANDIN_DEVICES)) error = NO_SUCH_DEVICE;
+  if (error == 0) context = device + 1;
+  return leave(error);
+}
+
+int cuCtxGetCurrent(void** current) {
+  *current = (void*)(intptr_t)context;
+  return 0;
+}
+
+int cuCtxSetCurrent(void* current) {
+  cudaError_t error = enter("cuCtxSetCurrent", (int)(intptr_t)current - 1);
+  if (error == 0) context = (int)(intptr_t)current;
+  return leave(error);
+}
+
+static int is_busy(int device) {
+  for (cudaStream_t stream = streams; stream != NULL; stream = stream->next)
+    if (stream->device == device && stream->first != NULL) return 1;
+  return 0;
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+  cudaError_t error = enter("cudaDeviceSynchronize", standin_current_device());
+  if (error == 0 && depth > 0) error = OPEN_GROUP;
+  for (standin_progress(); error == 0 && is_busy(standin_current_device()); standin_progress()) {
+    standin_unlock();
+    nanosleep(&(struct timespec){0, 1000000}, NULL);
+    standin_lock();
+  }
+  return leave(error);
+}
+
+/* ---- Streams ---- */
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return 0;
+}
+
+static cudaError_t create_stream(const char* name, cudaStream_t* stream, int priority) {
+  cudaError_t error = enter(name, priority);
+  if (error != 0) return leave(error);
   *stream = malloc(sizeof(**stream));
-  (*stream)->device = current;
-  return 0;
+  **stream = (struct CUstream_st){standin_current_device(), priority, 1, NULL, streams};
+  streams = *stream;
+  standin_count("stream", 1);
+  return leave(0);
 }
 
-int cudaStreamSynchronize(struct CUstream_st* stream) { return call("cudaStreamSynchronize", stream->device); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
+  return create_stream("cudaStreamCreateWithFlags", stream, (int)flags);
+}
 
-int cudaStreamDestroy(struct CUstream_st* stream) {
-  const int error = call("cudaStreamDestroy", stream->device);
-  free(stream);
-  return error;
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
+  if (flags != 1) return BAD_HANDLE; /* one that waits for the legacy stream would be a mistake of ours */
+  return create_stream("cudaStreamCreateWithPriority", stream, priority);
+}
+
+/* Lets everything go on; whether this stream is through. */
+static cudaError_t ask(cudaStream_t stream) {
+  if (depth > 0) return OPEN_GROUP;
+  if (!stream->alive) return BAD_HANDLE;
+  standin_progress();
+  return stream->first == NULL ? 0 : NOT_READY;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  int error = FAILURE;
+  standin_lock();
+  return leave(standin_is_told("cudaStreamQuery", -1, &error) ? error : ask(stream));
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  cudaError_t error = enter("cudaStreamSynchronize", stream->device);
+  if (error == 0) error = ask(stream);
+  while (error == NOT_READY) {
+    standin_unlock();
+    nanosleep(&(struct timespec){0, 1000000}, NULL);
+    standin_lock();
+    error = ask(stream);
+  }
+  return leave(error);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  cudaError_t error = enter("cudaStreamDestroy", stream->device);
+  if (!stream->alive) return leave(BAD_HANDLE);
+  standin_progress();
+  /* CUDA would let the work end by itself; here nobody would be left to wait for it. */
+  if (error == 0 && stream->first != NULL) error = NOT_READY;
+  stream->alive = 0;
+  standin_count("stream", -1);
+  return leave(error);
+}
+
+/* ---- Memory ---- */
+
+cudaError_t cudaMalloc(void** pointer, size_t size) {
+  cudaError_t error = enter("cudaMalloc", (int)size);
+  if (error != 0) return leave(error);
+  *pointer = malloc(size);
+  standin_count("memory", 1);
+  return leave(0);
+}
+
+cudaError_t cudaFree(void* pointer) {
+  cudaError_t error;
+  if (pointer == NULL) return 0;
+  error = enter("cudaFree", standin_current_device());
+  free(pointer);
+  standin_count("memory", -1);
+  return leave(error);
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size, int kind) {
+  int error = FAILURE;
+  standin_lock();
+  if (standin_is_told("cudaMemcpy", -1, &error)) return leave(error);
+  if (kind != 4) return leave(BAD_HANDLE); /* cudaMemcpyDefault: the pointers tell */
+  memcpy(to, from, size);
+  return leave(0);
 }

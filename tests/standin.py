@@ -1,0 +1,48 @@
+"""The stand-in for libnccl and libcudart over host memory: how it is built, and how a test speaks to it.
+
+What it does and can be told to do is in `csrc/standin.h`.
+"""
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = ROOT / "tests" / "csrc"
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+FLAGS = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"]
+
+
+class Standin:
+    """The two libraries, loaded into this process.
+
+    Attributes:
+        nccl, cudart: their paths.
+        environment: the variables that make ncclsync use them.
+    """
+
+    def __init__(self, folder: pathlib.Path, *flags: str) -> None:
+        """Compile them into `folder`."""
+        self.nccl, self.cudart = str(folder / "libnccl.so"), str(folder / "libcudart.so")
+        build = [COMPILER, *FLAGS, *flags, "-shared", f"-I{ROOT / 'csrc'}"]
+        cudart = [SOURCES / f"standin_{part}.c" for part in ("cudart", "faults")]
+        subprocess.run([*build, *cudart, "-o", self.cudart, "-lpthread"], check=True)
+        nccl = [SOURCES / f"standin_{part}.c" for part in ("nccl", "comm", "meeting")]
+        kernels = [ROOT / "csrc" / name for name in ("cpu.c", "pool.c")]
+        command = [*build, *nccl, *kernels, "-o", self.nccl, self.cudart, "-lpthread", "-lm"]
+        subprocess.run(command, check=True)
+        self.environment = {
+            "NCCLSYNC_NCCL_LIBRARY": self.nccl,
+            "NCCLSYNC_CUDART_LIBRARY": self.cudart,
+            "NCCLSYNC_CUDA_DRIVER_LIBRARY": self.cudart,
+        }
+
+    def fail(self, instructions: str) -> None:
+        """Give instructions to fail, in this process; they replace all earlier ones."""
+        ctypes.CDLL(self.cudart).standin_fail(instructions.encode())
+
+    def alive(self) -> dict[str, int]:
+        """Return how many streams, pieces of memory and communicators there are, in this process."""
+        library = ctypes.CDLL(self.cudart)
+        return {kind: library.standin_alive(kind.encode()) for kind in ("stream", "memory", "comm")}

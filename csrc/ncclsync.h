@@ -52,6 +52,10 @@ typedef enum { NCS_RESULTS(NCS_ENUM_RESULT) } ncclResult_t;
 typedef enum { NCS_DTYPES(NCS_ENUM_DTYPE) } ncclDataType_t;
 typedef enum { NCS_OPS(NCS_ENUM_OP) } ncclRedOp_t;
 
+/* ncclCommInitRankConfig and ncclCommFinalize, by which a communicator can be aborted safely, are of 2.14. */
+#define NCS_OLDEST_NCCL 21400
+#define NCS_UNIQUE_ID_BYTES 128
+
 /* cdef begin */
 
 /* ---- The tables above, for callers that cannot read macros. ----
@@ -118,7 +122,7 @@ typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
 typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator and one stream per GPU */
 
 /* Loads libnccl from `path` (as dlopen takes it). The caller owns *nccl. ncclSystemError: not loadable, or a symbol
- * is missing. */
+ * is missing. ncclInvalidUsage: older than NCS_OLDEST_NCCL; the message has both versions. */
 ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl);
 
 /* Frees the handle. The library itself stays loaded: NCCL leaves threads running. No communicator may be alive. */
@@ -127,30 +131,64 @@ ncclResult_t ncs_nccl_close(ncs_nccl* nccl);
 /* NCCL's version as one number (23203 is 2.32.3). Needs no GPU and no driver. */
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
 
-/* One rank per entry of devices (CUDA ordinals); one non-blocking stream on each. Blocks until all are up. The
- * caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must outlive it. `cudart_path` is
- * loaded after NCCL has succeeded, so that without a driver the failure is NCCL's own. On failure everything made
- * so far is released and *comm is NULL. The thread's current CUDA device is the same afterwards. */
-ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const int* devices, int n_devices,
+/* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes find each other. Opens a socket, starts a thread. */
+ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
+
+/* Joins one GPU with itself, for NCCL's own words on what is wrong. Blocks. */
+ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
+
+/* Begins to join n_devices GPUs of this process (CUDA ordinals) as `ranks` of `world_size` ranks, with one stream on
+ * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
+ * outlive it. On failure everything made so far is released and *comm is NULL. The thread's current CUDA context is
+ * the same afterwards, here and in all that follows. */
+ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
+                             int world_size, const int* ranks, const int* devices, int n_devices,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
 
+/* Waits for what is under way, at most slice_s seconds: ncclInProgress if it has not ended by then. Asks all the time
+ * at first, then in naps that grow up to a millisecond. After any other failure, here and below, the communicator is
+ * good for ncs_nccl_abort only. Not for two threads at once on one communicator. */
+ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
+
+/* Where each rank of this process is in what is under way. Of other processes' ranks NCCL tells nothing. */
+typedef enum {
+  NCS_ABSENT = 0,   /* NCCL has not launched it yet */
+  NCS_LAUNCHED = 1, /* queued on its GPU or running, where it waits for the others */
+  NCS_DONE = 2
+} ncs_progress;
+ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
+
 /* As ncs_cpu_all_reduce, over device memory: sends[r] and recvs[r] lie on the r-th device; recvs[r] may be sends[r].
- * First waits for all work queued on these devices (whoever produced the buffers need not be waited for), then
- * blocks until the collective is done on every device. The group of calls is opened and closed here, also when a
- * call inside fails. After a failure the communicator is good for ncs_nccl_abort only. Not for two threads at once
- * on one communicator. */
+ * First waits for all work queued on these devices (whoever produced the buffers need not be waited for), however
+ * long that takes; then launches, and waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then
+ * the buffers must stay. The group of calls is opened and closed here, also when a call inside fails. */
 ncclResult_t ncs_nccl_all_reduce(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, int op, /*outputs*/ ncs_failure* failure);
+                                 int dtype, int op, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* buffers[r][:] = buffers[root][:]; otherwise as ncs_nccl_all_reduce. */
+/* buffers[r][:] = the root's, a rank of the world, of this process or not; otherwise as ncs_nccl_all_reduce. */
 ncclResult_t ncs_nccl_broadcast(ncs_nccl_comm* comm, void* const* buffers, size_t count, int dtype, int root,
-                                /*outputs*/ ncs_failure* failure);
+                                double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Ends a healthy communicator and frees it, whatever is returned (the first failure). Blocks. NULL is allowed. */
+/* Each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
+ * own; world_size blocks each. Otherwise as ncs_nccl_all_reduce, but not in place. */
+ncclResult_t ncs_nccl_all_to_all(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
+                                 int dtype, double slice_s, /*outputs*/ ncs_failure* failure);
+
+/* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
+ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
+
+/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. */
 ncclResult_t ncs_nccl_destroy(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* The same for a communicator that has failed: does not wait for what is still queued. */
+/* The same for any other: does not wait for what is under way, nor for other processes. */
 ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
+
+/* Makes a piece of memory on the communicator's index-th device, in place of an earlier one; it is freed with the
+ * communicator, or by size 0. Copies to and from it block. */
+ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, /*outputs*/ ncs_failure* failure,
+                              void** pointer);
+ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
+                           /*outputs*/ ncs_failure* failure);
 
 /* ---- DLPack (only its layout: https://github.com/dmlc/dlpack, dlpack.h, the ABI without a version field) ---- */
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ncclsync import ops as ops
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
+    from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "NcclError": "errors",
     "NcclSyncError": "errors",
+    "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
     "Towers": "loop",
     "nccl_parallel": "parallel",

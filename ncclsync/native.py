@@ -46,7 +46,11 @@ DTYPE_SIZES: dict[int, int] = {
 }
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
-UNHANDLED_CUDA_ERROR = next(value for value, name in STATUS_NAMES.items() if name == "ncclUnhandledCudaError")
+_STATUSES = {name: value for value, name in STATUS_NAMES.items()}
+UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
+INVALID_USAGE = _STATUSES["ncclInvalidUsage"]
+IN_PROGRESS = _STATUSES["ncclInProgress"]
+TIMEOUT = _STATUSES["ncclTimeout"]
 
 
 def check(status: int, call: str, last_error: str = "") -> None:
@@ -64,7 +68,8 @@ def check(status: int, call: str, last_error: str = "") -> None:
         raise NcclError(status, call, last_error, STATUS_NAMES.get(status, "unknown status"))
 
 
-def _check_failure(status: int, failure: Any) -> None:
+def check_failure(status: int, failure: Any) -> None:
+    """Raise NcclError unless a native call succeeded; its ``ncs_failure`` tells of the call."""
     if status != 0:
         call = ffi.string(failure.call).decode() or "malloc"
         check(status, call, ffi.string(failure.message).decode(errors="replace"))
@@ -184,6 +189,20 @@ def _places(variable: str, package: str, file: str, tried: list[str]) -> str:
 
 _NCCL = ("NCCLSYNC_NCCL_LIBRARY", "nccl", "libnccl.so.2")
 _CUDART = ("NCCLSYNC_CUDART_LIBRARY", "cuda_runtime", "libcudart.so.12")
+_DRIVER = ("NCCLSYNC_CUDA_DRIVER_LIBRARY", "", "libcuda.so.1")  # comes with the driver, never with a wheel
+
+
+def cuda_paths() -> tuple[list[str], str]:
+    """Return what to give to ``dlopen`` for CUDA's runtime, in order of preference, and for the driver."""
+    return _candidates(*_CUDART), _candidates(*_DRIVER)[-1]
+
+
+def missing_runtime(tried: list[str]) -> str:
+    """Say that CUDA's runtime was not found, where it was looked for, and what to do."""
+    return (
+        f"Expected CUDA's runtime {_CUDART[2]}. Received: none. {_places(*_CUDART, tried)} "
+        "Install it by 'pip install ncclsync[cuda]'."
+    )
 
 
 class NcclLibrary:
@@ -196,7 +215,7 @@ class NcclLibrary:
         wheel, then the loader's path.
 
         Raises:
-            NcclUnavailableError: there is none; names every place that was tried.
+            NcclUnavailableError: there is none, or none that is new enough; names all that were tried.
         """
         failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
         tried = []
@@ -207,14 +226,14 @@ class NcclLibrary:
                 return
             tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
         raise NcclUnavailableError(
-            f"Expected NCCL's library {_NCCL[2]}. Received: none. {_places(*_NCCL, tried)} "
+            f"Expected NCCL's library {_NCCL[2]}. Received: none that can be used. {_places(*_NCCL, tried)} "
             "Install it by 'pip install nvidia-nccl-cu12'."
         )
 
     def version(self) -> tuple[int, int, int]:
         """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
         failure, version = ffi.new("ncs_failure*"), ffi.new("int*")
-        _check_failure(lib.ncs_nccl_get_version(self.handle, failure, version), failure)
+        check_failure(lib.ncs_nccl_get_version(self.handle, failure, version), failure)
         code = version[0]
         thousand = 10000 if code >= 10000 else 1000  # until 2.8 the minor version had one digit
         return code // thousand, code % thousand // 100, code % 100
@@ -227,64 +246,3 @@ def nccl_version() -> tuple[int, int, int]:
         NcclUnavailableError: there is no libnccl.
     """
     return NcclLibrary().version()
-
-
-def nccl_create(library: NcclLibrary, devices: list[int]) -> Any:
-    """Create one rank per CUDA device; see ``ncs_nccl_create``. Blocks until all are up.
-
-    Returns:
-        The communicator's handle, to be ended by ``nccl_destroy`` or ``nccl_abort``.
-
-    Raises:
-        NcclUnavailableError: no driver, no such GPU, or no CUDA runtime.
-        NcclError: anything else that failed.
-    """
-    failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl_comm**")
-    tried: list[str] = []
-    for path in _candidates(*_CUDART):
-        status = lib.ncs_nccl_create(library.handle, path.encode(), devices, len(devices), failure, handle)
-        if status == 0:
-            return handle[0]
-        call = ffi.string(failure.call).decode()
-        if call not in ("dlopen", "dlsym"):
-            break
-        tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
-    try:
-        _check_failure(status, failure)
-    except NcclError as error:
-        if tried:
-            raise NcclUnavailableError(
-                f"Expected CUDA's runtime {_CUDART[2]}. Received: none. "
-                f"{_places(*_CUDART, tried)} Install it by 'pip install ncclsync[cuda]'."
-            ) from error
-        if call == "ncclCommInitAll" and status == UNHANDLED_CUDA_ERROR:
-            raise NcclUnavailableError(
-                f"Expected usable GPUs {devices}. Received: {error}. NCCL needs an NVIDIA driver "
-                "and these GPUs; without them use CpuCommunicator."
-            ) from error
-        raise
-
-
-def nccl_all_reduce(comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int) -> None:
-    """All-reduce device memory; see ``ncs_nccl_all_reduce``. Blocks. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
-    status = lib.ncs_nccl_all_reduce(comm, sends, recvs, count, dtype, op, failure)
-    _check_failure(status, failure)
-
-
-def nccl_broadcast(comm: Any, buffers: list[Any], count: int, dtype: int, root: int) -> None:
-    """Broadcast device memory; see ``ncs_nccl_broadcast``. Blocks. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
-    _check_failure(lib.ncs_nccl_broadcast(comm, buffers, count, dtype, root, failure), failure)
-
-
-def nccl_destroy(comm: Any) -> None:
-    """End a healthy communicator. Blocks. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
-    _check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
-
-
-def nccl_abort(comm: Any) -> None:
-    """End a failed communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
-    _check_failure(lib.ncs_nccl_abort(comm, failure), failure)

@@ -61,27 +61,31 @@ def run(built_standin, tmp_path):
     return run_code
 
 
+DEVICES = (4, 0, 2)
+STREAMS_MADE = [
+    line for device in DEVICES for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithPriority -5")
+]
 CREATED = [
-    "ncclCommInitAll 3",
-    *(line for device in (4, 0, 2) for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithFlags 1")),
-    "cudaSetDevice 5",
+    *STREAMS_MADE,
+    "ncclGetUniqueId 0",
+    "ncclGroupStart 0",
+    *(line for r, d in enumerate(DEVICES) for line in (f"cudaSetDevice {d}", f"ncclCommInitRankConfig {r}")),
+    "ncclGroupEnd 0",
+    "cuCtxSetCurrent 5",
 ]
 ABORTED = [f"ncclCommAbort {rank}" for rank in (2, 1, 0)]
 STREAMS_GONE = [f"cudaStreamDestroy {device}" for device in (2, 0, 4)]
 WAITED = [
-    line for device in (4, 0, 2) for line in (f"cudaSetDevice {device}", f"cudaDeviceSynchronize {device}")
+    line for device in DEVICES for line in (f"cudaSetDevice {device}", f"cudaDeviceSynchronize {device}")
 ]
-DONE = [
-    *(f"cudaStreamSynchronize {device}" for device in (4, 0, 2)),
-    "cudaSetDevice 5",
-]
-DESTROYED = [f"ncclCommDestroy {rank}" for rank in (2, 1, 0)] + STREAMS_GONE
+FINALIZED = ["ncclGroupStart 0", *(f"ncclCommFinalize {rank}" for rank in range(3)), "ncclGroupEnd 0"]
+DESTROYED = [*FINALIZED, *(f"ncclCommDestroy {rank}" for rank in (2, 1, 0)), *STREAMS_GONE]
 
 
 def test_life_of_a_communicator(run):
     """Create, reduce, broadcast, close: every call, in order; the current device is restored."""
     calls = run("""
-with NcclCommunicator([4, 0, 2]) as comm:
+with NcclCommunicator([4, 0, 2], preflight=False) as comm:
     assert (comm.size, comm.devices, comm.closed) == (3, (4, 0, 2), False)
     assert current_device() == 5
     comm.all_reduce(on_device(sends), on_device(recvs), "avg")
@@ -104,10 +108,15 @@ for collective in (lambda: comm.all_reduce(sends, recvs), lambda: comm.broadcast
 print("done")
 """)
     group = [
-        ["ncclGroupStart 0", *(f"{name} {rank} on stream" for rank in range(3)), "ncclGroupEnd 3"]
+        [
+            "ncclGroupStart 0",
+            *(f"{name} {rank} on stream" for rank in range(3)),
+            "ncclGroupEnd 3",
+            "cuCtxSetCurrent 5",
+        ]
         for name in ("ncclAllReduce", "ncclBroadcast")
     ]
-    assert calls == [*CREATED, *WAITED, *group[0], *DONE, *WAITED, *group[1], *DONE, *DESTROYED]
+    assert calls == [*CREATED, *WAITED, *group[0], *WAITED, *group[1], *DESTROYED]
 
 
 @pytest.mark.parametrize("op, expected", [("sum", 12), ("prod", 60), ("max", 5), ("min", 3)])
@@ -125,7 +134,7 @@ print("done")
 @pytest.mark.parametrize(
     "fail, raised, calls_before_abort",
     [
-        ("ncclGroupStart", "ncclGroupStart", ["ncclGroupStart 0"]),
+        ("ncclGroupStart:2", "ncclGroupStart", ["ncclGroupStart 0"]),
         (
             "ncclAllReduce:2",
             "ncclAllReduce",
@@ -135,9 +144,9 @@ print("done")
                 "ncclGroupEnd 1",
             ],
         ),
-        ("ncclGroupEnd", "ncclGroupEnd", None),
-        ("cudaStreamSynchronize:2", "cudaStreamSynchronize", None),
-        ("ncclCommGetAsyncError:3", "ncclCommGetAsyncError", None),
+        ("ncclGroupEnd:2", "ncclGroupEnd", None),
+        ("cudaStreamQuery:2", "cudaStreamQuery", None),
+        ("ncclCommGetAsyncError:9", "ncclCommGetAsyncError", None),
         ("cudaDeviceSynchronize", "cudaDeviceSynchronize", None),
     ],
 )
@@ -145,7 +154,7 @@ def test_failed_collective_closes_the_group_and_aborts(run, fail, raised, calls_
     """The failed call is named; the group is closed; device restored; aborted, not destroyed."""
     calls = run(
         f"""
-comm = NcclCommunicator([4, 0, 2])
+comm = NcclCommunicator([4, 0, 2], preflight=False)
 try:
     comm.all_reduce(on_device(sends), on_device(recvs))
 except NcclError as error:
@@ -163,17 +172,15 @@ except NcclSyncError:
 """,
         fail,
     )
-    assert calls.count("ncclGroupEnd 0") == 0
-    assert len([c for c in calls if c.startswith("ncclGroupEnd")]) == (
-        fail not in ("ncclGroupStart", "cudaDeviceSynchronize")
-    )
+    groups = 1 if fail in ("ncclGroupStart:2", "cudaDeviceSynchronize") else 2
+    assert len([c for c in calls if c.startswith("ncclGroupEnd")]) == groups
     assert calls[-len(ABORTED + STREAMS_GONE) :] == ABORTED + STREAMS_GONE
     if calls_before_abort is not None:
         assert calls == [
             *CREATED,
             *WAITED,
             *calls_before_abort,
-            "cudaSetDevice 5",
+            "cuCtxSetCurrent 5",
             *ABORTED,
             *STREAMS_GONE,
         ]
@@ -183,7 +190,7 @@ def test_failed_abort_is_raised_with_its_cause(run):
     """Whoever reads the traceback sees both failures."""
     run(
         """
-comm = NcclCommunicator([0, 1, 2])
+comm = NcclCommunicator([0, 1, 2], preflight=False)
 try:
     comm.all_reduce(on_device(sends), [(r.ctypes.data, 5, "float64") for r in recvs])
 except ValueError:
@@ -202,37 +209,45 @@ except NcclError as error:
 
 
 @pytest.mark.parametrize(
-    "fail, error, streams",
+    "fail, streams, ranks",
     [
-        ("ncclCommInitAll", "NcclError", 0),
-        ("cudaStreamCreateWithFlags:3", "NcclError", 2),
-        ("cudaSetDevice:2", "NcclError", 1),
+        ("cudaStreamCreateWithPriority:3", 2, 0),
+        ("cudaSetDevice:2", 1, 0),
+        ("ncclGetUniqueId", 3, 0),
+        ("ncclGroupStart", 3, 0),
+        ("ncclCommInitRankConfig:2", 3, 1),
+        ("cudaSetDevice:6", 3, 2),
+        ("ncclGroupEnd", 3, 3),
+        ("ncclCommGetAsyncError:2", 3, 3),
+        ("async_init:1=2", 3, 3),
     ],
 )
-def test_failed_creation_releases_everything(run, fail, error, streams):
-    """In reverse: communicators by abort, then the streams made so far; device restored."""
+def test_failed_creation_releases_everything(run, fail, streams, ranks):
+    """In reverse: communicators by abort, then the streams made so far; the context is restored."""
     calls = run(
         f"""
 try:
-    NcclCommunicator([4, 0, 2])
-except {error} as error:
-    assert error.call == "{fail.split(":")[0]}", error
+    NcclCommunicator([4, 0, 2], preflight=False)
+except NcclError as error:
+    named = "{fail.split(":")[0]}"
+    assert error.call == ("ncclCommGetAsyncError" if named == "async_init" else named), error
+    assert "told to fail" in error.last_error
     assert current_device() == 5
     print("done")
 """,
         fail,
     )
-    if fail == "ncclCommInitAll":
-        assert calls == ["ncclCommInitAll 3"]
-    else:
-        assert calls[-3 - streams :] == [*ABORTED, *STREAMS_GONE[3 - streams :]]
+    gone = [*ABORTED[3 - ranks :], *STREAMS_GONE[3 - streams :]]
+    assert calls[-len(gone) :] == gone
+    assert len([c for c in calls if c.startswith(("ncclCommAbort", "cudaStreamDestroy"))]) == len(gone)
+    assert [c for c in calls if c.startswith("ncclGroupEnd")] == ["ncclGroupEnd 0"] * (ranks > 0)
 
 
 def test_failed_close_leaves_it_closed(run):
     """close() raises what NCCL says, and goes on releasing the rest; a second one does nothing."""
     calls = run(
         """
-comm = NcclCommunicator([4, 0, 2])
+comm = NcclCommunicator([4, 0, 2], preflight=False)
 try:
     comm.close()
 except NcclError as error:
@@ -246,13 +261,31 @@ print("done")
     assert calls[len(CREATED) :] == DESTROYED
 
 
+def test_failed_finalization_aborts(run):
+    """Ranks that do not end together are ended one by one."""
+    calls = run(
+        """
+comm = NcclCommunicator([4, 0, 2], preflight=False)
+try:
+    comm.close()
+except NcclError as error:
+    assert error.call == "ncclCommFinalize" and "the end of a communicator" in str(error), error
+assert comm.closed
+comm.close()
+print("done")
+""",
+        "ncclCommFinalize:2",
+    )
+    assert calls[-6:] == [*ABORTED, *STREAMS_GONE]
+
+
 def test_unclosed_communicator_warns_and_is_not_destroyed(run):
     """The collector must not run a call that may block."""
     calls = run("""
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    comm = NcclCommunicator([4, 0, 2])
+    comm = NcclCommunicator([4, 0, 2], preflight=False)
     del comm
 assert [w.category for w in caught] == [ResourceWarning], caught
 assert "on devices (4, 0, 2) was not closed" in str(caught[0].message)
@@ -264,7 +297,7 @@ print("done")
 def test_bad_buffers_are_refused_before_nccl_is_called(run):
     """Host memory, buffers shared among ranks, partial overlaps; the communicator stays open."""
     calls = run("""
-comm = NcclCommunicator([4, 0, 2])
+comm = NcclCommunicator([4, 0, 2], preflight=False)
 s, r = on_device(sends), on_device(recvs)
 at = r[0][0]
 cases = {
@@ -289,18 +322,18 @@ print("done")
 
 
 def test_missing_cudart_is_said_and_nccl_released(run):
-    """NCCL came up, CUDA's runtime is missing: everything is aborted, the variable is named."""
+    """NCCL finds nothing wrong, so that it is CUDA's runtime that is missing: the variable is named."""
     calls = run(
         """
 try:
-    NcclCommunicator([4, 0, 2])
+    NcclCommunicator([4, 0, 2], preflight=False)
 except NcclUnavailableError as error:
     assert "NCCLSYNC_CUDART_LIBRARY, which is set: /nowhere/libcudart.so" in str(error), error
     print("done")
 """,
         NCCLSYNC_CUDART_LIBRARY="/nowhere/libcudart.so",
     )
-    assert calls == ["ncclCommInitAll 3", *ABORTED]
+    assert calls == ["ncclCommInitAll 1", "ncclCommAbort 0"]
 
 
 @pytest.mark.parametrize("devices", ["[]", "[-1]", "['0']", "[0.0]"])

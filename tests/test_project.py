@@ -22,7 +22,9 @@ PACKAGE = ROOT / "ncclsync"
 LAYERS = (
     ("errors",),
     ("native",),
-    ("buffers",),
+    ("buffers", "nccl_calls", "watchdog"),
+    ("collectives", "preflight"),
+    ("nccl_communicator",),
     ("communicator",),
     ("group_ops", "ops"),
     ("bucket", "devices", "private", "shard"),

@@ -156,7 +156,7 @@ static int launch(ncclComm_t comm) {
 
 int ncclCommGetAsyncError(ncclComm_t comm, int* error) {
   const int was_busy = standin_occupy(comm);
-  int status;
+  int status, told = ncclSystemError;
   standin_lock();
   status = standin_check(comm, was_busy, 0);
   if (status == 0 && comm->state == ncclInProgress && comm->is_asked++ > 0 && !comm->is_stuck) {
@@ -169,9 +169,9 @@ int ncclCommGetAsyncError(ncclComm_t comm, int* error) {
     }
   }
   if (status == 0) *error = comm->state;
-  if (status == 0 && standin_is_told("ncclCommGetAsyncError", -1, error)) {
+  if (status == 0 && standin_is_told("ncclCommGetAsyncError", -1, &told)) {
     standin_say("the stand-in was told to fail ncclCommGetAsyncError");
-    *error = *error != 0 ? *error : ncclSystemError;
+    *error = comm->state = told;
   }
   if (!was_busy) standin_release(comm);
   standin_unlock();

@@ -85,6 +85,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case NO_MEMORY: return "out of memory";
     case 35: return "CUDA driver version is insufficient for CUDA runtime version";
     case NO_SUCH_DEVICE: return "invalid device ordinal";
+    case 217: return "peer access is not supported between these two devices";
     case BAD_HANDLE: return "invalid resource handle";
     case NOT_READY: return "device not ready";
     case OPEN_GROUP: return "a group of NCCL calls is open";

@@ -1,0 +1,112 @@
+/* What nccl.c, nccl_comm.c and nccl_group.c share: NCCL's and CUDA's calls as they are found at run time. */
+#ifndef NCCLSYNC_NCCL_API_H_
+#define NCCLSYNC_NCCL_API_H_
+
+#include <limits.h>
+
+#include "ncclsync.h"
+
+typedef struct ncclComm* ncclComm_t;
+typedef struct CUstream_st* cudaStream_t;
+typedef struct CUctx_st* CUcontext;
+typedef int cudaError_t; /* an enum in CUDA's headers: the same in every ABI that CUDA has */
+typedef int CUresult;
+typedef int cudaMemcpyKind_t;
+
+typedef struct {
+  char internal[NCS_UNIQUE_ID_BYTES];
+} ncclUniqueId;
+
+/* The first fields of ncclConfig_t, as of NCCL 2.14, of which `version` tells: every later NCCL takes what it lacks
+ * as unset. (cgaClusterSize is of 2.17; here it fills what would be padding with "unset".) */
+typedef struct {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int blocking;
+  int cgaClusterSize;
+} ncclConfig_t;
+#define NCS_NCCL_API_MAGIC 0xcafebeefu
+#define NCS_CONFIG_VERSION 21400u
+#define NCS_CONFIG_UNDEF_INT INT_MIN
+
+/* Every symbol in use: return type, name, parameters. tests/test_nccl_header.py compares NCCL's with nccl.h. */
+#define NCS_NCCL_SYMBOLS(X)                                                                          \
+  X(ncclResult_t, ncclGetVersion, (int* version))                                                    \
+  X(const char*, ncclGetErrorString, (ncclResult_t result))                                          \
+  X(const char*, ncclGetLastError, (ncclComm_t comm))                                                \
+  X(ncclResult_t, ncclGetUniqueId, (ncclUniqueId* uniqueId))                                         \
+  X(ncclResult_t, ncclCommInitAll, (ncclComm_t* comm, int ndev, const int* devlist))                 \
+  X(ncclResult_t, ncclCommInitRankConfig, (ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, \
+    ncclConfig_t* config))                                                                           \
+  X(ncclResult_t, ncclCommFinalize, (ncclComm_t comm))                                               \
+  X(ncclResult_t, ncclCommDestroy, (ncclComm_t comm))                                                \
+  X(ncclResult_t, ncclCommAbort, (ncclComm_t comm))                                                  \
+  X(ncclResult_t, ncclCommGetAsyncError, (ncclComm_t comm, ncclResult_t* asyncError))                \
+  X(ncclResult_t, ncclGroupStart, (void))                                                            \
+  X(ncclResult_t, ncclGroupEnd, (void))                                                              \
+  X(ncclResult_t, ncclAllReduce, (const void* sendbuff, void* recvbuff, size_t count,                \
+    ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream))                  \
+  X(ncclResult_t, ncclBroadcast, (const void* sendbuff, void* recvbuff, size_t count,                \
+    ncclDataType_t datatype, int root, ncclComm_t comm, cudaStream_t stream))                        \
+  X(ncclResult_t, ncclSend, (const void* sendbuff, size_t count, ncclDataType_t datatype, int peer,  \
+    ncclComm_t comm, cudaStream_t stream))                                                           \
+  X(ncclResult_t, ncclRecv, (void* recvbuff, size_t count, ncclDataType_t datatype, int peer,        \
+    ncclComm_t comm, cudaStream_t stream))
+
+#define NCS_CUDART_SYMBOLS(X)                                             \
+  X(const char*, cudaGetErrorString, (cudaError_t error))                 \
+  X(cudaError_t, cudaGetDevice, (int* device))                            \
+  X(cudaError_t, cudaSetDevice, (int device))                             \
+  X(cudaError_t, cudaDeviceSynchronize, (void))                           \
+  X(cudaError_t, cudaDeviceGetStreamPriorityRange, (int* least, int* greatest)) \
+  X(cudaError_t, cudaStreamCreateWithPriority, (cudaStream_t* stream, unsigned int flags, int priority)) \
+  X(cudaError_t, cudaStreamQuery, (cudaStream_t stream))                  \
+  X(cudaError_t, cudaStreamDestroy, (cudaStream_t stream))                \
+  X(cudaError_t, cudaMalloc, (void** pointer, size_t size))               \
+  X(cudaError_t, cudaMemcpy, (void* to, const void* from, size_t size, cudaMemcpyKind_t kind)) \
+  X(cudaError_t, cudaFree, (void* pointer))
+
+/* Of the driver's own library. */
+#define NCS_DRIVER_SYMBOLS(X)                      \
+  X(CUresult, cuCtxGetCurrent, (CUcontext* current)) \
+  X(CUresult, cuCtxSetCurrent, (CUcontext context))
+
+#define NCS_CUDA_STREAM_NON_BLOCKING 1u /* cudaStreamNonBlocking */
+#define NCS_CUDA_NOT_READY 600          /* cudaErrorNotReady */
+#define NCS_CUDA_MEMCPY_DEFAULT 4       /* cudaMemcpyDefault: the pointers tell the direction */
+
+#define NCS_DECLARE(type, name, parameters) type(*name) parameters;
+typedef struct {
+  NCS_CUDART_SYMBOLS(NCS_DECLARE)
+  NCS_DRIVER_SYMBOLS(NCS_DECLARE)
+} ncs_cuda;
+
+struct ncs_nccl {
+  void* handle;
+  NCS_NCCL_SYMBOLS(NCS_DECLARE)
+};
+
+struct ncs_nccl_comm {
+  ncs_nccl* nccl; /* borrowed */
+  ncs_cuda cuda;
+  int n, world_size;
+  int *ranks, *devices;
+  ncclComm_t* comms;     /* NULL where there is none */
+  cudaStream_t* streams; /* NULL where there is none */
+  void** scratch;        /* device memory; NULL where there is none */
+  /* What is under way. */
+  int is_launching;    /* NCCL has not told yet that it is through with its own part */
+  int is_on_streams;   /* whether there is work on the streams then */
+  int n_done;          /* the streams of so many ranks, the first ones, were found to be through */
+};
+
+/* Fills in *failure, which may be NULL. */
+void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);
+ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
+/* A CUDA error is what NCCL would make of it. */
+ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
+/* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same ones. */
+ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure);
+
+#endif /* NCCLSYNC_NCCL_API_H_ */

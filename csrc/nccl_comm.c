@@ -1,0 +1,183 @@
+/* Communicators of NCCL over the GPUs of this process: how they begin and end. They are non-blocking ones, since
+ * NCCL can abort no others safely: creation and finalization only begin here, ncs_nccl_wait (nccl_group.c) ends them. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "nccl_api.h"
+
+/* Ends every NCCL communicator by `end`, then frees the streams (which NCCL may touch while it winds down) and the
+ * rest. Returns the first failure and goes on behind it. */
+static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t), const char* call,
+                            ncs_failure* failure) {
+  ncclResult_t first = ncclSuccess, status;
+  for (int r = comm->n - 1; r >= 0; --r) {
+    if (comm->comms == NULL || comm->comms[r] == NULL) continue;
+    status = end(comm->comms[r]);
+    if (status != ncclSuccess && first == ncclSuccess) first = ncs_check_nccl(comm->nccl, status, call, failure);
+  }
+  for (int r = comm->n - 1; r >= 0; --r) {
+    cudaError_t error;
+    if (comm->streams == NULL || comm->streams[r] == NULL) continue;
+    error = comm->cuda.cudaStreamDestroy(comm->streams[r]);
+    if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(&comm->cuda, error, "cudaStreamDestroy", failure);
+  }
+  /* Only now: before the end of what runs, cudaFree would wait for it. */
+  for (int r = 0; r < comm->n; ++r)
+    if (comm->scratch != NULL && comm->scratch[r] != NULL) comm->cuda.cudaFree(comm->scratch[r]);
+  free(comm->scratch);
+  free(comm->streams);
+  free(comm->comms);
+  free(comm->devices);
+  free(comm->ranks);
+  free(comm);
+  return first;
+}
+
+/* Of the highest priority: what communicates must not queue up behind what computes, for which others wait. */
+static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
+  int least = 0, greatest = 0;
+  ncclResult_t status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
+  if (status == ncclSuccess)
+    status = ncs_check_cuda(cuda, cuda->cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                            "cudaDeviceGetStreamPriorityRange", failure);
+  if (status == ncclSuccess)
+    status = ncs_check_cuda(
+        cuda, cuda->cudaStreamCreateWithPriority(&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest),
+        "cudaStreamCreateWithPriority", failure);
+  return status;
+}
+
+static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failure* failure) {
+  const ncs_nccl* nccl = comm->nccl;
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+  if (status != ncclSuccess) return status;
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
+    ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
+    /* NCCL takes the rank's GPU from what is current. */
+    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
+    if (status != ncclSuccess) break;
+    status = nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *id, comm->ranks[r], &config);
+    if (status == ncclInProgress) status = ncclSuccess;
+    ncs_check_nccl(nccl, status, "ncclCommInitRankConfig", failure);
+  }
+  ended = nccl->ncclGroupEnd(); /* in any case, as in run_group */
+  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  comm->is_launching = 1;
+  return status;
+}
+
+static int* copy_ints(const int* source, int n) {
+  int* copy = malloc((size_t)n * sizeof(*copy));
+  if (copy != NULL) memcpy(copy, source, (size_t)n * sizeof(*copy));
+  return copy;
+}
+
+ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
+                             int world_size, const int* ranks, const int* devices, int n_devices, ncs_failure* failure,
+                             ncs_nccl_comm** out) {
+  ncclResult_t status = ncclSystemError;
+  CUcontext current = NULL;
+  ncclUniqueId id;
+  ncs_nccl_comm* comm;
+  *out = NULL;
+  if (n_devices < 1 || world_size < n_devices) {
+    ncs_set_failure(failure, "ncs_nccl_create", "expected at least one device, and a rank for each");
+    return ncclInvalidArgument;
+  }
+  comm = calloc(1, sizeof(*comm));
+  if (comm == NULL) return ncclSystemError;
+  comm->nccl = nccl;
+  comm->n = n_devices;
+  comm->world_size = world_size;
+  comm->ranks = copy_ints(ranks, n_devices);
+  comm->devices = copy_ints(devices, n_devices);
+  comm->comms = calloc((size_t)n_devices, sizeof(*comm->comms));
+  comm->streams = calloc((size_t)n_devices, sizeof(*comm->streams));
+  comm->scratch = calloc((size_t)n_devices, sizeof(*comm->scratch));
+  if (comm->ranks == NULL || comm->devices == NULL || comm->comms == NULL || comm->streams == NULL ||
+      comm->scratch == NULL)
+    goto fail;
+
+  status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
+  if (status != ncclSuccess) goto fail;
+  status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) goto fail;
+  for (int r = 0; r < n_devices && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
+  if (status == ncclSuccess && unique_id == NULL)
+    status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
+  else if (status == ncclSuccess)
+    memcpy(id.internal, unique_id, sizeof(id.internal));
+  if (status == ncclSuccess) status = join(comm, &id, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  if (status != ncclSuccess) goto fail;
+  *out = comm;
+  return ncclSuccess;
+
+fail:
+  release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
+  return status;
+}
+
+ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, ncs_failure* failure) {
+  const ncs_nccl* nccl = comm->nccl;
+  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+  if (status != ncclSuccess) return status;
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
+    status = nccl->ncclCommFinalize(comm->comms[r]);
+    if (status == ncclInProgress) status = ncclSuccess;
+    ncs_check_nccl(nccl, status, "ncclCommFinalize", failure);
+  }
+  ended = nccl->ncclGroupEnd();
+  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  comm->is_launching = 1;
+  comm->is_on_streams = 0;
+  return status;
+}
+
+ncclResult_t ncs_nccl_destroy(ncs_nccl_comm* comm, ncs_failure* failure) {
+  return comm == NULL ? ncclSuccess : release(comm, comm->nccl->ncclCommDestroy, "ncclCommDestroy", failure);
+}
+
+ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
+  return comm == NULL ? ncclSuccess : release(comm, comm->nccl->ncclCommAbort, "ncclCommAbort", failure);
+}
+
+/* ---- Memory for a known answer ---- */
+
+/* Makes a rank's device current, and tells what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
+static ncclResult_t enter_device(ncs_nccl_comm* comm, int index, ncs_failure* failure, CUcontext* before) {
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) return status;
+  return ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[index]), "cudaSetDevice", failure);
+}
+
+ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
+  const ncs_cuda* cuda = &comm->cuda;
+  CUcontext before = NULL;
+  ncclResult_t status = enter_device(comm, index, failure, &before);
+  *pointer = NULL;
+  if (status != ncclSuccess) return status;
+  status = ncs_check_cuda(cuda, cuda->cudaFree(comm->scratch[index]), "cudaFree", failure);
+  comm->scratch[index] = NULL;
+  if (status == ncclSuccess && size > 0)
+    status = ncs_check_cuda(cuda, cuda->cudaMalloc(&comm->scratch[index], size), "cudaMalloc", failure);
+  *pointer = comm->scratch[index];
+  cuda->cuCtxSetCurrent(before);
+  return status;
+}
+
+ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
+                           ncs_failure* failure) {
+  CUcontext before = NULL;
+  ncclResult_t status = enter_device(comm, index, failure, &before);
+  if (status != ncclSuccess) return status;
+  status = ncs_check_cuda(&comm->cuda, comm->cuda.cudaMemcpy(to, from, size, NCS_CUDA_MEMCPY_DEFAULT), "cudaMemcpy",
+                          failure);
+  comm->cuda.cuCtxSetCurrent(before);
+  return status;
+}

@@ -1,0 +1,110 @@
+"""What all communicators have in common: the collectives, and which arguments they refuse."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ncclsync import native
+from ncclsync.errors import NcclSyncError
+
+
+class Communicator(abc.ABC):
+    """N ranks of this process. Whoever creates it closes it, best as a context manager.
+
+    A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
+    ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
+    shapes do not matter. Kinds may be mixed.
+
+    Attributes:
+        size: number of ranks of this process.
+        world_size: number of ranks in all processes.
+        memory: the DLPack device types that its buffers may lie on.
+    """
+
+    size: int
+    memory: Mapping[int, str]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all processes."""
+        return self.size
+
+    @abc.abstractmethod
+    def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int, label: str) -> None:
+        """Do it; the arguments' lengths and the operation are checked."""
+
+    @abc.abstractmethod
+    def _broadcast(self, buffers: Sequence[Any], root: int, label: str) -> None:
+        """Do it; the arguments' lengths and the root are checked."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether it has ended: by ``close`` or by a failed collective."""
+
+    def all_reduce(
+        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
+    ) -> None:
+        """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank.
+            recvs: one writable buffer per rank. ``recvs[r]`` may be ``sends[r]`` (in place).
+            op: "sum", "prod", "max", "min" or "avg".
+            label: what it is, for messages, such as "bucket 2 of 5".
+
+        Raises:
+            TypeError, ValueError: a bad argument; nothing was written.
+            NcclError: the collective failed; a NcclTimeoutError if it did not end. The communicator is
+                then aborted.
+            NcclSyncError: the communicator is closed.
+        """
+        if self.closed:
+            self.raise_closed()
+        code = native.OPS.get(op)
+        if code is None:
+            raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
+        if len(sends) != self.size or len(recvs) != self.size:
+            self._raise_length("sends and recvs", f"{len(sends)} and {len(recvs)}")
+        self._all_reduce(sends, recvs, code, label)
+
+    def broadcast(self, buffers: Sequence[Any], root: int = 0, *, label: str = "") -> None:
+        """Copy the root's buffer into every other rank's. Collective; blocks until done.
+
+        Args:
+            buffers: one writable buffer per rank.
+            root: the rank to copy from, of this process or of another.
+            label: as for ``all_reduce``.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        if self.closed:
+            self.raise_closed()
+        if len(buffers) != self.size:
+            self._raise_length("buffers", str(len(buffers)))
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
+        self._broadcast(buffers, root, label)
+
+    def raise_closed(self) -> NoReturn:
+        """Raise what a collective on a communicator that has ended raises."""
+        raise NcclSyncError(
+            f"Expected an open {type(self).__name__}. Received: one that is closed, or that a "
+            "failed collective has aborted"
+        )
+
+    def _raise_length(self, what: str, received: str) -> None:
+        raise ValueError(f"Expected {what} to hold {self.size} buffers, one per rank. Received: {received}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

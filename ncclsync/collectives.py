@@ -21,10 +21,12 @@ class Communicator(abc.ABC):
         size: number of ranks of this process.
         world_size: number of ranks in all processes.
         memory: the DLPack device types that its buffers may lie on.
+        failure: what ended it, if a failed collective did.
     """
 
     size: int
     memory: Mapping[int, str]
+    failure: BaseException | None = None
 
     @property
     def world_size(self) -> int:
@@ -92,6 +94,10 @@ class Communicator(abc.ABC):
         if not 0 <= root < self.world_size:
             raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
         self._broadcast(buffers, root, label)
+
+    def reopen(self) -> None:
+        """Join the ranks again after a failed collective; nothing to do where none can fail."""
+        return
 
     def raise_closed(self) -> NoReturn:
         """Raise what a collective on a communicator that has ended raises."""

@@ -90,8 +90,12 @@ def default_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
-def connect(placement: Placement) -> Communicator:
+def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -> Communicator:
     """Create the communicator that joins a placement's towers. The caller closes it.
+
+    Args:
+        placement: where the towers stand.
+        timeout_s, preflight: see `NcclCommunicator`; the CPU's waits for nobody.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
@@ -101,7 +105,7 @@ def connect(placement: Placement) -> Communicator:
             int(device.split(":")[1]) if device.startswith("GPU") else index
             for index, device in enumerate(placement.devices)
         ]
-        return NcclCommunicator(ordinals)
+        return NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
     return CpuCommunicator(len(placement.devices))
 
 

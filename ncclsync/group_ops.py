@@ -12,7 +12,7 @@ from ncclsync.errors import NcclSyncError
 
 
 def group_all_reduce(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, op: str = "sum"
+    tensors: Sequence[tf.Tensor], communicator: Communicator, op: str = "sum", label: str = ""
 ) -> list[tf.Tensor]:
     """Reduce one tensor per tower, in a graph, by py ops that wait for nothing but their inputs.
 
@@ -20,17 +20,22 @@ def group_all_reduce(
         tensors: [N] tensors of one shape and dtype, tensor i on tower i's device.
         communicator: of N ranks.
         op: "sum", "prod", "max", "min" or "avg".
+        label: what it is, for messages, such as "bucket 2 of 5".
 
     Returns:
         [N] tensors on the same devices. Towers that share the host's memory get the same one.
     """
     borrowed = weakref.ref(communicator)  # TensorFlow keeps every py op's function for good
     if isinstance(communicator, NcclCommunicator):
-        return _group_on_devices(tensors, lambda sends, recvs: _alive(borrowed).all_reduce(sends, recvs, op))
+
+        def reduce_on_devices(sends, recvs):
+            _alive(borrowed).all_reduce(sends, recvs, op, label=label)
+
+        return _group_on_devices(tensors, reduce_on_devices)
 
     def reduce_on_host(*sends):
         result = empty_aligned(sends[0].shape, sends[0].dtype)
-        _alive(borrowed).all_reduce(sends, [result] * len(sends), op)
+        _alive(borrowed).all_reduce(sends, [result] * len(sends), op, label=label)
         return result
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
@@ -42,7 +47,7 @@ def group_all_reduce(
 
 
 def group_broadcast(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0
+    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = ""
 ) -> list[tf.Tensor]:
     """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
     borrowed = weakref.ref(communicator)
@@ -50,7 +55,9 @@ def group_broadcast(
 
         def broadcast_on_devices(sends, recvs):
             _alive(borrowed).broadcast(
-                [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs, strict=True))], root
+                [s if i == root else r for i, (s, r) in enumerate(zip(sends, recvs, strict=True))],
+                root,
+                label=label,
             )
 
         received = _group_on_devices(tensors, broadcast_on_devices)
@@ -59,7 +66,7 @@ def group_broadcast(
     def broadcast_on_host(send):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
         buffers[root] = send
-        _alive(borrowed).broadcast(buffers, root)
+        _alive(borrowed).broadcast(buffers, root, label=label)
         return [buffer for i, buffer in enumerate(buffers) if i != root]
 
     if len(tensors) == 1:
@@ -109,7 +116,12 @@ def _group_on_devices(
     def run_group(*_tokens):
         with lock:
             pairs = [rounds[i] for i in range(count)]
-        collective([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        try:
+            collective([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        except BaseException:
+            with lock:
+                rounds.clear()  # nobody will fetch them: their memory is for the next attempt
+            raise
         return tf.zeros([], tf.float32)
 
     def hand_out(index):

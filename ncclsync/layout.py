@@ -174,24 +174,25 @@ def _exchange(
     if count == 1:
         return sent
     columns = []  # [B][N]
-    for bucket, column in zip(buckets, zip(*sent, strict=True), strict=True):
-        join = functools.partial(_join, bucket.wire, column, towers)
+    for index, (bucket, column) in enumerate(zip(buckets, zip(*sent, strict=True), strict=True)):
+        label = f"bucket {index + 1} of {len(buckets)}"
+        join = functools.partial(_join, bucket.wire, column, towers, label)
         columns.append(
             tf.cond(values[bucket.when], join, lambda c=column: list(c)) if bucket.when else join()
         )
     return [[column[i] for column in columns] for i in range(count)]
 
 
-def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str) -> list[tf.Tensor]:
     """Join one bucket of each tower; [N] in, [N] out."""
     count = len(towers)
     if wire.root >= count:
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
     if wire.kind == "broadcast":
-        return group_broadcast(tensors, towers.communicator, wire.root)
+        return group_broadcast(tensors, towers.communicator, wire.root, label)
     if wire.concatenates:
         return _gather(tensors, towers)
-    reduced = group_all_reduce(tensors, towers.communicator, wire.op)
+    reduced = group_all_reduce(tensors, towers.communicator, wire.op, label)
     if wire.kind == "reduce":
         reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
     return reduced

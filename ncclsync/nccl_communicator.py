@@ -133,7 +133,7 @@ class NcclCommunicator(Communicator):
         self.size, self._world_size = len(ranks), world_size
         self.ranks, self.devices = tuple(ranks), tuple(devices)
         self.timeout_s = timeout_s
-        self.failure: BaseException | None = None
+        self.failure = None
         self._preflight = preflight
         self._joined_by = joined_by
         self._is_closed = False

@@ -1,6 +1,8 @@
 """`@nccl_parallel`: from a model factory to a model that trains on towers."""
 
 import functools
+import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -13,6 +15,7 @@ from ncclsync.devices import check_arguments
 from ncclsync.errors import NcclSyncError
 from ncclsync.loop import Towers
 from ncclsync.trainer import attach
+from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -30,6 +33,9 @@ def nccl_parallel(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     sync_batch_norm: bool = False,
     batch_invariant_random: bool = False,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    preflight: bool = True,
+    emergency_checkpoint: str | os.PathLike[str] | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -42,6 +48,9 @@ def nccl_parallel(
     bucket_bytes=DEFAULT_BUCKET_BYTES,
     sync_batch_norm=False,
     batch_invariant_random=False,
+    timeout_s=DEFAULT_TIMEOUT_S,
+    preflight=True,
+    emergency_checkpoint=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -63,6 +72,14 @@ def nccl_parallel(
             towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
             batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
             its own: reproducible for a given seed and number of towers.
+        timeout_s: how long a collective of NCCL's may take, in seconds. After 60 s a warning names what is
+            pending; after `timeout_s` the step fails with a `NcclTimeoutError` that names the collective and
+            the towers that are missing. None: no limit. Tower 0 keeps its weights, and the next `fit` joins
+            the GPUs anew.
+        preflight: whether known numbers are sent over each pair of GPUs' path before the first collective,
+            so that a host that corrupts them is an error.
+        emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
+            a collective has failed, before the error is raised.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -80,7 +97,13 @@ def nccl_parallel(
             f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     check_arguments(towers, devices, backend, bucket_bytes)
-    flags = {"sync_batch_norm": sync_batch_norm, "batch_invariant_random": batch_invariant_random}
+    check_timeout(timeout_s)
+    checkpoint = _checked_path(emergency_checkpoint)
+    flags = {
+        "sync_batch_norm": sync_batch_norm,
+        "batch_invariant_random": batch_invariant_random,
+        "preflight": preflight,
+    }
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"Expected {name} to be a bool. Received: {value!r}")
@@ -91,6 +114,8 @@ def nccl_parallel(
             devices=devices,
             backend=backend,
             bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            emergency_checkpoint=emergency_checkpoint,
             **flags,
         )
     if not callable(factory):
@@ -109,6 +134,8 @@ def nccl_parallel(
             backend=backend,
             bucket_bytes=bucket_bytes,
             batch_invariant_random=batch_invariant_random,
+            timeout_s=timeout_s,
+            preflight=preflight,
         )
         try:
             with tf.device(f"/{replicas.devices[0]}"):
@@ -117,7 +144,7 @@ def nccl_parallel(
         except BaseException:
             replicas.close()
             raise
-        attach(model, replicas, sync_batch_norm)
+        attach(model, replicas, sync_batch_norm, checkpoint)
         return model
 
     # For `verify`, which builds the model on one device as well.
@@ -127,6 +154,19 @@ def nccl_parallel(
         "batch_invariant_random": batch_invariant_random,
     }
     return build
+
+
+def _checked_path(path: Any) -> pathlib.Path | None:
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"Expected emergency_checkpoint to be a path. Received: {path!r}")
+    if not os.fspath(path).endswith((".weights.h5", ".keras")):
+        raise ValueError(
+            "Expected emergency_checkpoint to end in .weights.h5 (weights) or .keras (the whole model). "
+            f"Received: {path!r}"
+        )
+    return pathlib.Path(path).absolute()
 
 
 def _check_model(model: Any) -> None:

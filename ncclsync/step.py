@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.cut import cut
+from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
 from ncclsync.program import Program, Results, trace
@@ -22,6 +23,7 @@ from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import TowerState
 from ncclsync.traced_draws import check_draws
+from ncclsync.watchdog import interruptible
 from ncclsync.whole_batch import whole_batch_hooks
 
 logger = logging.getLogger("ncclsync")
@@ -140,14 +142,21 @@ class TowerStep(abc.ABC):
         return self._programs.setdefault(repr(shard), program)
 
     def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
-        """Bring tower 0's state to all towers, run a step, and mend the towers if it fails."""
-        self.towers.sync()
+        """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
+
+        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
+        """
         try:
-            return run()
+            self.towers.sync()
+            with interruptible() if self.towers.backend == "nccl" else contextlib.nullcontext():
+                return run()
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
             self._mend(plan)
+            failure = self.towers.failed_collective() if isinstance(error, Exception) else None
+            if failure is not None and not isinstance(error, NcclSyncError):
+                raise failure from error
             if plan is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(plan)
             raise

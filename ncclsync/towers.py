@@ -15,13 +15,15 @@ import tensorflow as tf
 
 from ncclsync import native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
-from ncclsync.communicator import NcclCommunicator
 from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
+from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
 logger = logging.getLogger("ncclsync")
+
+DLPACK_CPU, DLPACK_CUDA = 1, 2
 
 
 class TowerState:
@@ -45,6 +47,8 @@ class TowerState:
         backend: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         batch_invariant_random: bool = False,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -54,6 +58,9 @@ class TowerState:
             bucket_bytes: see `bucket.plan_buckets`.
             batch_invariant_random: whether random numbers are those that one device would draw for the
                 whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
+            timeout_s: how long a collective of NCCL's may take, in seconds, before the step fails with a
+                `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
+            preflight: whether known numbers are sent over each pair's path when GPUs are joined.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -65,16 +72,19 @@ class TowerState:
         else:
             count = cast("int | None", towers)
         check_arguments(count, devices, backend, bucket_bytes)
+        check_timeout(timeout_s)
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend
         self.bucket_bytes = bucket_bytes
         self.batch_invariant_random = batch_invariant_random
-        self.communicator = connect(placement)
+        self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
         self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()
         self._warned: set[str] = set()
+        self._save: Callable[[], None] | None = None
+        self._saved_after: BaseException | None = None
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
 
     def __len__(self) -> int:
@@ -177,8 +187,12 @@ class TowerState:
         return [variable, *replicas.copies]
 
     def sync(self) -> None:
-        """Send to all towers what Python wrote into tower 0 since the last step."""
+        """Send to all towers what Python wrote into tower 0 since the last step.
+
+        Joins them anew if a collective had failed.
+        """
         self.require_open()
+        self.communicator.reopen()
         if self._pending:
             self._send([key for key in self._pending if key in self._replicas])
 
@@ -193,6 +207,21 @@ class TowerState:
         for replicas in self._replicas.values():
             replicas.gather_parts()
         self._pending.update(self._replicas)
+
+    def save_after_failure_by(self, save: Callable[[], None]) -> None:
+        """Let `save()` save tower 0's state whenever a collective has failed."""
+        self._save = save
+
+    def failed_collective(self) -> BaseException | None:
+        """Return what ended the communicator, if a failure did, having saved tower 0's state first."""
+        failure = self.communicator.failure
+        if failure is not None and failure is not self._saved_after and self._save is not None:
+            self._saved_after = failure
+            try:
+                self._save()
+            except Exception:  # whatever it is: the failure itself must be told
+                logger.exception("Tower 0 could not be saved after a failed collective")
+        return failure
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
@@ -218,11 +247,11 @@ class TowerState:
         """
         value = variable.value()
         placed = [self._device_of(variable, tower) for tower in range(len(self))]
-        memory = "GPU" if isinstance(self.communicator, NcclCommunicator) else "CPU"
+        self.communicator.reopen()
         if (
             role is not Role.SAME
             or value.dtype.name not in native.DTYPES
-            or any(memory not in device for device in placed)
+            or not all(self._reaches(device) for device in placed)
         ):
             for tower in range(1, len(self)):
                 yield tower, start_value(value, role, tower)
@@ -233,6 +262,11 @@ class TowerState:
                 buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
         self.communicator.broadcast(buffers, 0)
         yield from enumerate(buffers[1:], start=1)
+
+    def _reaches(self, device: str) -> bool:
+        """Whether the communicator takes what lies in a device's memory."""
+        kinds = {"CPU": DLPACK_CPU, "GPU": DLPACK_CUDA}
+        return any(kind in device and code in self.communicator.memory for kind, code in kinds.items())
 
     def _device_of(self, variable: tf.Variable, tower: int) -> str:
         """A tower's copy stands on the tower's device, unless the user keeps tower 0's on the CPU."""

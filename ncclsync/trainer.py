@@ -5,6 +5,9 @@ on the one object, by functions that run the model's own step on all towers.
 """
 
 import functools
+import logging
+import pathlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,16 +23,27 @@ from ncclsync.step import TowerStep, to_tensor, without_optionals
 from ncclsync.towers import TowerState
 from ncclsync.whole_batch import synchronize_batch_norm
 
+_logger = logging.getLogger("ncclsync")
 
-def attach(model: keras.Model, towers: TowerState, sync_batch_norm: bool = False) -> None:
+
+def attach(
+    model: keras.Model,
+    towers: TowerState,
+    sync_batch_norm: bool = False,
+    emergency_checkpoint: pathlib.Path | None = None,
+) -> None:
     """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
 
     Args:
         model: of any class.
         towers: where to.
         sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
+        emergency_checkpoint: where to save the model whenever a collective has failed.
     """
     model.towers = towers
+    if emergency_checkpoint is not None:
+        # Not by a bound method of the towers' own: they must not keep the model alive.
+        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
     towers.order_weights_by(lambda: model.weights)
     if len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
@@ -58,6 +72,20 @@ def attach(model: keras.Model, towers: TowerState, sync_batch_norm: bool = False
     model.make_test_function = make_test_function
     model.make_predict_function = make_predict_function
     model.train_function = model.test_function = model.predict_function = None
+
+
+def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
+    """Save a model, or its weights, as the suffix says; an earlier file stays until this one is complete."""
+    model = borrowed()
+    if model is None:
+        return
+    part = path.with_name(f"part-{path.name}")
+    if path.name.endswith(".weights.h5"):
+        model.save_weights(part, overwrite=True)
+    else:
+        model.save(part, overwrite=True)
+    part.replace(path)
+    _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
 class ModelStep(TowerStep):

@@ -118,6 +118,12 @@ def interruptible() -> Iterator[None]:
     _watched = _kept
     try:
         yield
+    except Exception as error:
+        # Native code that turns an error into a Python exception may run Python for it, and lose the
+        # KeyboardInterrupt that this raises: TensorFlow does.
+        if _kept.has_come():
+            raise KeyboardInterrupt from error
+        raise
     finally:
         _watched = None
         signal.set_wakeup_fd(before)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+from standin import Standin
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c")]
@@ -20,20 +21,38 @@ def compile_c(*arguments: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_cpu_collectives_are_clean_under_sanitizer(sanitizer, tmp_path):
-    """Every dtype, operation and level, concurrent callers, pools made and ended."""
+@pytest.fixture(params=["address,undefined", "thread"])
+def sanitized(request, tmp_path):
+    """The options of a build with a sanitizer."""
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
-    probe = [compiler, f"-fsanitize={sanitizer}", str(empty), "-o", str(tmp_path / "empty")]
+    probe = [compiler, f"-fsanitize={request.param}", str(empty), "-o", str(tmp_path / "empty")]
     if subprocess.run(probe, capture_output=True).returncode != 0:
-        pytest.skip(f"the compiler has no runtime for -fsanitize={sanitizer}")
-    program = tmp_path / "check_cpu"
-    options = ["-g", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *FLAGS]
-    check = ROOT / "tests" / "csrc" / "check_cpu.c"
-    compile_c(*options, f"-I{ROOT / 'csrc'}", check, *SOURCES, "-o", program, "-lpthread", "-lm")
+        pytest.skip(f"the compiler has no runtime for -fsanitize={request.param}")
+    return ["-g", "-O1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all"]
+
+
+@pytest.mark.timeout(120)
+def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
+    """Every dtype, operation and level, concurrent callers, pools made and ended."""
+    program, check = tmp_path / "check_cpu", ROOT / "tests" / "csrc" / "check_cpu.c"
+    libraries = ["-lpthread", "-lm"]
+    compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *SOURCES, "-o", program, *libraries)
     done = subprocess.run([program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.timeout(120)
+def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
+    """Every call, every failure of creation, aborts in the middle, several threads; the stand-in too."""
+    standin = Standin(tmp_path, *sanitized)
+    program, check = tmp_path / "check_nccl", ROOT / "tests" / "csrc" / "check_nccl.c"
+    sources = [*SOURCES, *(ROOT / "csrc").glob("nccl*.c"), standin.cudart]
+    libraries = ["-lpthread", "-lm", "-ldl"]
+    compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *sources, "-o", program, *libraries)
+    done = subprocess.run(
+        [program, standin.nccl, standin.cudart], capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

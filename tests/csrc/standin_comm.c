@@ -87,6 +87,7 @@ int ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, int rank, n
   if (status != 0) {
     standin_count("comm", -1);
     (*comm)->is_alive = 0;
+    if ((*comm)->clique == NULL) free(*comm); /* nobody knows it */
     *comm = NULL;
   }
   return standin_leave(status != 0 || (*comm)->blocking ? status : *standin_depth() > 0 ? 0 : ncclInProgress);

@@ -1,0 +1,138 @@
+/* Runs nccl.c, nccl_comm.c and nccl_group.c over the stand-in libraries under a sanitizer: every call, every failure
+ * of creation, aborts in the middle, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
+ * Arguments: the stand-in libnccl and libcudart. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ncclsync.h"
+#include "standin.h"
+
+enum { N = 3, COUNT = 1000, CALLERS = 4, ROUNDS = 20 };
+
+#define EXPECT(condition)                                                  \
+  if (!(condition)) {                                                      \
+    fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition); \
+    exit(1);                                                               \
+  }
+
+static ncs_nccl* nccl;
+static const char* cuda_path;
+
+static ncclResult_t create(int first_device, ncs_nccl_comm** comm) {
+  const int ranks[N] = {0, 1, 2}, devices[N] = {first_device, first_device + 1, first_device + 2};
+  ncs_failure failure;
+  ncclResult_t status =
+      ncs_nccl_create(nccl, cuda_path, cuda_path, NULL, N, ranks, devices, N, &failure, comm);
+  if (status != ncclSuccess) return status;
+  status = ncs_nccl_wait(*comm, 5.0, &failure);
+  if (status != ncclSuccess) ncs_nccl_abort(*comm, NULL);
+  return status;
+}
+
+static void end(ncs_nccl_comm* comm) {
+  EXPECT(ncs_nccl_finalize(comm, NULL) == ncclSuccess);
+  EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
+  EXPECT(ncs_nccl_destroy(comm, NULL) == ncclSuccess);
+}
+
+/* Every rank's `blocks` blocks of COUNT floats, in one piece of memory each. */
+static float* make(float* at[N], int blocks) {
+  float* all = calloc((size_t)N * COUNT * (size_t)blocks, sizeof(*all));
+  for (int r = 0; r < N; ++r) {
+    at[r] = all + (size_t)r * COUNT * (size_t)blocks;
+    for (int i = 0; i < COUNT * blocks; ++i) at[r][i] = (float)(100 * r + i / COUNT);
+  }
+  return all;
+}
+
+static ncclResult_t reduce(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
+  float* at[N];
+  float* all = make(at, 1);
+  ncclResult_t status = ncs_nccl_all_reduce(comm, (const void* const*)at, (void* const*)at, COUNT, ncclFloat32,
+                                            ncclSum, slice_s, failure);
+  for (int r = 0; r < N && status == ncclSuccess; ++r) EXPECT(at[r][COUNT - 1] == 300.0f);
+  free(all);
+  return status;
+}
+
+static void check_collectives(ncs_nccl_comm* comm) {
+  float *sends[N], *recvs[N], got[2];
+  float *all = make(sends, N), *all_received = make(recvs, N);
+  ncs_failure failure;
+  void* scratch;
+  EXPECT(reduce(comm, 5.0, &failure) == ncclSuccess);
+  EXPECT(ncs_nccl_all_to_all(comm, (const void* const*)sends, (void* const*)recvs, COUNT, ncclFloat32, 5.0,
+                             &failure) == ncclSuccess);
+  for (int r = 0; r < N; ++r)
+    for (int p = 0; p < N; ++p) EXPECT(recvs[r][p * COUNT + COUNT - 1] == (float)(100 * p + r));
+  EXPECT(ncs_nccl_broadcast(comm, (void* const*)sends, COUNT, ncclFloat32, 2, 5.0, &failure) == ncclSuccess);
+  for (int r = 0; r < N; ++r) EXPECT(sends[r][0] == 200.0f);
+  EXPECT(ncs_nccl_scratch(comm, 1, sizeof(got), &failure, &scratch) == ncclSuccess);
+  EXPECT(ncs_nccl_copy(comm, 1, scratch, sends[0], sizeof(got), &failure) == ncclSuccess);
+  EXPECT(ncs_nccl_copy(comm, 1, got, scratch, sizeof(got), &failure) == ncclSuccess && got[0] == 200.0f);
+  EXPECT(ncs_nccl_scratch(comm, 2, 16, &failure, &scratch) == ncclSuccess); /* freed with the communicator */
+  free(all);
+  free(all_received);
+}
+
+static void check_failures(void) {
+  static const char* const calls[] = {"cudaSetDevice",   "cudaStreamCreateWithPriority", "ncclGetUniqueId",
+                                      "ncclGroupStart",  "ncclCommInitRankConfig",       "ncclGroupEnd",
+                                      "ncclCommGetAsyncError"};
+  int progress[N];
+  ncs_nccl_comm* comm;
+  ncs_failure failure;
+  char told[64];
+  for (size_t i = 0; i < sizeof(calls) / sizeof(*calls); ++i)
+    for (int nth = 1; nth <= 6; ++nth) {
+      snprintf(told, sizeof(told), "%s:%d", calls[i], nth);
+      standin_fail(told);
+      if (create(0, &comm) != ncclSuccess) continue;
+      standin_fail("");
+      end(comm);
+    }
+  standin_fail("");
+  EXPECT(create(0, &comm) == ncclSuccess);
+  standin_fail("stuck:1");
+  EXPECT(reduce(comm, 0.01, &failure) == ncclInProgress);
+  EXPECT(ncs_nccl_get_progress(comm, progress) == ncclSuccess);
+  EXPECT(progress[0] == NCS_LAUNCHED && progress[1] == NCS_ABSENT && progress[2] == NCS_LAUNCHED);
+  EXPECT(ncs_nccl_abort(comm, &failure) == ncclSuccess);
+  standin_fail("async:2=6");
+  EXPECT(create(0, &comm) == ncclSuccess);
+  EXPECT(reduce(comm, 5.0, &failure) == ncclRemoteError && strcmp(failure.call, "ncclCommGetAsyncError") == 0);
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
+  standin_fail("");
+}
+
+static void* use_one(void* first_device) {
+  ncs_nccl_comm* comm;
+  EXPECT(create(*(int*)first_device, &comm) == ncclSuccess);
+  for (int i = 0; i < ROUNDS; ++i) EXPECT(reduce(comm, 5.0, NULL) == ncclSuccess);
+  end(comm);
+  return NULL;
+}
+
+int main(int argc, char** argv) {
+  pthread_t callers[CALLERS];
+  int first_devices[CALLERS];
+  ncs_nccl_comm* comm;
+  EXPECT(argc == 3);
+  cuda_path = argv[2];
+  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
+  EXPECT(create(4, &comm) == ncclSuccess);
+  check_collectives(comm);
+  end(comm);
+  check_failures();
+  for (int i = 0; i < CALLERS; ++i) {
+    first_devices[i] = i;
+    EXPECT(pthread_create(&callers[i], NULL, use_one, &first_devices[i]) == 0);
+  }
+  for (int i = 0; i < CALLERS; ++i) pthread_join(callers[i], NULL);
+  EXPECT(standin_alive("comm") == 0 && standin_alive("stream") == 0 && standin_alive("memory") == 0);
+  return ncs_nccl_close(nccl) == ncclSuccess ? 0 : 1;
+}

@@ -1,15 +1,20 @@
-"""The command line: `python -m ncclsync verify module:factory`. TensorFlow is imported to do the work."""
+"""The command line: `python -m ncclsync verify` and `doctor`. TensorFlow is imported to do the work."""
 
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2  # exit codes; argparse ends with 2 as well
+# Exit codes; argparse ends with 2 as well.
+SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
+HEALTHY, ILL = 0, 1
+
+_WIDTH = 110  # columns of doctor's screen where the output is no terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_verify(commands)
+    _add_doctor(commands)
     given = parser.parse_args(arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     try:
         return given.run(given)
     except _UsageError as error:
@@ -67,6 +72,7 @@ def _add_verify(commands: Any) -> None:
 def _verify(given: argparse.Namespace) -> int:
     from rich.console import Console
 
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     factory = _load(given.factory)
     import keras
 
@@ -111,6 +117,39 @@ def _verify(given: argparse.Namespace) -> int:
         report if console.is_terminal else str(report), markup=False, highlight=False, soft_wrap=True
     )
     return SAME if report.ok else DIFFERENT
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="tell whether training would run on this machine, and what to mend",
+        description="Examine this machine: versions, GPUs and their links, the backend, an all-reduce whose "
+        "result is known, environment variables. Exit code 0: healthy; 1: training would fail; 2: doctor "
+        "itself failed.",
+    )
+    parser.set_defaults(run=_doctor)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument(
+        "--timeout", type=_at_least(1), default=60, metavar="S", help="seconds per check, default %(default)s"
+    )
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from ncclsync.doctor import examine
+
+    report = examine(timeout_s=given.timeout)
+    if given.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        from ncclsync.screen import render
+
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)
+        console.print(render(report), markup=False, highlight=False, soft_wrap=False)
+    return HEALTHY if report.healthy else ILL
 
 
 def _load(name: str) -> Callable:

@@ -20,10 +20,12 @@ class Placement:
     Attributes:
         devices: such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times.
         backend: "nccl" or "cpu".
+        reason: why these and this, as it is logged.
     """
 
     devices: tuple[str, ...]
     backend: str
+    reason: str
 
 
 def check_arguments(
@@ -79,10 +81,9 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
             raise ValueError(
                 f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}"
             )
-    _logger.info(
-        "%d tower(s) on %s (%s); backend %s (%s)", len(chosen), ", ".join(chosen), reason, backend, why
-    )
-    return Placement(tuple(chosen), backend)
+    told = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
+    _logger.info("%s", told)
+    return Placement(tuple(chosen), backend, told)
 
 
 def default_device() -> str:

@@ -1,0 +1,319 @@
+"""What `doctor` tells of a host, as plain data: its screen and its `--json` show this and nothing else."""
+
+import dataclasses
+from typing import Any
+
+ERROR, WARNING = "error", "warning"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver tells of it, whether or not this process may use it. None: the driver does not say.
+
+    Attributes:
+        index: the driver's, as in nvidia-smi.
+        name, uuid, pci_bus_id: such as "NVIDIA H100 80GB HBM3", "GPU-5f0c…", "00000000:3B:00.0".
+        memory_bytes, used_bytes: in all, and taken by anyone.
+        compute_capability: such as "9.0".
+        mig: whether it is divided into instances.
+        prohibited: whether its compute mode lets nobody use it.
+        error: why it cannot be asked, such as "GpuIsLost".
+    """
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    compute_capability: str | None = None
+    mig: bool | None = None
+    prohibited: bool | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What joins two GPUs.
+
+    Attributes:
+        gpus: their indices, the lower one first.
+        path: as nvidia-smi has it: "NV4" (four NVLinks, direct or by a switch), else what the way over PCIe
+            crosses: "PIX" one switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a
+            NUMA node, "SYS" the link between CPU sockets. None: the driver does not say.
+        nvlinks: active NVLinks between the two.
+        p2p: whether each may read and write the other's memory: "ok", or why not; None: unknown.
+    """
+
+    gpus: tuple[int, int]
+    path: str | None
+    nvlinks: int
+    p2p: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """What NVML tells.
+
+    Attributes:
+        version: of the driver, such as "550.54.15".
+        cuda: the newest CUDA it serves, such as "12.4".
+        error: why NVML does not answer: "NotInstalled" for nvidia-ml-py, else NVML's own name of it, such
+            as "LibraryNotFound" or "DriverNotLoaded"; None if it does.
+        detail: the error in words.
+    """
+
+    version: str | None = None
+    cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    links: tuple[Link, ...] = ()
+    error: str | None = None
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A shared library as the loader finds it for this process.
+
+    Attributes:
+        version: its own word; None if it cannot be loaded or does not say.
+        path: the file; None if there is none.
+        cuda: the CUDA it was built with, where it says.
+        error: why it cannot be used.
+    """
+
+    version: str | None = None
+    path: str | None = None
+    cuda: str | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Libraries:
+    """NCCL, CUDA and cuDNN.
+
+    Attributes:
+        nccl: the one that ncclsync would use.
+        nccl_copies: every libnccl found, that one included.
+        nccl_packages: installed Python packages that bring one, such as "nvidia-nccl-cu12 2.32.3".
+        cuda_runtime, cudnn: as TensorFlow would find them.
+        missing: of the libraries that TensorFlow loads before it uses a GPU.
+        driver_cuda: the newest CUDA that the driver serves, by libcuda; None if there is no driver.
+    """
+
+    nccl: Library = Library(error="not looked for")
+    nccl_copies: tuple[Library, ...] = ()
+    nccl_packages: tuple[str, ...] = ()
+    cuda_runtime: Library = Library()
+    cudnn: Library = Library()
+    missing: tuple[str, ...] = ()
+    driver_cuda: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frameworks:
+    """TensorFlow and Keras, and what `nccl_parallel` makes of them.
+
+    Attributes:
+        tensorflow, keras: version; None if not installed or not to be imported.
+        tensorflow_path, keras_path: the folder each comes from.
+        tensorflow_error, keras_error: why the import failed; "" if it did not.
+        ncclsync_error: why ncclsync itself cannot be imported with them.
+        keras_backend: "tensorflow" or another.
+        cuda_build: whether TensorFlow was built for CUDA.
+        build_cuda, build_cudnn: for which.
+        build_capabilities: compute capabilities it has code for, such as "8.0".
+        build_nccl: the oldest NCCL that its package asks for.
+        gpus: names of those that TensorFlow sees.
+        log: TensorFlow's own warnings and errors about GPUs.
+    """
+
+    tensorflow: str | None = None
+    tensorflow_path: str | None = None
+    tensorflow_error: str = ""
+    keras: str | None = None
+    keras_path: str | None = None
+    keras_error: str = ""
+    keras_backend: str | None = None
+    ncclsync_error: str = ""
+    cuda_build: bool | None = None
+    build_cuda: str | None = None
+    build_cudnn: str | None = None
+    build_capabilities: tuple[str, ...] = ()
+    build_nccl: str | None = None
+    gpus: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `@nccl_parallel` without arguments would choose.
+
+    Attributes:
+        backend: "nccl", "cpu", or None where it would raise.
+        devices: one per tower.
+        reason: why.
+    """
+
+    backend: str | None = None
+    devices: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """One all-reduce whose result is known beforehand.
+
+    Attributes:
+        backend: "nccl" or "cpu".
+        ranks: how many took part.
+        count: float32 elements of each.
+        ok: every rank has every sum, exactly.
+        seconds: of the all-reduce alone; None if it did not end.
+        error: what went wrong; "" if nothing.
+        kind: of what went wrong: "wrong" numbers, "hang", "crash", "raised", or "" if nothing.
+        log: NCCL's last warnings.
+    """
+
+    backend: str
+    ranks: int
+    count: int
+    ok: bool = False
+    seconds: float | None = None
+    error: str = ""
+    kind: str = ""
+    log: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An environment variable that is set and matters, or the same setting in a file that NCCL reads.
+
+    Attributes:
+        source: "environment", or the file.
+        effect: what it does, in a few words.
+    """
+
+    name: str
+    value: str
+    source: str
+    effect: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """A row of the table of versions; `version` None: there is none, and `source` says why."""
+
+    component: str
+    version: str | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is wrong, and what mends it.
+
+    Attributes:
+        severity: "error": training would fail; "warning": it would run, but slow or at risk.
+        code: a stable name, such as "nccl-missing".
+        text: one or two sentences.
+        remedy: what to do.
+    """
+
+    severity: str
+    code: str
+    text: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """A question whose process did not end well.
+
+    Attributes:
+        question: "driver", "libraries" or "frameworks".
+        stage: what it was about, such as "importing TensorFlow".
+        how: "no answer within 60 s", "killed by SIGSEGV", ….
+        words: the last line that it printed.
+    """
+
+    question: str
+    stage: str
+    how: str
+    words: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """All that was found out, before it is judged.
+
+    Attributes:
+        python, python_path: version and interpreter.
+        present: NVIDIA GPUs that the kernel knows of, whatever NVML says.
+        kernel_driver: version of the loaded NVIDIA kernel module, if there is one.
+        shm_bytes, shm_free_bytes: of /dev/shm; None if there is none.
+        cores: that this process may use.
+        interfaces: names of the network interfaces.
+        troubles: questions that were not answered.
+    """
+
+    python: str
+    python_path: str
+    ncclsync: str
+    ncclsync_path: str
+    driver: Driver = Driver()
+    present: int = 0
+    kernel_driver: str | None = None
+    libraries: Libraries = Libraries()
+    frameworks: Frameworks = Frameworks()
+    choice: Choice = Choice()
+    all_reduce: AllReduce | None = None
+    variables: tuple[Variable, ...] = ()
+    shm_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    cores: int = 1
+    interfaces: tuple[str, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+
+    def variable(self, name: str) -> str | None:
+        """Return a variable's value; None if it is not set. The environment precedes a file."""
+        return next((one.value for one in self.variables if one.name == name), None)
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs the host has, by whoever knows most."""
+        return max(len(self.driver.gpus), self.present, len(self.frameworks.gpus))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What doctor found, judged."""
+
+    host: Host
+    versions: tuple[Version, ...]
+    problems: tuple[Problem, ...]
+    summary: str
+
+    @property
+    def healthy(self) -> bool:
+        """Whether training would run."""
+        return not any(one.severity == ERROR for one in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON takes it."""
+        host = dataclasses.asdict(self.host)
+        driver, frameworks = host.pop("driver"), host.pop("frameworks")
+        return {
+            "healthy": self.healthy,
+            "summary": self.summary,
+            "versions": [dataclasses.asdict(one) for one in self.versions],
+            "gpus": driver.pop("gpus"),
+            "links": driver.pop("links"),
+            "backend": host.pop("choice"),
+            "all_reduce": host.pop("all_reduce"),
+            "variables": host.pop("variables"),
+            "problems": [dataclasses.asdict(one) for one in self.problems],
+            "driver": driver,
+            "frameworks": frameworks,
+            **host,
+        }

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -146,9 +147,13 @@ def _doctor(given: argparse.Namespace) -> int:
         from ncclsync.screen import render
 
         console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)
-        console.print(render(report), markup=False, highlight=False, soft_wrap=False)
+        if console.is_terminal:
+            console.print(render(report))
+        else:
+            plain = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
+            with plain.capture() as captured:
+                plain.print(render(report))
+            print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return HEALTHY if report.healthy else ILL
 
 

@@ -132,7 +132,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         usable = True
     except Exception as error:
         facts.tell(tensorflow_error=_words(error))
-    facts.tell(stage="importing Keras")
+    facts.tell(stage="importing Keras", keras_backend=_configured_backend())
     try:
         import keras
 
@@ -171,7 +171,6 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
     """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly."""
     import numpy as np
 
-    from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
     from ncclsync.errors import NcclSyncError
 
     backend, devices = arguments["backend"], arguments["devices"]
@@ -181,6 +180,9 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
     recvs = [np.full(COUNT, -1, np.float32) for _ in range(n)]
     memory: _HostMemory | _DeviceMemory = _HostMemory()
     try:
+        # Only here: it raises where the C extension is missing.
+        from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
+
         facts.tell(stage=f"joining {n} ranks")
         comm: Communicator = NcclCommunicator(devices) if backend == "nccl" else CpuCommunicator(n)
         with comm:
@@ -258,6 +260,16 @@ class _DeviceMemory:
             words = self._cuda.cudaGetErrorString
             words.restype = ctypes.c_char_p
             raise OSError(f"{name} returned {status}: {(words(status) or b'').decode()}")
+
+
+def _configured_backend() -> str:
+    """Return the backend that Keras was told to take, as it reads it: known even if it cannot be imported."""
+    home = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
+    try:
+        configured = json.loads((home / "keras.json").read_text()).get("backend", "tensorflow")
+    except (OSError, ValueError, AttributeError):
+        configured = "tensorflow"
+    return os.environ.get("KERAS_BACKEND") or configured
 
 
 def _required_nccl() -> str | None:

@@ -12,6 +12,7 @@ from ncclsync.facts import ERROR, WARNING, Host, Problem
 OLDEST_TENSORFLOW, OLDEST_KERAS = (2, 20), (3, 10)  # as in pyproject.toml
 OLDEST_NCCL = (2, 13)  # the first with ncclGetLastError
 
+_EXTENSION = "ncclsync._native"
 _REINSTALL_TENSORFLOW = "pip install --force-reinstall 'tensorflow>=2.20'"
 _REINSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda]"
 
@@ -34,11 +35,12 @@ def summarize(host: Host, problems: tuple[Problem, ...]) -> str:
     )
     if errors:
         return f"Training would fail: {counted}. {gpus} on this machine."
-    where = (
-        f"{len(host.choice.devices)} GPU(s) by NCCL" if host.choice.backend == "nccl" else "the CPU backend"
-    )
-    verdict = f"Healthy, with {counted}" if counted else "Healthy"
-    return f"{verdict}. {gpus} on this machine; training would run on {where}."
+    by_nccl = host.choice.backend == "nccl"
+    count = len(host.choice.devices)
+    where = f"{count} of them, joined by NCCL" if by_nccl else "the CPU, joined by ncclsync"
+    unused = ", unused" if host.gpu_count and not by_nccl else ""
+    verdict = f"Training would run, with {counted}" if counted else "Healthy"
+    return f"{verdict}. {gpus} on this machine{unused}: towers stand on {where}."
 
 
 def _tensorflow(host: Host) -> Iterator[Problem]:
@@ -80,8 +82,7 @@ def _keras(host: Host) -> Iterator[Problem]:
 
 def _ncclsync(host: Host) -> Iterator[Problem]:
     error = host.frameworks.ncclsync_error
-    extension = "ncclsync._native"
-    if extension in error or extension in (host.libraries.nccl.error or ""):
+    if _EXTENSION in error or _EXTENSION in (host.libraries.nccl.error or ""):
         yield Problem(
             ERROR,
             "extension-missing",
@@ -118,7 +119,7 @@ def _nccl(host: Host) -> Iterator[Problem]:
     needed = host.choice.backend == "nccl"
     severity, asked_for = ERROR if needed else WARNING, host.frameworks.build_nccl
     if nccl.error:
-        if "ncclsync._native" in nccl.error or not (needed or host.gpu_count or chosen):
+        if _EXTENSION in nccl.error or not (needed or host.gpu_count or chosen):
             return
         if chosen:
             text = f"NCCLSYNC_NCCL_LIBRARY names no usable NCCL: {nccl.error}"
@@ -183,8 +184,8 @@ def _driver_age(host: Host) -> Iterator[Problem]:
         if _below(serves, _numbers(built_with)[:1]):
             severity = ERROR if host.choice.backend == "nccl" else WARNING
             text += " It fails with 'CUDA driver version is insufficient for CUDA runtime version'."
-            remedy += f", or install {library} for CUDA {serves.split('.')[0]}."
-            yield Problem(severity, code, text, remedy)
+            remedy += f", or install {library} for CUDA {serves.split('.')[0]}" if library == "NCCL" else ""
+            yield Problem(severity, code, text, f"{remedy}.")
         elif library == "NCCL":
             text += " The same major version: it runs, but not on GPUs newer than the driver."
             yield Problem(WARNING, code, text, f"{remedy} if anything fails.")
@@ -203,6 +204,10 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     found = host.all_reduce
     if found is None or found.ok:
         return
+    libraries = host.libraries
+    unloaded = libraries.nccl.error or libraries.cuda_runtime.error
+    if found.kind == "raised" and unloaded and (found.backend == "nccl" or _EXTENSION in found.error):
+        return  # told of already
     what = f"all-reduce of {found.ranks} ranks by the {found.backend} backend"
     by_nccl = found.backend == "nccl"
     why = "Run it with NCCL_DEBUG=INFO to see why." if by_nccl else ""

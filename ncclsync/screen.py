@@ -46,7 +46,9 @@ def _gpus(report: Report) -> Iterator[Any]:
     if not driver.gpus:
         why = f" (NVML: {driver.error}, {driver.detail})" if driver.error else ""
         count = report.host.gpu_count
-        yield Text(f"{count} GPU(s), of which NVML tells nothing{why}" if count else f"No GPU{why}")
+        yield Text(
+            f"{count} GPU(s), of which NVML tells nothing{why}" if count else f"No GPU on this machine{why}"
+        )
         return
     table = _table("GPU", "name", "memory", "in use", "compute capability", "PCI bus", "")
     for gpu in driver.gpus:
@@ -90,9 +92,8 @@ def _checks(report: Report) -> Iterator[Text]:
     choice, found = report.host.choice, report.host.all_reduce
     yield Text(f"@nccl_parallel: {choice.reason}")
     if found is not None:
-        what = (
-            f"All-reduce with a known answer, {found.backend} backend, {found.ranks} ranks × {found.count}: "
-        )
+        ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} float32"
+        what = f"Known-answer all-reduce, {found.backend} backend, {ranks}: "
         if found.ok:
             yield Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
         else:

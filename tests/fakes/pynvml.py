@@ -1,5 +1,8 @@
-"""A pynvml for machines without a driver: FAKE_NVML names the host that it tells of. Tests put this folder first
-on PYTHONPATH. As in the real one, NVML_P2P_CAPS_INDEX_READ is a tuple, which no query takes."""
+"""A pynvml for machines without a driver: FAKE_NVML names the host that it tells of.
+
+Tests put this folder first on PYTHONPATH. As in the real one, NVML_P2P_CAPS_INDEX_READ is a tuple, which no
+query takes.
+"""
 
 import os
 import types
@@ -66,7 +69,14 @@ def nvlink_pairs():
     return hosts
 
 
-UNSUPPORTED = ("MemoryInfo", "CudaComputeCapability", "MigMode", "ComputeMode", "TopologyCommonAncestor", "P2PStatus")
+UNSUPPORTED = (
+    "MemoryInfo",
+    "CudaComputeCapability",
+    "MigMode",
+    "ComputeMode",
+    "TopologyCommonAncestor",
+    "P2PStatus",
+)
 
 HOSTS = {
     "none": [],

@@ -31,6 +31,7 @@ from ncclsync.hardware import visible_gpus
 from ncclsync.problems import find_problems, summarize
 
 CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
+_CHATTER = re.compile(r"^[IW]\d{4} |^WARNING: All log messages before")
 _WARNINGS = re.compile(r"^[WEF]\d{4} ")  # TensorFlow's log: a warning, an error, a fatal one
 
 
@@ -63,8 +64,8 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
     def ask(question: str, **more: str) -> probes.Answer:
         answer = probes.ask(question, timeout_s, {**environ, **more})
         if answer.ended != "well":
-            words = next((line for line in reversed(answer.output) if line.strip()), "")
-            troubles.append(Trouble(question, answer.stage, answer.how, words.strip()))
+            lines = (line.strip() for line in reversed(answer.output) if not _CHATTER.match(line))
+            troubles.append(Trouble(question, answer.stage, answer.how, next(filter(None, lines), "")))
         return answer
 
     driver = _driver(ask("driver"))

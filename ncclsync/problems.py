@@ -126,10 +126,9 @@ def _nccl(host: Host) -> Iterator[Problem]:
             remedy = "Unset NCCLSYNC_NCCL_LIBRARY, or set it to the file of a libnccl.so.2."
         else:
             text = f"NCCL cannot be loaded: {nccl.error}"
-            remedy = "pip install nvidia-nccl-cu12"
-            if "ncclGet" in nccl.error or "undefined symbol" in nccl.error:
+            if "undefined symbol" in nccl.error:
                 text = f"NCCL cannot be used, it is too old or broken: {nccl.error}"
-                remedy = "pip install --upgrade nvidia-nccl-cu12"
+            remedy = "pip install --upgrade nvidia-nccl-cu12"
         yield Problem(severity, "nccl-unusable", text, remedy)
     elif nccl.version and _below(nccl.version, OLDEST_NCCL):
         text = f"Expected NCCL 2.13 or newer. Received: {nccl.version} from {nccl.path}"

@@ -36,11 +36,6 @@ def first_on_path(*folders):
     return os.pathsep.join([*map(str, folders), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
 
 
-def codes(report):
-    """The problems' codes."""
-    return [problem["code"] for problem in report["problems"]]
-
-
 needs_no_gpu = pytest.mark.skipif(
     pathlib.Path("/proc/driver/nvidia").exists(), reason="the fake GPUs and the real GPU would be mixed up"
 )
@@ -91,29 +86,39 @@ def test_gpus_that_tensorflow_cannot_use():
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 
+TENSORFLOW = """
+import types
+__version__ = "2.21.0"
+config = types.SimpleNamespace(list_physical_devices=lambda kind: [])
+sysconfig = types.SimpleNamespace(get_build_info=lambda: {"is_cuda_build": False})
+"""
+MISSING = "raise ModuleNotFoundError(\"No module named 'tensorflow'\", name='tensorflow')"
+NO_JAX = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
+
+
 @pytest.mark.parametrize(
-    ("package", "source", "environ", "expected"),
+    ("tensorflow", "environ", "expected", "words"),
     [
-        (
-            "tensorflow",
-            "raise ModuleNotFoundError(\"No module named 'tensorflow'\", name='tensorflow')",
-            {},
-            ["tensorflow-missing"],
-        ),
-        ("tensorflow", "import os; os.abort()", {}, ["frameworks-unanswered"]),
-        ("tensorflow", "", {}, ["tensorflow-broken"]),
-        ("jax", "raise ImportError('this jax is broken')", {"KERAS_BACKEND": "jax"}, ["keras-backend"]),
+        (MISSING, {}, "tensorflow-missing", "pip install 'tensorflow>=2.20'"),
+        ("import os; os.abort()", {}, "frameworks-unanswered", "killed by SIGABRT"),
+        ("", {}, "tensorflow-broken", "has no attribute '__version__'"),
+        (TENSORFLOW, {"KERAS_BACKEND": "jax"}, "keras-backend", "No module named 'jax'"),
+        (TENSORFLOW, {"KERAS_HOME": "."}, "keras-backend", "keras.json"),
     ],
 )
-def test_broken_frameworks(tmp_path, package, source, environ, expected):
+def test_broken_frameworks(tmp_path, tensorflow, environ, expected, words):
     """Reported with a remedy, without a traceback; all else is examined as usual."""
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text(source)
+    for package, source in (("tensorflow", tensorflow), ("jax", NO_JAX)):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(source)
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    environ = {name: value.replace(".", str(tmp_path)) for name, value in environ.items()}
     done = run_doctor("--json", PYTHONPATH=first_on_path(tmp_path, FAKES), **environ)
     assert (done.returncode, done.stderr) == (1, ""), done.stdout
     report = json.loads(done.stdout)
-    errors = [problem["code"] for problem in report["problems"] if problem["severity"] == "error"]
-    assert errors == expected, report["problems"]
+    (error,) = (problem for problem in report["problems"] if problem["severity"] == "error")
+    assert error["code"] == expected
+    assert words in error["text"] + error["remedy"]
     assert not report["healthy"] and report["backend"]["backend"] is None
     assert report["summary"].startswith("Training would fail: 1 error")
     assert report["all_reduce"]["ok"] is True
@@ -151,10 +156,10 @@ def standins(tmp_path_factory):
 def gpu_host(standins, monkeypatch):
     """Return a function that examines a host of four GPUs, by fakes of all that takes a GPU."""
 
-    def examine(host="pairs", timeout_s=30.0, nccl="nccl", **environ):
+    def examine(host="pairs", timeout_s=30.0, nccl="nccl", frameworks=CANNED, **environ):
         def ask(question, limit, environ, arguments=None):
             if question == "frameworks":
-                return probes.Answer(dict(CANNED), "done", "well", "", ())
+                return probes.Answer(dict(frameworks), "done", "well", "", ())
             return real_ask(question, limit, environ, arguments)
 
         real_ask = probes.ask
@@ -187,6 +192,16 @@ def test_healthy_gpus(gpu_host):
     versions = {one.component: one for one in report.versions}
     assert (versions["CUDA"].version, versions["NCCL"].version) == ("12.9", "2.32.3")
     assert "libcudamem.so" in versions["CUDA"].source and "libnccl.so" in versions["NCCL"].source
+
+
+def test_gpus_without_tensorflow(gpu_host):
+    """The GPUs are tried all the same: those that the variable leaves."""
+    missing = {"tensorflow_error": "ModuleNotFoundError: No module named 'tensorflow'"}
+    report = gpu_host(frameworks=missing, CUDA_VISIBLE_DEVICES="3,1,0")
+    assert serious(report) == ["tensorflow-missing"]
+    reduced = report.host.all_reduce
+    assert (reduced.backend, reduced.ranks, reduced.ok) == ("nccl", 3, True)
+    assert "No module named 'tensorflow'" in report.host.choice.reason
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ ROWS = {
         changed(failed("raised"), "libraries", nccl=NOT_THERE, nccl_copies=()),
         "error nccl-unusable",
         "libnccl.so.2",
-        "pip install nvidia-nccl-cu12",
+        "pip install --upgrade nvidia-nccl-cu12",
     ),
     "NCCLSYNC_NCCL_LIBRARY wrong": (
         given(changed(GPUS, "libraries", nccl=NOT_THERE), NCCLSYNC_NCCL_LIBRARY="/nowhere"),

@@ -211,16 +211,17 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     by_nccl = found.backend == "nccl"
     why = "Run it with NCCL_DEBUG=INFO to see why." if by_nccl else ""
     log = f" NCCL: {found.log[-1]}" if found.log else ""
+    said = found.error.rstrip(".")
     peers = (
         "Try NCCL_P2P_DISABLE=1: if that helps, turn off the IOMMU or ACS in the firmware, "
         "which break direct transfers between GPUs."
     )
     again = "Install ncclsync again by pip, and check the machine's memory." if not by_nccl else ""
     problem = {
-        "wrong": (f"The known-answer {what} gave wrong numbers: {found.error}.", peers if by_nccl else again),
-        "hang": (f"The {what} hangs: {found.error}.{log}", f"{peers} {why}" if by_nccl else again),
-        "crash": (f"The {what} ends its process: {found.error}.{log}", f"{why}{again}"),
-        "raised": (f"The {what} fails: {found.error}{log}", f"{why}{again}"),
+        "wrong": (f"The known-answer {what} gave wrong numbers: {said}.", peers if by_nccl else again),
+        "hang": (f"The {what} hangs: {said}.{log}", f"{peers} {why}" if by_nccl else again),
+        "crash": (f"The {what} ends its process: {said}.{log}", f"{why}{again}"),
+        "raised": (f"The {what} fails: {said}.{log}", f"{why}{again}"),
     }[found.kind]
     yield Problem(ERROR, f"all-reduce-{found.kind}", *problem)
 

@@ -151,7 +151,7 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
             "nccl-twice",
             f"NCCL is there {len(copies)} times: {listed}. ncclsync takes {taken}; "
             "TensorFlow or another library may load another one into the same process.",
-            "Remove all but one, or set NCCLSYNC_NCCL_LIBRARY to the one to use.",
+            "Remove all but one, or set NCCLSYNC_NCCL_LIBRARY to the one that TensorFlow loads.",
         )
     if len(packages) > 1:
         yield Problem(

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ncclsync.facts import ERROR, Gpu, Report
 
+_FAILURES = {"wrong": "wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
 _LONGEST = 60  # characters of a variable's value
 _LEGEND = (
     "NVn: n NVLinks. By PCIe: PIX one switch, PXB several, PHB the CPU, NODE within a NUMA node, SYS between "
@@ -97,7 +98,7 @@ def _checks(report: Report) -> Iterator[Text]:
         if found.ok:
             yield Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
         else:
-            yield Text(f"{what}{found.kind}: {found.error}", style="red")
+            yield Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")
     size, free = map(_gibibytes, (report.host.shm_bytes, report.host.shm_free_bytes))
     yield Text(f"/dev/shm: {size}, {free} of it free. Cores: {report.host.cores}")
 

@@ -1,5 +1,6 @@
 """`python -m ncclsync doctor` as a user runs it; its questions to stand-ins, fakes and broken packages."""
 
+import io
 import json
 import os
 import pathlib
@@ -8,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from ncclsync import cli, doctor, libraries, probes
+from ncclsync.screen import render
 
 TESTS = pathlib.Path(__file__).parent
 FAKES, SOURCES = TESTS / "fakes", TESTS / "csrc"
@@ -205,19 +208,24 @@ def test_gpus_without_tensorflow(gpu_host):
 
 
 @pytest.mark.parametrize(
-    ("memory", "kind", "words"),
+    ("memory", "kind", "words", "told"),
     [
-        ("wrong", "wrong", "Expected 2470 as element 1000 of rank 0. Received: "),
-        ("full", "raised", "cudaMalloc returned 999: told to fail"),
-        ("hang", "hang", "no answer within 3 s, while copying to the GPUs"),
+        ("wrong", "wrong", "Expected 2470 as element 1000 of rank 0. Received: ", "wrong numbers"),
+        ("full", "raised", "cudaMalloc returned 999: told to fail", "fails"),
+        ("hang", "hang", "no answer within 3 s, while copying to the GPUs", "hangs"),
     ],
 )
-def test_all_reduce_that_fails(gpu_host, memory, kind, words):
+def test_all_reduce_that_fails(gpu_host, memory, kind, words, told):
     """Wrong numbers, an error, a hang: each is told of, with what it was about."""
     report = gpu_host(timeout_s=3, STANDIN_MEMORY=memory)
     assert serious(report) == [f"all-reduce-{kind}"]
     assert report.host.all_reduce.ok is False
     assert words in report.host.all_reduce.error
+    console = Console(width=110, file=io.StringIO())
+    console.print(render(report))
+    screen = " ".join(console.file.getvalue().split())
+    assert f"4 ranks × 1048576 float32: {told}; see below" in screen
+    assert f"error: {report.problems[0].text}" in screen
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,16 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
     elif host.choice.backend is None and visible_gpus(host) and host.libraries.nccl.version:
         backend, devices = "nccl", list(range(len(visible_gpus(host))))
-    arguments = {"backend": backend, "devices": devices}
+    # NCCL's own limit comes first: it tells which ranks are missing.
+    arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
     facts = answer.facts
     found = AllReduce(backend, len(devices), probes.COUNT, seconds=facts.get("seconds"), log=log)
     if facts.get("wrong"):
         return dataclasses.replace(found, kind="wrong", error=facts["wrong"])
+    if facts.get("hang"):
+        return dataclasses.replace(found, kind="hang", error=facts["hang"])
     if facts.get("error"):
         return dataclasses.replace(found, kind="raised", error=facts["error"])
     if answer.ended != "well":

@@ -171,7 +171,7 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
     """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly."""
     import numpy as np
 
-    from ncclsync.errors import NcclSyncError
+    from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
     backend, devices = arguments["backend"], arguments["devices"]
     n = len(devices)
@@ -184,7 +184,11 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
         facts.tell(stage=f"joining {n} ranks")
-        comm: Communicator = NcclCommunicator(devices) if backend == "nccl" else CpuCommunicator(n)
+        comm: Communicator
+        if backend == "nccl":
+            comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"])
+        else:
+            comm = CpuCommunicator(n)
         with comm:
             if backend == "nccl":
                 memory = _DeviceMemory(devices)
@@ -199,6 +203,10 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
                 memory.get(buffers[n + rank], recvs[rank])
             facts.tell(seconds=seconds, wrong=_first_wrong(recvs, n * (n + 1) / 2 * pattern))
             facts.tell(stage="ending the communicator")
+    except NcclPreflightError as error:
+        facts.tell(wrong=str(error))
+    except NcclTimeoutError as error:
+        facts.tell(hang=str(error))
     except (NcclSyncError, OSError) as error:
         facts.tell(error=str(error))
     facts.tell(stage="done")

@@ -10,7 +10,6 @@ from ncclsync import hardware, settings
 from ncclsync.facts import ERROR, WARNING, Host, Problem
 
 OLDEST_TENSORFLOW, OLDEST_KERAS = (2, 20), (3, 10)  # as in pyproject.toml
-OLDEST_NCCL = (2, 13)  # the first with ncclGetLastError
 
 _EXTENSION = "ncclsync._native"
 _REINSTALL_TENSORFLOW = "pip install --force-reinstall 'tensorflow>=2.20'"
@@ -129,10 +128,8 @@ def _nccl(host: Host) -> Iterator[Problem]:
             if "undefined symbol" in nccl.error:
                 text = f"NCCL cannot be used, it is too old or broken: {nccl.error}"
             remedy = "pip install --upgrade nvidia-nccl-cu12"
-        yield Problem(severity, "nccl-unusable", text, remedy)
-    elif nccl.version and _below(nccl.version, OLDEST_NCCL):
-        text = f"Expected NCCL 2.13 or newer. Received: {nccl.version} from {nccl.path}"
-        yield Problem(severity, "nccl-old", text, _newer_nccl(host))
+        code = "nccl-old" if "or newer. Received: NCCL" in nccl.error else "nccl-unusable"
+        yield Problem(severity, code, text, remedy)
     elif nccl.version and asked_for and _below(nccl.version, _numbers(asked_for)):
         text = (
             f"NCCL {nccl.version} from {nccl.path} is older than {asked_for}, "

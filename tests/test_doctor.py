@@ -4,19 +4,18 @@ import io
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console
+from standin import COMPILER, Standin
 
 from ncclsync import cli, doctor, libraries, probes
 from ncclsync.screen import render
 
 TESTS = pathlib.Path(__file__).parent
-FAKES, SOURCES = TESTS / "fakes", TESTS / "csrc"
-compiler = shutil.which("cc") or shutil.which("gcc")
+FAKES = TESTS / "fakes"
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -143,23 +142,18 @@ CANNED = {
 
 
 @pytest.fixture(scope="module")
-def standins(tmp_path_factory):
-    """Build the stand-ins; return their files by name."""
-    if compiler is None:
+def standin(tmp_path_factory):
+    """Build the stand-ins for NCCL and CUDA."""
+    if COMPILER is None:
         pytest.skip("no C compiler on the PATH to build the stand-in NCCL")
-    folder = tmp_path_factory.mktemp("standin")
-    flags = ["-std=c99", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    for name in ("nccl", "old_nccl", "cudamem"):
-        command = [compiler, *flags, SOURCES / f"standin_{name}.c", "-o", folder / f"lib{name}.so"]
-        subprocess.run(command, check=True)
-    return {name: str(folder / f"lib{name}.so") for name in ("nccl", "old_nccl", "cudamem")}
+    return Standin(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture
-def gpu_host(standins, monkeypatch):
+def gpu_host(standin, monkeypatch):
     """Return a function that examines a host of four GPUs, by fakes of all that takes a GPU."""
 
-    def examine(host="pairs", timeout_s=30.0, nccl="nccl", frameworks=CANNED, **environ):
+    def examine(host="pairs", timeout_s=30.0, frameworks=CANNED, **environ):
         def ask(question, limit, environ, arguments=None):
             if question == "frameworks":
                 return probes.Answer(dict(frameworks), "done", "well", "", ())
@@ -169,12 +163,7 @@ def gpu_host(standins, monkeypatch):
         monkeypatch.syspath_prepend(str(FAKES))
         monkeypatch.setattr(probes, "ask", ask)
         monkeypatch.setattr(libraries, "_cached", lambda *_: [])
-        variables = {
-            "PATH": os.environ["PATH"],
-            "FAKE_NVML": host,
-            "NCCLSYNC_NCCL_LIBRARY": standins.get(nccl, nccl),
-            "NCCLSYNC_CUDART_LIBRARY": standins["cudamem"],
-        }
+        variables = {"PATH": os.environ["PATH"], "FAKE_NVML": host, **standin.environment}
         return doctor.examine(timeout_s, {**variables, **environ})
 
     return examine
@@ -193,8 +182,8 @@ def test_healthy_gpus(gpu_host):
     assert (reduced.backend, reduced.ranks, reduced.ok, reduced.error) == ("nccl", 4, True, "")
     assert report.summary.endswith("4 GPUs on this machine: towers stand on 4 of them, joined by NCCL.")
     versions = {one.component: one for one in report.versions}
-    assert (versions["CUDA"].version, versions["NCCL"].version) == ("12.9", "2.32.3")
-    assert "libcudamem.so" in versions["CUDA"].source and "libnccl.so" in versions["NCCL"].source
+    assert versions["NCCL"].version == "2.32.3"
+    assert "libcudart.so" in versions["CUDA"].source and "libnccl.so" in versions["NCCL"].source
 
 
 def test_gpus_without_tensorflow(gpu_host):
@@ -208,16 +197,17 @@ def test_gpus_without_tensorflow(gpu_host):
 
 
 @pytest.mark.parametrize(
-    ("memory", "kind", "words", "told"),
+    ("fail", "kind", "words", "told"),
     [
-        ("wrong", "wrong", "Expected 2470 as element 1000 of rank 0. Received: ", "wrong numbers"),
-        ("full", "raised", "cudaMalloc returned 999: told to fail", "fails"),
-        ("hang", "hang", "no answer within 3 s, while copying to the GPUs", "hangs"),
+        ("corrupt:0:2", "wrong", "other numbers from rank 0 to rank 2", "wrong numbers"),
+        ("cudaMalloc:9=2", "raised", "cudaMalloc", "fails"),
+        ("stuck:1", "hang", "rank", "hangs"),
+        ("stuck_init:1", "hang", "4 ranks", "hangs"),
     ],
 )
-def test_all_reduce_that_fails(gpu_host, memory, kind, words, told):
+def test_all_reduce_that_fails(gpu_host, fail, kind, words, told):
     """Wrong numbers, an error, a hang: each is told of, with what it was about."""
-    report = gpu_host(timeout_s=3, STANDIN_MEMORY=memory)
+    report = gpu_host(timeout_s=3, STANDIN_FAIL=fail)
     assert serious(report) == [f"all-reduce-{kind}"]
     assert report.host.all_reduce.ok is False
     assert words in report.host.all_reduce.error
@@ -229,16 +219,16 @@ def test_all_reduce_that_fails(gpu_host, memory, kind, words, told):
 
 
 @pytest.mark.parametrize(
-    ("nccl", "expected", "words"),
+    ("environ", "expected", "words"),
     [
-        ("/nowhere/libnccl.so.2", "nccl-unusable", "NCCLSYNC_NCCL_LIBRARY names no usable NCCL"),
-        ("libm.so.6", "nccl-unusable", "ncclGetVersion"),
-        ("old_nccl", "nccl-old", "Received: 2.4.8"),
+        ({"NCCLSYNC_NCCL_LIBRARY": "/nowhere/libnccl.so.2"}, "nccl-unusable", "names no usable NCCL"),
+        ({"NCCLSYNC_NCCL_LIBRARY": "libm.so.6"}, "nccl-unusable", "ncclGetVersion"),
+        ({"STANDIN_VERSION": "2804"}, "nccl-old", "Received: NCCL 2.8.4"),
     ],
 )
-def test_unusable_nccl(gpu_host, nccl, expected, words):
+def test_unusable_nccl(gpu_host, environ, expected, words):
     """Named once, whatever else fails because of it."""
-    report = gpu_host(nccl=nccl)
+    report = gpu_host(**environ)
     assert serious(report) == [expected]
     (problem,) = (one for one in report.problems if one.code == expected)
     assert words in problem.text and "NCCLSYNC_NCCL_LIBRARY" in problem.remedy
@@ -246,9 +236,9 @@ def test_unusable_nccl(gpu_host, nccl, expected, words):
 
 def test_nccl_that_fails(gpu_host):
     """NCCL's own error is in the report."""
-    report = gpu_host(STANDIN_FAIL="ncclCommInitAll")
+    report = gpu_host(STANDIN_FAIL="ncclCommInitRankConfig")
     assert serious(report) == ["all-reduce-raised"]
-    assert "ncclCommInitAll returned ncclSystemError" in report.host.all_reduce.error
+    assert "ncclCommInitRankConfig returned ncclSystemError" in report.host.all_reduce.error
 
 
 def test_driver_that_hangs(gpu_host):
@@ -259,18 +249,18 @@ def test_driver_that_hangs(gpu_host):
     assert "asking the driver by NVML" in report.problems[0].text
 
 
-def test_libraries_by_the_loader(standins, tmp_path, monkeypatch):
+def test_libraries_by_the_loader(standin, tmp_path, monkeypatch):
     """A second libnccl is found on LD_LIBRARY_PATH, once, whichever links point to it."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "libnccl.so.2").symlink_to(standins["nccl"])
+        (tmp_path / name / "libnccl.so.2").symlink_to(standin.nccl)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'a'}::{tmp_path / 'b'}:/nowhere")
     monkeypatch.delenv("NCCLSYNC_NCCL_LIBRARY", raising=False)
     found = libraries.nccl_files(ldconfig="/nowhere/ldconfig")
     assert found[-1] == str(tmp_path / "a" / "libnccl.so.2")
     assert sum(str(tmp_path) in path for path in found) == 1
-    monkeypatch.setenv("NCCLSYNC_NCCL_LIBRARY", standins["old_nccl"])
-    assert libraries.nccl_files(ldconfig="/nowhere/ldconfig")[0] == standins["old_nccl"]
+    monkeypatch.setenv("NCCLSYNC_NCCL_LIBRARY", standin.cudart)
+    assert libraries.nccl_files(ldconfig="/nowhere/ldconfig")[0] == standin.cudart
 
 
 def test_real_nccl_tells_its_cuda():

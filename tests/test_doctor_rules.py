@@ -146,9 +146,9 @@ ROWS = {
         "--upgrade nvidia-nccl-cu12",
     ),
     "NCCL too old": (
-        changed(GPUS, "libraries", nccl=Library("2.4.8", "/old.so")),
+        changed(GPUS, "libraries", nccl=Library(error="Expected NCCL 2.14 or newer. Received: NCCL 2.4.8")),
         "error nccl-old",
-        "Received: 2.4.8 from /old.so",
+        "Received: NCCL 2.4.8",
         "--upgrade nvidia-nccl-cu12",
     ),
     "NCCL older than TensorFlow's": (

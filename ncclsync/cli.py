@@ -136,7 +136,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from ncclsync.doctor import examine
+    from ncclsync.doctor.examination import examine
 
     report = examine(timeout_s=given.timeout)
     if given.json:
@@ -144,7 +144,7 @@ def _doctor(given: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from ncclsync.screen import render
+        from ncclsync.doctor.screen import render
 
         console = Console()
         if console.is_terminal:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ncclsync.facts import (
+from ncclsync.doctor.facts import (
     AllReduce,
     Choice,
     Driver,
@@ -15,7 +15,7 @@ from ncclsync.facts import (
     Report,
     Variable,
 )
-from ncclsync.problems import find_problems, summarize
+from ncclsync.doctor.problems import find_problems, summarize
 
 GIB = 1 << 30
 

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 from standin import COMPILER, Standin
 
-from ncclsync import cli, doctor, libraries, probes
-from ncclsync.screen import render
+from ncclsync import cli
+from ncclsync.doctor import examination, libraries, probes
+from ncclsync.doctor.screen import render
 
 TESTS = pathlib.Path(__file__).parent
 FAKES = TESTS / "fakes"
@@ -164,7 +165,7 @@ def gpu_host(standin, monkeypatch):
         monkeypatch.setattr(probes, "ask", ask)
         monkeypatch.setattr(libraries, "_cached", lambda *_: [])
         variables = {"PATH": os.environ["PATH"], "FAKE_NVML": host, **standin.environment}
-        return doctor.examine(timeout_s, {**variables, **environ})
+        return examination.examine(timeout_s, {**variables, **environ})
 
     return examine
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hosts import CPU, GIB, GPUS, changed, check_row, given, gpu, links, unseen, with_gpus
 
-from ncclsync import environment
-from ncclsync.facts import Gpu
-from ncclsync.hardware import visible_gpus
-from ncclsync.problems import find_problems
+from ncclsync.doctor import environment
+from ncclsync.doctor.facts import Gpu
+from ncclsync.doctor.hardware import visible_gpus
+from ncclsync.doctor.problems import find_problems
 
 ROWS = {
     # as in test_doctor_rules.py

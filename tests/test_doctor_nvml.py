@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ncclsync import nvml
-from ncclsync.facts import Link
+from ncclsync.doctor import nvml
+from ncclsync.doctor.facts import Link
 
 FAKE = pathlib.Path(__file__).parent / "fakes" / "pynvml.py"
 GIB = 1 << 30
@@ -151,7 +151,7 @@ def test_real_pynvml_has_what_is_used():
 def test_real_pynvml_answers():
     """On any machine: an error by name, or GPUs with a name and a memory each."""
     real_pynvml()
-    code = "from ncclsync.nvml import read_driver; print(repr(read_driver()))"
+    code = "from ncclsync.doctor.nvml import read_driver; print(repr(read_driver()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     if pathlib.Path("/proc/driver/nvidia/version").exists():

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from hosts import CPU, GPUS, broken, changed, check_row, failed, given, links
 
-from ncclsync.facts import Choice, Library, Trouble
-from ncclsync.problems import find_problems, summarize
+from ncclsync.doctor.facts import Choice, Library, Trouble
+from ncclsync.doctor.problems import find_problems, summarize
 
 NOT_THERE = Library(error="Expected NCCL's library libnccl.so.2. Received: none.")
 NO_EXTENSION = "NcclSyncError: Expected the compiled extension ncclsync._native. Received: none"

@@ -41,11 +41,11 @@ LAYERS = (
     ("parallel", "batches", "random_data", "report"),
     ("comparison", "diagnosis"),
     ("verification",),
-    ("facts",),
-    ("nvml", "environment", "libraries"),
-    ("probes", "hardware", "settings"),
-    ("problems",),
-    ("doctor", "screen"),
+    ("doctor", "doctor.facts"),
+    ("doctor.environment", "doctor.libraries", "doctor.nvml"),
+    ("doctor.hardware", "doctor.probes", "doctor.settings"),
+    ("doctor.problems",),
+    ("doctor.examination", "doctor.screen"),
     ("cli",),
     ("__main__",),
     ("__init__",),
@@ -56,8 +56,13 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "ncclsync", "csrc", "test
 
 
 def sources() -> dict[str, ast.Module]:
-    """Return the package's modules by name."""
-    return {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.glob("*.py")}
+    """Return the package's modules by name, those of a package within it with a dot."""
+    return {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
+
+
+def module_name(file: pathlib.Path) -> str:
+    """Return `a.b` for `a/b.py`, and `a` for `a/__init__.py`."""
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -67,7 +72,7 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             home = node.module or ""
-            if node.level:  # the package is flat: relative means within it
+            if node.level:  # meant as of the package itself: those within it import by their full names
                 home = f"ncclsync.{home}".rstrip(".")
             yield from (f"{home}.{alias.name}" for alias in node.names)
 
@@ -78,8 +83,10 @@ def imported_modules(tree: ast.AST) -> set[str]:
     for name in imported_names(tree):
         first, _, rest = name.partition(".")
         if first == "ncclsync":
-            module = rest.partition(".")[0]
-            found.add(module if module in LAYER_OF or module == "_native" else "__init__")
+            names = rest.split(".")
+            known = [*LAYER_OF, "_native"]
+            modules = [".".join(names[:length]) for length in (2, 1)]
+            found.add(next((module for module in modules if module in known), "__init__"))
     return found
 
 

@@ -6,7 +6,7 @@ A query that this driver, GPU or nvidia-ml-py does not know gives None, never an
 import importlib
 from typing import Any
 
-from ncclsync.facts import Driver, Gpu, Link
+from ncclsync.doctor.facts import Driver, Gpu, Link
 
 _MOST_NVLINKS = 36  # where pynvml does not tell; a GPU answers for those that it has
 

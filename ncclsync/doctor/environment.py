@@ -4,7 +4,7 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from ncclsync.facts import Variable
+from ncclsync.doctor.facts import Variable
 
 # What the variables do that a user is likely to have set, and perhaps forgotten.
 EFFECTS = {

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ncclsync.facts import ERROR, Gpu, Report
+from ncclsync.doctor.facts import ERROR, Gpu, Report
 
 _FAILURES = {"wrong": "wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
 _LONGEST = 60  # characters of a variable's value

@@ -6,8 +6,8 @@ Each rule is a small generator over `Host`. What is about the GPUs themselves an
 
 from collections.abc import Callable, Iterator
 
-from ncclsync import hardware, settings
-from ncclsync.facts import ERROR, WARNING, Host, Problem
+from ncclsync.doctor import hardware, settings
+from ncclsync.doctor.facts import ERROR, WARNING, Host, Problem
 
 OLDEST_TENSORFLOW, OLDEST_KERAS = (2, 20), (3, 10)  # as in pyproject.toml
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ncclsync import environment, probes
-from ncclsync.facts import (
+from ncclsync.doctor import environment, probes
+from ncclsync.doctor.facts import (
     AllReduce,
     Choice,
     Driver,
@@ -27,8 +27,8 @@ from ncclsync.facts import (
     Trouble,
     Version,
 )
-from ncclsync.hardware import visible_gpus
-from ncclsync.problems import find_problems, summarize
+from ncclsync.doctor.hardware import visible_gpus
+from ncclsync.doctor.problems import find_problems, summarize
 
 CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
 _CHATTER = re.compile(r"^[IW]\d{4} |^WARNING: All log messages before")

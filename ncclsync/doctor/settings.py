@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
-from ncclsync.facts import ERROR, WARNING, Host, Problem
+from ncclsync.doctor.facts import ERROR, WARNING, Host, Problem
 
 _TRUE = ("1", "true", "yes", "on")
 

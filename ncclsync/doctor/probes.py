@@ -1,7 +1,7 @@
 """Questions whose answer may crash, hang or fill a GPU's memory, each asked in a process of its own.
 
-`ask` starts `python -m ncclsync.probes NAME FILE ARGUMENTS`, which writes what it has found so far, as JSON,
-after each stage: what a process knew before it died is known.
+`ask` starts `python -m ncclsync.doctor.probes NAME FILE ARGUMENTS`, which writes what it has found so far, as
+JSON, after each stage: what a process knew before it died is known.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ncclsync.probes", name, str(file), json.dumps(arguments)],
+                [sys.executable, "-m", "ncclsync.doctor.probes", name, str(file), json.dumps(arguments)],
                 env={**environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -108,14 +108,14 @@ class _Facts:
 
 
 def _driver(facts: _Facts, _: Any) -> None:
-    from ncclsync.nvml import read_driver
+    from ncclsync.doctor.nvml import read_driver
 
     facts.tell(stage="asking the driver by NVML")
     facts.tell(**dataclasses.asdict(read_driver()))
 
 
 def _libraries(facts: _Facts, _: Any) -> None:
-    from ncclsync.libraries import read_libraries
+    from ncclsync.doctor.libraries import read_libraries
 
     facts.tell(stage="loading NCCL, CUDA and cuDNN")
     facts.tell(**dataclasses.asdict(read_libraries()))
@@ -238,7 +238,7 @@ class _DeviceMemory:
     """Buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for the same."""
 
     def __init__(self, devices: Sequence[int]) -> None:
-        from ncclsync.libraries import mapped
+        from ncclsync.doctor.libraries import mapped
 
         # The communicator has loaded it.
         path = os.environ.get("NCCLSYNC_CUDART_LIBRARY") or mapped("libcudart") or "libcudart.so.12"

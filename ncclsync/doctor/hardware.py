@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from ncclsync.facts import ERROR, WARNING, Gpu, Host, Problem
+from ncclsync.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
 _BUSY = 0.5  # of a GPU's memory in use by others

@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 
-from ncclsync.facts import Libraries, Library
+from ncclsync.doctor.facts import Libraries, Library
 
 # What TensorFlow loads before it uses a GPU, by the folder of NVIDIA's wheel; for CUDA 12.
 TENSORFLOW_LOADS = {

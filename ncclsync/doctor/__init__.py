@@ -1,0 +1,1 @@
+"""`python -m ncclsync doctor`: what stands between a host and training, found out without a hang."""

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from standin import COMPILER, Standin
 
+import ncclsync
 from ncclsync import cli
 from ncclsync.doctor import examination, libraries, probes
 from ncclsync.doctor.screen import render
@@ -55,6 +56,7 @@ def test_machine_without_gpu():
     versions = {one["component"]: one for one in report["versions"]}
     for name in ("Python", "TensorFlow", "Keras", "ncclsync"):
         assert versions[name]["version"] and os.path.exists(versions[name]["source"].split(",")[0])
+    assert versions["ncclsync"]["source"] == os.path.dirname(ncclsync.__file__)
     assert {"CUDA", "cuDNN", "driver", "NCCL"} <= set(versions)
     assert (report["backend"]["backend"], report["backend"]["devices"]) == ("cpu", ["CPU:0"])
     assert "no GPU is visible" in report["backend"]["reason"]

@@ -88,6 +88,15 @@ def test_error_after_the_launch(standin):
     assert comm.closed
 
 
+def test_error_with_the_end(standin):
+    """Between asking NCCL and asking the streams: what ended by an error has not happened."""
+    comm = opened()
+    standin.fail("late:2=6")
+    with pytest.raises(NcclError, match=r"ncclRemoteError \(6\)"):
+        reduce_ones(comm)
+    assert comm.closed
+
+
 def test_slow_rank_is_waited_for(standin):
     """Longer than a slice; the result is right."""
     comm = opened(timeout_s=None)
@@ -169,7 +178,8 @@ def test_waiting_is_cheap(standin):
 
 
 INTERRUPTED = """
-import sys
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 from test_nccl_failures import opened, reduce_ones
 from ncclsync.communicator import NcclCommunicator
 comm = opened(timeout_s=None)

@@ -244,7 +244,8 @@ def test_own_loop(nccl):
 
 
 INTERRUPTED = """
-import ctypes, os, keras
+import ctypes, os, keras, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 from parity import data, mlp
 from ncclsync import nccl_parallel
 from ncclsync.buffers import CUDA, HOST

@@ -33,6 +33,7 @@ int* standin_depth(void);
  *   stuck:1:3            rank 1 never launches its 3rd collective from now (default: the 1st; 0: any)
  *   slow:1:3=50          its stream reaches it 50 ms late
  *   async:1:3=6          an asynchronous error 6 on rank 1 after the launch; the collective never ends
+ *   late:1=6             the collective ends, and its end brings the error
  *   stuck_init:1         rank 1's creation never ends; async_init:1=1 ends it with an error
  *   corrupt:0:2          what goes from rank 0 to rank 2 is changed */
 void standin_fail(const char* instructions);

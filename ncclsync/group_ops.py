@@ -20,7 +20,7 @@ def group_all_reduce(
         tensors: [N] tensors of one shape and dtype, tensor i on tower i's device.
         communicator: of N ranks.
         op: "sum", "prod", "max", "min" or "avg".
-        label: what it is, for messages, such as "bucket 2 of 5".
+        label: what it is, for NCCL's messages, such as "bucket 2 of 5".
 
     Returns:
         [N] tensors on the same devices. Towers that share the host's memory get the same one.
@@ -35,7 +35,7 @@ def group_all_reduce(
 
     def reduce_on_host(*sends):
         result = empty_aligned(sends[0].shape, sends[0].dtype)
-        _alive(borrowed).all_reduce(sends, [result] * len(sends), op, label=label)
+        _alive(borrowed).all_reduce(sends, [result] * len(sends), op)
         return result
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
@@ -66,7 +66,7 @@ def group_broadcast(
     def broadcast_on_host(send):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
         buffers[root] = send
-        _alive(borrowed).broadcast(buffers, root, label=label)
+        _alive(borrowed).broadcast(buffers, root)
         return [buffer for i, buffer in enumerate(buffers) if i != root]
 
     if len(tensors) == 1:

@@ -47,7 +47,7 @@ def wait(
     """Begin something and wait until it has ended.
 
     Args:
-        begin: begins it and waits for so many seconds; returns whether it has ended.
+        begin: begins it, however long that takes, then waits for so many seconds; returns whether it ended.
         go_on: waits again.
         call, what: for messages.
         timeout_s: the limit; None for none.
@@ -58,9 +58,11 @@ def wait(
         NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
         KeyboardInterrupt: the same, in the main thread.
     """
-    began = time.monotonic()
     limit_s = math.inf if timeout_s is None else timeout_s
-    is_done = begin(min(SLICE_S, limit_s))
+    slice_s = min(SLICE_S, limit_s)
+    is_done = begin(slice_s)
+    # Not from before: a collective first waits for its GPUs' own work, which the limit is not about.
+    began = time.monotonic() - slice_s
     has_warned = False
     while not is_done:
         waited_s = time.monotonic() - began

@@ -107,6 +107,22 @@ def test_slow_rank_is_waited_for(standin):
     comm.close()
 
 
+def test_what_computes_before_is_not_counted():
+    """A collective first waits for its GPUs' own work: the limit is about what comes behind."""
+    slices = []
+
+    def begin(slice_s):
+        time.sleep(0.3)
+        return False
+
+    def go_on(slice_s):
+        slices.append(slice_s)
+        return len(slices) == 2
+
+    watchdog.wait(begin, go_on, call="", what="it", timeout_s=0.2, arrived=lambda: "")
+    assert len(slices) == 2 and all(0 < slice_s <= 0.1 for slice_s in slices)
+
+
 def test_warning_before_the_time_out(standin, monkeypatch, caplog):
     """Once, naming what is pending and who is missing."""
     monkeypatch.setattr(watchdog, "WARN_AFTER_S", 0.1)

@@ -3,6 +3,7 @@
 The towers stand on CPU devices and are joined by the stand-in NCCL, whose GPUs' memory is the host's.
 """
 
+import gc
 import logging
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -20,6 +22,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Towers, nccl_parallel
 from ncclsync.buffers import CUDA, HOST
 from ncclsync.communicator import NcclCommunicator
+from ncclsync.group_ops import group_all_reduce
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -241,6 +244,23 @@ def test_own_loop(nccl):
             towers.run(step, batch)
         nccl.fail("")
         assert towers.run(step, batch)["sum"].numpy() == 435.0
+
+
+def test_failed_collective_keeps_no_memory(nccl, monkeypatch):
+    """Neither what was to be reduced nor what was to hold the result waits for the next attempt."""
+    seen = []
+
+    def fail(self, sends, recvs, op, *, label):
+        seen.extend(map(weakref.ref, [*sends, *recvs]))
+        raise NcclError(2, "ncclAllReduce")
+
+    with NcclCommunicator([0, 1]) as comm:
+        monkeypatch.setattr(NcclCommunicator, "all_reduce", fail)
+        reduce = tf.function(lambda a: group_all_reduce([a, a + 1.0], comm))
+        with pytest.raises(tf.errors.UnknownError, match="ncclAllReduce"):
+            reduce(tf.ones([5]))
+    gc.collect()
+    assert [kept() for kept in seen] == [None] * 4
 
 
 INTERRUPTED = """

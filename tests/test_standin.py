@@ -103,6 +103,16 @@ def numbers(n=3, count=6):
     return [np.arange(count, dtype=np.float32) + 10 * r for r in range(n)]
 
 
+def test_versions(ranks, monkeypatch):
+    """Of both libraries; NCCL's is as told."""
+    version = ctypes.c_int()
+    assert (ranks.cuda.cudaRuntimeGetVersion(ctypes.byref(version)), version.value) == (0, 12090)
+    for told, expected in ((None, 23203), ("2408", 2408)):
+        if told:
+            monkeypatch.setenv("STANDIN_VERSION", told)
+        assert (ranks.nccl.ncclGetVersion(ctypes.byref(version)), version.value) == (0, expected)
+
+
 def test_every_collective(ranks):
     """What each of them gives each rank, by NumPy."""
     sends = numbers()

@@ -220,7 +220,10 @@ int ncclCommDestroy(ncclComm_t comm) {
     standin_progress();
     if (is_unfinished(comm->clique, comm->rank)) status = standin_refuse(ncclInvalidUsage, "a collective is under way");
   }
-  if (status == 0 || comm->is_alive) end(comm);
+  if (status == 0 || comm->is_alive) {
+    comm->is_aborted = status != 0; /* so that nothing stays on the stream */
+    end(comm);
+  }
   if (!was_busy) standin_release(comm);
   return standin_leave(status);
 }

@@ -94,6 +94,11 @@ const char* cudaGetErrorString(cudaError_t error) {
   }
 }
 
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 12090;
+  return 0;
+}
+
 /* ---- Devices and contexts ---- */
 
 cudaError_t cudaGetDevice(int* device) {
@@ -123,7 +128,7 @@ int cuCtxSetCurrent(void* current) {
 
 static int is_busy(int device) {
   for (cudaStream_t stream = streams; stream != NULL; stream = stream->next)
-    if (stream->device == device && stream->first != NULL) return 1;
+    if (stream->alive && stream->device == device && stream->first != NULL) return 1;
   return 0;
 }
 

@@ -39,6 +39,9 @@ _REPEATABLE = frozenset(
     }
 )
 
+# So do these: they write a variable, and draw nothing.
+_WRITERS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+
 
 def find_exchanges(graph: StepGraph, results: Results) -> None:
     """Find every tensor that must meet its counterparts, by following what can differ between towers.
@@ -242,7 +245,7 @@ def _settle_addends(graph: StepGraph, name: str, differs: set[str]) -> bool:
 
 
 def _is_random(op: tf.Operation) -> bool:
-    return private.is_stateful(op) and op.type not in _REPEATABLE and not op.type.startswith("Assign")
+    return private.is_stateful(op) and op.type not in _REPEATABLE and not op.type.startswith(_WRITERS)
 
 
 def _result_reads(graph: StepGraph) -> set[str]:

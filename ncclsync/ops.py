@@ -245,8 +245,8 @@ def add_gradients(gradients: Sequence[Any], *, rows_add_up: bool = False) -> lis
         return list(gradients)
     added = all_reduce([None if i in sparse else g for i, g in enumerate(gradients)], op="sum")
     for i in sparse:
-        add = _add_slices if rows_add_up else _gather_slices
-        added[i] = add(context, gradients[i])
+        adds = rows_add_up and gradients[i].values.shape[1:].is_fully_defined()
+        added[i] = (_add_slices if adds else _gather_slices)(context, gradients[i])
     return added
 
 
@@ -263,7 +263,7 @@ def _add_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """
     values, indices = slices.values, slices.indices
     rows, height = tf.shape(values)[0], tf.cast(slices.dense_shape[0], tf.int64)
-    width = tf.cast(tf.reduce_prod(tf.shape(values)[1:]), tf.int64) * values.dtype.size  # bytes of a row
+    width = values.shape[1:].num_elements() * values.dtype.size  # bytes of a row
     total = _exchange(context, [tf.cast(rows, tf.int64)], Collective("all_reduce", "sum"))[0]
     dense = 2 * height * width < total * (width + indices.dtype.size)
     kept = tf.where(dense, 0, rows)

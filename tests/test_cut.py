@@ -119,6 +119,23 @@ def test_evaluation_writes_no_weight():
     assert len(program.segments) == 2
 
 
+@pytest.mark.parametrize("name, momentum", [("Adam", {}), ("SGD", {}), ("SGD", {"momentum": 0.9})])
+def test_a_table_of_which_rows_are_read_does_not_travel(name, momentum):
+    """Its sparse gradient does: as many rows as there are slices, or as the table has if those are fewer."""
+
+    def factory():
+        body = [keras.layers.Embedding(1000, 8), keras.layers.Flatten(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((12,), dtype="int32"), *body])
+        optimizer = getattr(keras.optimizers, name)(**momentum)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        return model
+
+    model = on_towers(factory, 3)
+    model.train_on_batch(np.abs(X).astype("int32"), Y)
+    shapes = [e.shape.as_list() for segment in program_of(model).segments for e in exchanges(segment)]
+    assert [None, 8] in shapes and [1000, 8] not in shapes
+
+
 def test_metric_reads_are_global_and_state_is_folded_into_tower_0():
     """A metric's result is computed from the towers' sum; its state is in tower 0 alone afterwards."""
     model = trained(mlp)

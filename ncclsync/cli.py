@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_verify(commands)
+    _add_bench(commands)
     _add_doctor(commands)
     given = parser.parse_args(arguments)
     try:
@@ -68,6 +69,12 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument("--sync-batch-norm", action="store_true", help="as in nccl_parallel")
     parser.add_argument("--batch-invariant-random", action="store_true", help="as in nccl_parallel")
+
+
+def _add_bench(commands: Any) -> None:
+    from ncclsync.bench.commands import add_bench
+
+    add_bench(commands)
 
 
 def _verify(given: argparse.Namespace) -> int:

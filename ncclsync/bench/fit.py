@@ -1,0 +1,143 @@
+"""A process that trains for a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
+
+import contextlib
+import re
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.bench.models import MODELS
+from ncclsync.bench.split import StepParts
+from ncclsync.bench.turns import Requests
+from ncclsync.parallel import nccl_parallel
+
+LIBRARIES = ("ncclsync", "mirrored", "single")
+FEEDS = ("constant", "tf.data", "numpy", "generator")
+
+_BATCHES = {"resnet50": 8}  # of an epoch
+_BATCHES_ELSE = 64
+
+
+def build(library: str, model: str, towers: int) -> keras.Model:
+    """Build a model on towers, under MirroredStrategy or on a single device; once per process.
+
+    Args:
+        library: one of `LIBRARIES`.
+        model: one of `MODELS`.
+        towers: or replicas.
+    """
+    factory = MODELS[model].build
+    if library == "ncclsync":
+        return nccl_parallel(towers=towers)(factory)()
+    scope: Any = contextlib.nullcontext()
+    if library == "mirrored":
+        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+        if kind == "CPU":
+            replicas = [tf.config.LogicalDeviceConfiguration()] * towers
+            tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], replicas)
+        scope = tf.distribute.MirroredStrategy([f"{kind}:{i}" for i in range(towers)]).scope()
+    with scope:
+        return factory()
+
+
+def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed: str) -> None:
+    """Train by `fit` as long as there are requests.
+
+    The request "fit" is for so many steps inside `fit`, its callbacks included; those of `StepParts` are for
+    steps of a variant, while `fit` waits. Answers tell the mean seconds of a step.
+    """
+    keras.utils.set_random_seed(0)
+    trained = build(library, model, towers)
+    batches = _BATCHES.get(model, _BATCHES_ELSE)
+    batch_size = MODELS[model].batch_size
+    x, y = MODELS[model].data(batches)
+    batch = tf.constant(x[:batch_size]), tf.constant(y[:batch_size])
+    turns = _Turns(requests, trained, batch)
+    arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
+    if feed == "numpy":
+        trained.fit(x, y, batch_size=batch_size, **arguments)
+    elif feed == "generator":
+        trained.fit(_generate(x, y, batch_size), steps_per_epoch=batches, **arguments)
+    elif feed == "tf.data":
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size, drop_remainder=True)
+        trained.fit(rows.prefetch(tf.data.AUTOTUNE), **arguments)
+    else:
+        trained.fit(tf.data.Dataset.from_tensors(batch).repeat(batches), **arguments)
+
+
+class _Turns(keras.callbacks.Callback):
+    """Holds `fit` between two of its steps until it is asked for more."""
+
+    def __init__(self, requests: Requests, model: keras.Model, batch: Any) -> None:
+        super().__init__()
+        self._requests = requests
+        self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
+        self._steps = self._left = 0
+        self._began = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._wait()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            tf.test.experimental.sync_devices()  # a GPU may still be at work
+            self._requests.answer(seconds=(time.perf_counter() - self._began) / self._steps)
+            self._wait()
+
+    def _wait(self) -> None:
+        while True:
+            request = self._requests.next()
+            if request["do"] == "fit":
+                self._steps = self._left = request["steps"]
+                self._began = time.perf_counter()
+                return
+            assert self._parts is not None
+            self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))
+
+
+def _generate(x: np.ndarray, y: np.ndarray, batch_size: int) -> Any:
+    while True:
+        for begin in range(0, len(x), batch_size):
+            yield x[begin : begin + batch_size], y[begin : begin + batch_size]
+
+
+def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
+    """Answer one request with the seconds from the factory's call to the end of the first step."""
+    x, y = MODELS[model].data(1)
+    keras.utils.set_random_seed(0)
+    requests.next()
+    began = time.perf_counter()
+    trained = build(library, model, towers)
+    built = time.perf_counter()
+    trained.fit(x, y, batch_size=len(x), verbose=0)
+    tf.test.experimental.sync_devices()
+    requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
+
+
+def peak_memory(requests: Requests, library: str, model: str, towers: int, steps: int) -> None:
+    """Answer one request with the bytes this process has held at most after some steps.
+
+    And with those it held before it built the model, and with those of the model's weights and optimizer.
+    """
+    x, y = MODELS[model].data(1)
+    requests.next()
+    imported = _status_bytes("VmRSS")
+    trained = build(library, model, towers)
+    trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
+    variables = [*trained.weights, *trained.optimizer.variables]
+    state = sum(
+        int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables
+    )
+    requests.answer(bytes=_status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
+
+
+def _status_bytes(name: str) -> int:
+    """Read a size of this process as Linux tells it: VmRSS is held now, VmHWM was held at most."""
+    with open("/proc/self/status", encoding="utf-8") as file:
+        found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024

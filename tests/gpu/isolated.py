@@ -1,0 +1,85 @@
+"""Runs a test's body in a process of its own, with a hard limit: NCCL can hang where no Python gets a word in.
+
+Of a process that hangs, the stacks of all threads are in the failure; a process that cannot even be killed is
+left alone.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+LIMIT_S = 120.0
+GRACE_S = 10.0
+
+# What lets ranks share one GPU. Few channels each, or those of one rank leave another one's no room, and all hang;
+# no NVLS, which such ranks do not have, and which NCCL 2.30 does not turn off for each of their layouts.
+SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_DEBUG": "WARN",
+    "NCCL_DEBUG_FILE": "/dev/stderr",
+}
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process with several ranks on one GPU; those that are set already stay."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**SHARED_GPU, **os.environ, "PYTHONPATH": paths}
+
+
+def run(function: Callable[..., None], *, limit_s: float = LIMIT_S, **arguments: object) -> str:
+    """Call a function of a test module in a new process; return what it printed.
+
+    Args:
+        function: a function of a module's top level.
+        limit_s: after so many seconds it has failed.
+        arguments: of the function; JSON's types.
+
+    Raises:
+        AssertionError: it failed or did not end; with all that it printed, and its stacks.
+    """
+    words = [function.__module__, function.__name__, json.dumps(arguments), str(limit_s)]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            outcome = f"ended with {process.wait(limit_s + GRACE_S)}"
+        except subprocess.TimeoutExpired:
+            outcome = "did not end"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        printed = output.read()
+    call = f"{function.__name__}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+    if outcome != "ended with 0":
+        raise AssertionError(
+            f"Expected {call} to end with 0 within {limit_s:g} s. Received: it {outcome}\n{printed}"
+        )
+    return printed
+
+
+def main(module: str, function: str, arguments: str, limit_s: str) -> None:
+    """Be the process."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(float(limit_s), exit=True)
+    getattr(importlib.import_module(module), function)(**json.loads(arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

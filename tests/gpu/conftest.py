@@ -24,7 +24,5 @@ def _gpu():
     why_not = device_memory.missing()
     if why_not:
         pytest.skip(f"needs a GPU. Received: {why_not}")
-    if (
-        device_memory.CHOICE not in os.environ
-    ):  # as part of a larger run, which shows no header of these tests
+    if device_memory.CHOICE not in os.environ:  # in a larger run, which has no header of these tests
         _chosen_memory()

@@ -1,4 +1,4 @@
-"""Runs a test's body in a process of its own, with a hard limit: NCCL can hang where no Python gets a word in.
+"""Runs a test's body in a process of its own, with a hard limit: NCCL can hang out of Python's reach.
 
 Of a process that hangs, the stacks of all threads are in the failure; a process that cannot even be killed is
 left alone.
@@ -18,8 +18,8 @@ from collections.abc import Callable
 LIMIT_S = 120.0
 GRACE_S = 10.0
 
-# What lets ranks share one GPU. Few channels each, or those of one rank leave another one's no room, and all hang;
-# no NVLS, which such ranks do not have, and which NCCL 2.30 does not turn off for each of their layouts.
+# What lets ranks share one GPU. Few channels each: where those of one rank leave no room for another's,
+# all hang. No NVLS: such ranks do not have it, and NCCL 2.30 does not turn it off for each of their layouts.
 SHARED_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -48,9 +48,19 @@ def run(function: Callable[..., None], *, limit_s: float = LIMIT_S, **arguments:
         AssertionError: it failed or did not end; with all that it printed, and its stacks.
     """
     words = [function.__module__, function.__name__, json.dumps(arguments), str(limit_s)]
-    with tempfile.TemporaryFile("w+") as output:
+    call = f"{function.__name__}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+    return run_command(call, [sys.executable, __file__, *words], limit_s)
+
+
+def run_command(what: str, command: list[object], limit_s: float) -> str:
+    """Run a command, that ends by itself if it can; return what it printed.
+
+    Raises:
+        AssertionError: it failed, or has not ended soon after its limit. All its processes are then killed.
+    """
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for while any child holds it
         process = subprocess.Popen(
-            [sys.executable, __file__, *words],
+            [str(word) for word in command],
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -66,18 +76,22 @@ def run(function: Callable[..., None], *, limit_s: float = LIMIT_S, **arguments:
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         printed = output.read()
-    call = f"{function.__name__}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
     if outcome != "ended with 0":
         raise AssertionError(
-            f"Expected {call} to end with 0 within {limit_s:g} s. Received: it {outcome}\n{printed}"
+            f"Expected {what} to end with 0 within {limit_s:g} s. Received: it {outcome}\n{printed}"
         )
     return printed
 
 
+def limit(limit_s: float) -> None:
+    """End this process after so many seconds, with the stacks of all threads."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+
+
 def main(module: str, function: str, arguments: str, limit_s: str) -> None:
     """Be the process."""
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(float(limit_s), exit=True)
+    limit(float(limit_s))
     getattr(importlib.import_module(module), function)(**json.loads(arguments))
 
 

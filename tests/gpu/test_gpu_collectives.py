@@ -11,7 +11,7 @@ from ncclsync import native
 from ncclsync.communicator import NcclCommunicator
 
 RANKS = (2, 3)
-COUNTS = (0, 1, 7, 1000, 100_003)
+COUNTS = (0, 1, 7, 1000, 30_011)
 # Sums and products are of small whole numbers, which every dtype holds exactly; a mean of floats is rounded.
 ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
 
@@ -79,7 +79,7 @@ def buckets_of_one_buffer(ranks):
         sends = [memory.put(array) for array in arrays]
         recvs = [memory.put(np.zeros_like(array)) for array in arrays]
         for step in range(3):
-            for begin, end in zip(cuts, cuts[1:], strict=False):
+            for begin, end in itertools.pairwise(cuts):
                 pieces = [
                     [(placed.pointer + 4 * begin, end - begin, "float32") for placed in side]
                     for side in (sends, recvs)

@@ -10,7 +10,7 @@ import time
 import isolated
 import numpy as np
 import pytest
-from device_memory import open_memory, open_runtime
+from device_memory import is_standin, open_memory, open_runtime
 
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.errors import NcclSyncError, NcclTimeoutError
@@ -107,9 +107,8 @@ def aborted_in_full_flight(ranks):
     comm = NcclCommunicator([0] * ranks, timeout_s=60.0)
     reduce_ones(comm, FULL_COUNT)
     comm.timeout_s = min(reduce_ones(comm, FULL_COUNT) for _ in range(2)) / 8
-    runtime = open_runtime()
-    if hasattr(runtime, "standin_fail"):  # it does a collective all at once, where a GPU takes its time
-        runtime.standin_fail(b"slow:1=5000")
+    if is_standin():  # it does a collective all at once, where a GPU takes its time
+        open_runtime().standin_fail(b"slow:1=5000")
     try:
         reduce_ones(comm, FULL_COUNT)
     except NcclTimeoutError:
@@ -127,7 +126,7 @@ def sleep(seconds):
     time.sleep(seconds)
 
 
-def exit_from_a_thread():
+def be_interrupted():
     """What ends with an error, for the test of the limit itself."""
     _thread.interrupt_main()
     time.sleep(10)
@@ -160,4 +159,4 @@ def test_a_hang_is_a_failure():
     )
     assert "Timeout (0:00:01)!" in str(caught.value) and "in sleep" in str(caught.value)
     with pytest.raises(AssertionError, match="KeyboardInterrupt"):
-        isolated.run(exit_from_a_thread)
+        isolated.run(be_interrupted)

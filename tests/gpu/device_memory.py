@@ -5,6 +5,7 @@ is decided here too.
 """
 
 import ctypes
+import functools
 import importlib
 import os
 
@@ -36,6 +37,7 @@ def check(runtime: ctypes.CDLL, call: str, *arguments: object) -> None:
         raise OSError(f"{call} returned {error}: {runtime.cudaGetErrorString(error).decode()}")
 
 
+@functools.cache
 def missing() -> str:
     """Say what these tests need and this machine lacks; "" if nothing."""
     count = ctypes.c_int()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 LIMIT_S = 120.0
 GRACE_S = 10.0
@@ -52,16 +52,33 @@ def run(function: Callable[..., None], *, limit_s: float = LIMIT_S, **arguments:
     return run_command(call, [sys.executable, __file__, *words], limit_s)
 
 
-def run_command(what: str, command: list[object], limit_s: float) -> str:
+def run_command(
+    what: str,
+    command: list[object],
+    limit_s: float,
+    *,
+    variables: Mapping[str, str] | None = None,
+    folder: object = None,
+    log: object = None,
+) -> str:
     """Run a command, that ends by itself if it can; return what it printed.
+
+    Args:
+        what, command: for messages, and what to do.
+        limit_s: it is killed some time after so many seconds.
+        variables: the environment; by default that of ranks on one GPU.
+        folder: where it runs, if not here.
+        log: a file for what it prints, which is there from the beginning on.
 
     Raises:
         AssertionError: it failed, or has not ended soon after its limit. All its processes are then killed.
     """
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for while any child holds it
+    # Not a pipe, which would be waited for while any child holds it.
+    with tempfile.TemporaryFile("w+") if log is None else open(log, "w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             [str(word) for word in command],
-            env=environment(),
+            env=environment() if variables is None else variables,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -17,7 +17,7 @@ import time
 
 import isolated
 import numpy as np
-from device_memory import open_memory
+from device_memory import is_standin, open_memory
 
 from ncclsync import native
 from ncclsync.communicator import NcclCommunicator
@@ -110,6 +110,7 @@ def compare(ranks: int, sizes: list[int], rounds: int) -> dict:
         NcclCommunicator([0] * ranks, timeout_s=60.0) as comm,
     ):
         for size_bytes in sizes:
+            print(f"{size_bytes} bytes ...", file=sys.stderr, flush=True)  # if it hangs: where
             count = repetitions(size_bytes)
             ours, theirs = [], []
             for i in range(rounds):
@@ -117,7 +118,6 @@ def compare(ranks: int, sizes: list[int], rounds: int) -> dict:
                 ours += times_us(comm, size_bytes, warmups, count)
                 theirs += plain.times_us(size_bytes, warmups, count)
             rows.append(_row(size_bytes, ours, theirs, ranks))
-            print(_line(rows[-1]), file=sys.stderr, flush=True)
     return {
         "ranks": ranks,
         "gpu": _gpu(),
@@ -146,7 +146,9 @@ def _row(size_bytes: int, ours: list[float], theirs: list[float], ranks: int) ->
 
 
 def _gpu() -> str:
-    """Return what nvidia-smi calls the GPU, and its driver; it is not there beside the stand-in."""
+    """Return what nvidia-smi calls the GPU, and its driver."""
+    if is_standin():
+        return "none, but the stand-in: these are no GPU's figures"
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown: no nvidia-smi"

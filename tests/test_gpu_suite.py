@@ -1,4 +1,4 @@
-"""tests/gpu on any machine: it passes against the stand-in, is skipped without a GPU, and needs pytest alone."""
+"""tests/gpu anywhere: it passes against the stand-in, is skipped without a GPU, and needs pytest alone."""
 
 import importlib
 import json

@@ -26,7 +26,6 @@ SHARED_GPU = {
     "NCCL_MAX_CTAS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_DEBUG": "WARN",
-    "NCCL_DEBUG_FILE": "/dev/stderr",
 }
 
 
@@ -47,6 +46,7 @@ def run(function: Callable[..., None], *, limit_s: float = LIMIT_S, **arguments:
     Raises:
         AssertionError: it failed or did not end; with all that it printed, and its stacks.
     """
+    __tracebackhide__ = True
     words = [function.__module__, function.__name__, json.dumps(arguments), str(limit_s)]
     call = f"{function.__name__}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
     return run_command(call, [sys.executable, __file__, *words], limit_s)
@@ -73,6 +73,7 @@ def run_command(
     Raises:
         AssertionError: it failed, or has not ended soon after its limit. All its processes are then killed.
     """
+    __tracebackhide__ = True
     # Not a pipe, which would be waited for while any child holds it.
     with tempfile.TemporaryFile("w+") if log is None else open(log, "w+", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -109,6 +110,7 @@ def limit(limit_s: float) -> None:
 def main(module: str, function: str, arguments: str, limit_s: str) -> None:
     """Be the process."""
     limit(float(limit_s))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     getattr(importlib.import_module(module), function)(**json.loads(arguments))
 
 

@@ -102,12 +102,25 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
     """
     if placement.backend == "nccl":
+        known = _cuda_ordinals("GPU")
         ordinals = [
-            int(device.split(":")[1]) if device.startswith("GPU") else index
+            known[int(device.split(":")[1])] if device.startswith("GPU") else index
             for index, device in enumerate(placement.devices)
         ]
         return NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
     return CpuCommunicator(len(placement.devices))
+
+
+def _cuda_ordinals(kind: str) -> list[int]:
+    """Return, for each of TensorFlow's logical devices, which of CUDA's devices it is.
+
+    They differ where TensorFlow was told to see only some GPUs, or to make several logical ones of a GPU.
+    """
+    ordinals = []
+    for device in tf.config.get_visible_devices(kind):
+        logical = tf.config.get_logical_device_configuration(device) or [None]
+        ordinals += [int(device.name.rpartition(":")[2])] * len(logical)
+    return ordinals
 
 
 def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]:

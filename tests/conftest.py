@@ -9,6 +9,12 @@ from standin import COMPILER, Standin
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
+def pytest_addoption(parser, pluginmanager):
+    """Know pytest-timeout's option where it is not installed: tests/gpu asks for pytest alone."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "pytest-timeout's; without it there is no limit")
+
+
 def pytest_report_header():
     """Say which rows of the parity tables are not run, and how they are."""
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":

@@ -58,5 +58,5 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
 
 def test_sources_compile_without_warnings(tmp_path):
     """With the flags of the package's build, warnings being errors."""
-    for source in sorted((ROOT / "csrc").glob("*.c")):
-        compile_c("-O3", *FLAGS, "-c", source, "-o", tmp_path / "object.o")
+    for source in [*sorted((ROOT / "csrc").glob("*.c")), ROOT / "tests" / "gpu" / "overhead.c"]:
+        compile_c("-O3", *FLAGS, f"-I{ROOT / 'csrc'}", "-c", source, "-o", tmp_path / "object.o")

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from parity import data, mlp, on_towers
 
-from ncclsync import NcclSyncError, NcclUnavailableError, nccl_parallel
+from ncclsync import NcclSyncError, NcclUnavailableError, devices, nccl_parallel
 from ncclsync.devices import choose_placement
 
 X, Y = data()
@@ -220,6 +220,21 @@ def test_choice_follows_the_devices(two_gpus):
     assert choose_placement(1, None, "cpu").backend == "cpu"
     assert choose_placement(None, ["GPU:1", "GPU:0"], None).devices == ("GPU:1", "GPU:0")
     assert choose_placement(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
+
+
+def test_logical_gpus_are_those_of_cuda(monkeypatch):
+    """NCCL counts CUDA's devices, TensorFlow the logical ones that it made of those it was told to see."""
+    assert devices._cuda_ordinals("CPU") == [0] * len(tf.config.list_logical_devices("CPU"))
+    logical = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
+    seen = {
+        tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU"): configuration
+        for ordinal, configuration in {1: None, 3: [logical, logical], 10: [logical]}.items()
+    }
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(seen))
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", seen.get)
+    monkeypatch.setattr(devices, "NcclCommunicator", lambda ordinals, **_: ordinals)
+    placement = devices.Placement(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
+    assert devices.connect(placement, timeout_s=None, preflight=False) == [10, 3, 1, 3]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")

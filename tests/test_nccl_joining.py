@@ -125,10 +125,13 @@ def test_too_old_an_nccl_is_refused(standin, monkeypatch, version, words):
 
 
 def test_same_gpu_twice(standin, monkeypatch):
-    """Refused here; where the user asks NCCL for it, NCCL decides, and its refusal is explained."""
+    """Refused here; where the user asks NCCL for it, NCCL decides: an older one's refusal is explained."""
     with pytest.raises(ValueError, match=r"Expected every GPU once. Received: devices=\[3, 3\]"):
         NcclCommunicator([3, 3])
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    with NcclCommunicator([3, 3, 0]) as comm:
+        reduce_ones(comm)
+    monkeypatch.setenv("STANDIN_VERSION", "22907")
     with pytest.raises(NcclError, match=r"Duplicate GPU detected.*Each rank needs a GPU of its own"):
         NcclCommunicator([3, 3])
 

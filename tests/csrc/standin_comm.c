@@ -45,11 +45,17 @@ static ncclComm_t make_comm(int device, int blocking) {
   return comm;
 }
 
+/* As NCCL does: since 2.30, where it is asked for. */
+static int may_share_a_device(void) {
+  const char* asked = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return standin_version() >= 23000 && asked != NULL && strcmp(asked, "1") == 0;
+}
+
 static int join(ncclComm_t comm, clique* all, int n, int rank) {
   if (n != all->n || n > MAX_RANKS || rank < 0 || rank >= n) return standin_refuse(ncclInvalidArgument, "no such rank");
   if (all->members[rank] != NULL) return standin_refuse(ncclInvalidUsage, "a rank was created twice");
   for (int r = 0; r < n; ++r)
-    if (all->members[r] != NULL && all->members[r]->device == comm->device) {
+    if (all->members[r] != NULL && all->members[r]->device == comm->device && !may_share_a_device()) {
       standin_say("Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", rank, r, comm->device);
       return ncclInvalidUsage;
     }

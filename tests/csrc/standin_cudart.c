@@ -108,6 +108,13 @@ cudaError_t cudaGetDevice(int* device) {
   return leave(standin_is_told("cudaGetDevice", -1, &error) ? error : 0);
 }
 
+cudaError_t cudaGetDeviceCount(int* count) {
+  int error = FAILURE;
+  standin_lock();
+  *count = STANDIN_DEVICES;
+  return leave(standin_is_told("cudaGetDeviceCount", -1, &error) ? error : 0);
+}
+
 cudaError_t cudaSetDevice(int device) {
   cudaError_t error = enter("cudaSetDevice", device);
   if (error == 0 && (device < 0 || device >= STANDIN_DEVICES)) error = NO_SUCH_DEVICE;

@@ -74,6 +74,9 @@ struct ncclComm {
   struct { double scalar; int dtype; } scaled[MAX_SCALED];
 };
 
+/* Not ncclGetVersion, which may be TensorFlow's where both are loaded. */
+int standin_version(void);
+
 /* Takes the lock, logs, and does what it was told. Every call begins so and ends by `standin_leave`. */
 int standin_enter(const char* name, const char* format, int value);
 int standin_leave(int status);

@@ -1,0 +1,124 @@
+"""Two and three ranks on one GPU: every dtype, operation and size, in place or not, in buckets."""
+
+import itertools
+
+import isolated
+import numpy as np
+import pytest
+from device_memory import open_memory
+
+from ncclsync import native
+from ncclsync.communicator import NcclCommunicator
+
+RANKS = (2, 3)
+COUNTS = (0, 1, 7, 1000, 30_011)
+# Sums and products are of small whole numbers, which every dtype holds exactly; a mean of floats is rounded.
+ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
+
+
+def numpy_dtype(name):
+    """Return a dtype by NCCL's name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def numbers(rank, count, dtype):
+    """1 to 5, different for each rank."""
+    return ((np.arange(count) * 3 + rank * 7) % 5 + 1).astype(numpy_dtype(dtype))
+
+
+def reduced(arrays, op, dtype):
+    """What every rank must receive, in float64 or int64."""
+    exact = np.stack(arrays).astype(np.float64 if dtype in ROUNDING else np.int64)
+    if op == "avg":
+        return exact.mean(axis=0) if dtype in ROUNDING else exact.sum(axis=0) // len(arrays)
+    return {"sum": np.sum, "prod": np.prod, "max": np.max, "min": np.min}[op](exact, axis=0)
+
+
+def all_reduce_grid(ranks):
+    """Every dtype, operation and size, in place and out of place."""
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm:
+        for dtype, op, count, in_place in itertools.product(native.DTYPES, native.OPS, COUNTS, (False, True)):
+            row = f"{op} of {count} × {dtype}, {'in' if in_place else 'out of'} place"
+            print(row, flush=True)  # the last one is where it hangs, if it does
+            arrays = [numbers(rank, count, dtype) for rank in range(ranks)]
+            with open_memory() as memory:
+                sends = [memory.put(array) for array in arrays]
+                recvs = sends if in_place else [memory.put(np.zeros_like(array)) for array in arrays]
+                comm.all_reduce([s.buffer for s in sends], [r.buffer for r in recvs], op)
+                expected = reduced(arrays, op, dtype)
+                rounding = ROUNDING.get(dtype, 0) if op == "avg" else 0
+                for recv in recvs:
+                    got = recv.get().astype(expected.dtype)
+                    np.testing.assert_allclose(got, expected, rtol=rounding, atol=0, err_msg=row)
+                for send, array in zip([] if in_place else sends, arrays, strict=False):
+                    np.testing.assert_array_equal(send.get(), array, err_msg=f"{row}: the input was written")
+
+
+def broadcast_grid(ranks):
+    """Every dtype, size and root."""
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm:
+        for dtype, count, root in itertools.product(native.DTYPES, COUNTS, range(ranks)):
+            row = f"{count} × {dtype} from rank {root}"
+            print(row, flush=True)
+            with open_memory() as memory:
+                placed = [memory.put(numbers(rank, count, dtype)) for rank in range(ranks)]
+                comm.broadcast([p.buffer for p in placed], root)
+                for one in placed:
+                    np.testing.assert_array_equal(one.get(), numbers(root, count, dtype), err_msg=row)
+
+
+def buckets_of_one_buffer(ranks):
+    """One buffer per rank, reduced piece by piece: pieces that begin anywhere, one after the other."""
+    cuts = [0, 1, 3, 1027, 1028, 65_536, 100_003]
+    arrays = [numbers(rank, cuts[-1], "float32") for rank in range(ranks)]
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm, open_memory() as memory:
+        sends = [memory.put(array) for array in arrays]
+        recvs = [memory.put(np.zeros_like(array)) for array in arrays]
+        for step in range(3):
+            for begin, end in itertools.pairwise(cuts):
+                pieces = [
+                    [(placed.pointer + 4 * begin, end - begin, "float32") for placed in side]
+                    for side in (sends, recvs)
+                ]
+                comm.all_reduce(*pieces, "sum" if step < 2 else "max", label=f"elements {begin} to {end}")
+            for recv in recvs:
+                expected = reduced(arrays, "sum" if step < 2 else "max", "float32")
+                np.testing.assert_array_equal(recv.get(), expected)
+
+
+def preflight(ranks):
+    """Known numbers over every pair's path, and then a communicator that works."""
+    with NcclCommunicator([0] * ranks, timeout_s=60.0) as comm, open_memory() as memory:
+        placed = [memory.put(numbers(rank, 1000, "int32")) for rank in range(ranks)]
+        comm.all_reduce([p.buffer for p in placed], [p.buffer for p in placed])
+        expected = sum(numbers(rank, 1000, "int32") for rank in range(ranks))
+        for one in placed:
+            np.testing.assert_array_equal(one.get(), expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_reduce(ranks):
+    """Every dtype, operation and size, in place or not: NumPy's result on every rank, inputs as before."""
+    isolated.run(all_reduce_grid, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_broadcast(ranks):
+    """Every dtype, size and root."""
+    isolated.run(broadcast_grid, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_buckets(ranks):
+    """Collectives follow each other over parts of one buffer."""
+    isolated.run(buckets_of_one_buffer, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_preflight(ranks):
+    """The check of all paths passes where they are sound."""
+    isolated.run(preflight, ranks=ranks)

@@ -227,7 +227,7 @@ def main():
     parser.add_argument(
         "--rows",
         type=listed,
-        help="patterns of names, such as 'clip*,ema'; default: the rows that the tests run",
+        help="patterns of names, such as 'clip*,ema'; default: every third of a large table",
     )
     parser.add_argument("--towers", type=int, default=2, help="and replicas; default: %(default)s")
     parser.add_argument("--limit", type=float, default=180, help="seconds for a run; default: %(default)s")

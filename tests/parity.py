@@ -37,15 +37,18 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chosen(cases: Mapping[str, Case]) -> list[str]:
-    """The rows to run: of a table of more than `ROWS_AT_ONCE` every third, unless all are asked for."""
+def chosen(cases: Mapping[str, Case], every: int) -> list[str]:
+    """Some rows of a table of more than `ROWS_AT_ONCE`; all of a smaller one, or if all are asked for."""
     names = list(cases)
-    return names if ALL_ROWS or len(names) <= ROWS_AT_ONCE else names[::3]
+    return names if ALL_ROWS or len(names) <= ROWS_AT_ONCE else names[::every]
 
 
 def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
-    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them."""
-    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases))]
+    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them.
+
+    Of a large table every fifth row, to keep the time of all tests within bounds.
+    """
+    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=5))]
     return [pytest.param(name, count, id=f"{name}-{count}") for name, count in pairs]
 
 

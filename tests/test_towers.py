@@ -197,8 +197,8 @@ def test_model_stays_what_it_is(towers):
     made = []
 
     def factory(units, *, name):
-        keras.utils.clear_session()  # layers are named anew
-        made.append(Classifier([keras.Input((12,), name="in"), keras.layers.Dense(units)], name=name))
+        layers = [keras.Input((12,), name="in"), keras.layers.Dense(units, name="out")]
+        made.append(Classifier(layers, name=name))
         return made[-1]
 
     model = nccl_parallel(towers=towers)(factory)(5, name="mine")

@@ -13,7 +13,7 @@ from keras import layers
 from parity import data, mlp
 
 import ncclsync
-from ncclsync import nccl_parallel, verification, verify
+from ncclsync import cli, nccl_parallel, verification, verify
 from ncclsync.batches import reversed_rows, take_batches
 from ncclsync.random_data import random_data
 from ncclsync.report import measure
@@ -529,20 +529,11 @@ number = 3
         (["mine:Normalised.build", "--steps", "2", "--sync-batch-norm"], 0, "Equal to 1e-05: 4 towers", ""),
         (["mine:unknown"], 2, "", "Expected a model whose input shapes are known"),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
-        (["mine:number"], 2, "", "Expected mine:number to be a function. Received: 3"),
-        (["mine:missing"], 2, "", "Expected mine to have missing"),
-        (["nowhere:build"], 2, "", "Expected an importable module. Received: nowhere"),
-        (["nowhere.py:build"], 2, "", "Expected a file nowhere.py"),
-        (["mine"], 2, "", "Expected module:function or file.py:function. Received: mine"),
-        (["mine:build", "--towers", "1"], 2, "", "expected a whole number from 2, received '1'"),
-        ([], 2, "", "the following arguments are required: factory"),
     ],
 )
 def test_command_line(tmp_path, arguments, code, out, err):
     """Exit code 0 if equal, 1 if not, 2 if nothing was compared, with one sentence or the traceback."""
-    (tmp_path / "sub").mkdir()
-    for name in ("mine.py", "sub/other.py"):
-        (tmp_path / name).write_text(FACTORIES)
+    write_factories(tmp_path)
     command = [sys.executable, "-m", "ncclsync", "verify", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stdout + done.stderr
@@ -551,6 +542,39 @@ def test_command_line(tmp_path, arguments, code, out, err):
     if code == 2:
         assert done.stdout == ""
         assert ("Traceback" in done.stderr) == ("RuntimeError" in err)
+
+
+def write_factories(folder):
+    (folder / "sub").mkdir()
+    for name in ("mine.py", "sub/other.py"):
+        (folder / name).write_text(FACTORIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mine:number"], "Expected mine:number to be a function. Received: 3"),
+        (["mine:missing"], "Expected mine to have missing"),
+        (["nowhere:build"], "Expected an importable module. Received: nowhere"),
+        (["nowhere.py:build"], "Expected a file nowhere.py"),
+        (["mine"], "Expected module:function or file.py:function. Received: mine"),
+        (["mine:build", "--towers", "1"], "expected a whole number from 2, received '1'"),
+        ([], "the following arguments are required: factory"),
+    ],
+)
+def test_command_line_that_is_not_understood(tmp_path, monkeypatch, capsys, arguments, message):
+    """Exit code 2, with one sentence."""
+    write_factories(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
+    try:
+        code = cli.main(["verify", *arguments])
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert message in printed.err and "Traceback" not in printed.err
 
 
 def test_help_needs_no_tensorflow():

@@ -1,4 +1,4 @@
-"""The command line: `python -m ncclsync verify` and `doctor`. TensorFlow is imported to do the work."""
+"""The command line: `python -m ncclsync verify`, `bench`, `doctor`. TensorFlow is imported to do the work."""
 
 import argparse
 import importlib
@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from ncclsync.arguments import at_least
 
 # Exit codes; argparse ends with 2 as well.
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
     except Exception:  # whatever the user's factory raises
-        # Not left to Python, whose exit code is 1: a script would take it that the models differ.
+        # Not left to Python, whose exit code is 1: a script would take it for an answer.
         traceback.print_exc()
     return NOT_COMPARED
 
@@ -53,16 +55,16 @@ def _add_verify(commands: Any) -> None:
     )
     parser.set_defaults(run=_verify)
     parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
-    parser.add_argument("--towers", type=_at_least(2), default=4, metavar="N", help="default %(default)s")
+    parser.add_argument("--towers", type=at_least(2), default=4, metavar="N", help="default %(default)s")
     parser.add_argument("--devices", metavar="GPU:0,GPU:1", help="just these instead")
     parser.add_argument("--backend", choices=("nccl", "cpu"), help="default: follows the devices")
-    parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default %(default)s")
-    parser.add_argument("--batch-size", type=_at_least(1), metavar="N", help="default 33, or the model's own")
+    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="default %(default)s")
+    parser.add_argument("--batch-size", type=at_least(1), metavar="N", help="default 33, or the model's own")
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative; default: by dtype")
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default %(default)s")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
     parser.add_argument(
         "--open-size",
-        type=_at_least(1),
+        type=at_least(1),
         default=32,
         metavar="N",
         help="of open dimensions, default %(default)s",
@@ -138,7 +140,7 @@ def _add_doctor(commands: Any) -> None:
     parser.set_defaults(run=_doctor)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument(
-        "--timeout", type=_at_least(1), default=60, metavar="S", help="seconds per check, default %(default)s"
+        "--timeout", type=at_least(1), default=60, metavar="S", help="seconds per check, default %(default)s"
     )
 
 
@@ -189,12 +191,3 @@ def _load(name: str) -> Callable:
     if not callable(found):
         raise _UsageError(f"Expected {name} to be a function. Received: {found!r}")
     return found
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, received {text!r}")
-        return int(text)
-
-    return number

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from rich.console import Console
-from standin import COMPILER, Standin
 
 import ncclsync
 from ncclsync import cli
@@ -144,16 +143,8 @@ CANNED = {
 }
 
 
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory):
-    """Build the stand-ins for NCCL and CUDA."""
-    if COMPILER is None:
-        pytest.skip("no C compiler on the PATH to build the stand-in NCCL")
-    return Standin(tmp_path_factory.mktemp("standin"))
-
-
 @pytest.fixture
-def gpu_host(standin, monkeypatch):
+def gpu_host(built_standin, monkeypatch):
     """Return a function that examines a host of four GPUs, by fakes of all that takes a GPU."""
 
     def examine(host="pairs", timeout_s=30.0, frameworks=CANNED, **environ):
@@ -166,7 +157,7 @@ def gpu_host(standin, monkeypatch):
         monkeypatch.syspath_prepend(str(FAKES))
         monkeypatch.setattr(probes, "ask", ask)
         monkeypatch.setattr(libraries, "_cached", lambda *_: [])
-        variables = {"PATH": os.environ["PATH"], "FAKE_NVML": host, **standin.environment}
+        variables = {"PATH": os.environ["PATH"], "FAKE_NVML": host, **built_standin.environment}
         return examination.examine(timeout_s, {**variables, **environ})
 
     return examine
@@ -252,18 +243,18 @@ def test_driver_that_hangs(gpu_host):
     assert "asking the driver by NVML" in report.problems[0].text
 
 
-def test_libraries_by_the_loader(standin, tmp_path, monkeypatch):
+def test_libraries_by_the_loader(built_standin, tmp_path, monkeypatch):
     """A second libnccl is found on LD_LIBRARY_PATH, once, whichever links point to it."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "libnccl.so.2").symlink_to(standin.nccl)
+        (tmp_path / name / "libnccl.so.2").symlink_to(built_standin.nccl)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'a'}::{tmp_path / 'b'}:/nowhere")
     monkeypatch.delenv("NCCLSYNC_NCCL_LIBRARY", raising=False)
     found = libraries.nccl_files(ldconfig="/nowhere/ldconfig")
     assert found[-1] == str(tmp_path / "a" / "libnccl.so.2")
     assert sum(str(tmp_path) in path for path in found) == 1
-    monkeypatch.setenv("NCCLSYNC_NCCL_LIBRARY", standin.cudart)
-    assert libraries.nccl_files(ldconfig="/nowhere/ldconfig")[0] == standin.cudart
+    monkeypatch.setenv("NCCLSYNC_NCCL_LIBRARY", built_standin.cudart)
+    assert libraries.nccl_files(ldconfig="/nowhere/ldconfig")[0] == built_standin.cudart
 
 
 def test_real_nccl_tells_its_cuda():

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ncclsync.arguments import at_least
 from ncclsync.bench import all_reduce, training
 from ncclsync.bench.plot import plot
 from ncclsync.bench.report import Listing, Result, show, write_json
@@ -56,7 +57,7 @@ def _add_all_reduce(benchmarks: Any) -> None:
         "towers' buffers on all cores: it reads and writes the same bytes.",
     )
     parser.add_argument(
-        "--towers", type=_listed(_at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
+        "--towers", type=_listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
     )
     parser.add_argument(
         "--sizes",
@@ -170,12 +171,12 @@ def _add_model(parser: argparse.ArgumentParser, default: list[str]) -> None:
 
 
 def _add_towers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--towers", type=_at_least(1), default=4, metavar="N", help="default %(default)s")
+    parser.add_argument("--towers", type=at_least(1), default=4, metavar="N", help="default %(default)s")
 
 
 def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--towers", type=_listed(_at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
+        "--towers", type=_listed(at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
     )
 
 
@@ -209,7 +210,7 @@ def _add_against(
 
 def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> None:
     parser.add_argument(
-        "--rounds", type=_at_least(1), default=default, metavar="N", help=f"{meaning}; default %(default)s"
+        "--rounds", type=at_least(1), default=default, metavar="N", help=f"{meaning}; default %(default)s"
     )
 
 
@@ -270,15 +271,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return chosen
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, received {text!r}")
-        return int(text)
-
-    return number
 
 
 def _size(text: str) -> int:

@@ -1,5 +1,6 @@
 /* All-reduce and broadcast over host memory. Checks its arguments, cuts the work into chunks for the pool, and
  * combines the ranks block by block, so that the running result stays in the first-level cache. */
+#include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -28,6 +29,8 @@ typedef struct {
   void (*divide)(void* acc, size_t count, int n_ranks);
   void (*widen)(void* acc, const void* in, size_t count); /* NULL: the accumulator has the buffers' own type */
   void (*narrow)(void* out, const void* acc, size_t count);
+  void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
+  void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
 } ncs_kernels;
 
 static inline uint32_t ncs_float_bits(float value) {
@@ -317,5 +320,111 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
   /* In place the line to be written has just been read: it is in the cache. */
   task.streaming = !in_place && task.bytes * (size_t)n_recvs > NCS_STREAM_BYTES;
   ncs_pool_run(pool, run_reduction, &task, (task.bytes + task.chunk - 1) / task.chunk);
+  return ncclSuccess;
+}
+
+/* ---- Many tensors, weighted ---- */
+
+typedef struct {
+  const ncs_reduced* tensors;
+  size_t n_tensors;
+  const size_t* begins; /* per tensor its first chunk, and the end of all */
+  const double* weights;
+  int n_ranks;
+  size_t size, chunk; /* bytes */
+  const ncs_kernels* kernels;
+  void (*combine)(void* acc, const void* a, const void* b, size_t count);
+  int streaming;
+} ncs_weighted;
+
+/* As reduce_block. */
+static const void* reduce_weighted_block(const ncs_weighted* t, const ncs_reduced* tensor, size_t at, size_t n,
+                                         void* acc, void* narrowed) {
+  const size_t count = n / t->size;
+  const void* sum = NULL;
+  for (int r = 0; r < t->n_ranks; ++r) {
+    const void* send = (const char*)tensor->sends[r] + at;
+    if (t->weights[r] == 0) continue;
+    if (sum == NULL && t->weights[r] == 1 && t->kernels->widen == NULL) {
+      sum = send;
+      continue;
+    }
+    if (sum == NULL && t->weights[r] == 1) t->kernels->widen(acc, send, count);
+    else if (sum == NULL) t->kernels->scale(acc, send, t->weights[r], count);
+    else if (t->weights[r] == 1) t->combine(acc, sum, send, count);
+    else t->kernels->add_scaled(acc, sum, send, t->weights[r], count);
+    sum = acc;
+  }
+  if (t->kernels->narrow == NULL) return sum;
+  t->kernels->narrow(narrowed, acc, count);
+  return narrowed;
+}
+
+static void run_weighted(const void* task, size_t chunk) {
+  const ncs_weighted* t = task;
+  char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
+  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
+  size_t low = 0, high = t->n_tensors;
+  while (high - low > 1) {
+    const size_t middle = (low + high) / 2;
+    if (t->begins[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  const ncs_reduced* tensor = &t->tensors[low];
+  const size_t begin = (chunk - t->begins[low]) * t->chunk;
+  const size_t end = begin + min_size(t->chunk, tensor->count * t->size - begin);
+  for (size_t at = begin, n; at < end; at += n) {
+    n = min_size(block, end - at);
+    const void* result = reduce_weighted_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
+    char* out = (char*)tensor->recv + at;
+    if (result == out) continue;
+    if (t->streaming) copy_streaming(out, result, n);
+    else memcpy(out, result, n);
+  }
+  if (t->streaming) finish_streaming();
+}
+
+static void run_all_weighted(const void* task, size_t chunk) {
+  const ncs_weighted* t = task;
+  for (chunk = 0; chunk < t->begins[t->n_tensors]; ++chunk) run_weighted(task, chunk);
+}
+
+static int are_weights_usable(const double* weights, int n_ranks, int may_scale) {
+  int taking_part = 0;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (weights[r] != 0) taking_part = 1;
+    if (weights[r] != 0 && weights[r] != 1 && !may_scale) return 0;
+  }
+  return taking_part;
+}
+
+ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
+                            int n_ranks, int dtype, int op) {
+  const size_t size = size_of(dtype);
+  size_t bytes = 0;
+  size_t* begins;
+  ncs_weighted task;
+  if (pool == NULL || tensors == NULL || weights == NULL || n_ranks < 1 || op < ncclSum || op > ncclMin || size == 0)
+    return ncclInvalidArgument;
+  task.kernels = find_kernels(ncs_pool_level(pool), dtype);
+  if (!are_weights_usable(weights, n_ranks, op == ncclSum && task.kernels->scale != NULL)) return ncclInvalidArgument;
+  begins = malloc((n_tensors + 1) * sizeof(*begins));
+  if (begins == NULL) return ncclSystemError;
+  for (size_t v = 0; v < n_tensors; ++v) bytes += tensors[v].count * size;
+  task.tensors = tensors;
+  task.n_tensors = n_tensors;
+  task.weights = weights;
+  task.n_ranks = n_ranks;
+  task.size = size;
+  task.chunk = NCS_CHUNK_BYTES;
+  task.combine = task.kernels->combine[op];
+  task.streaming = bytes > NCS_STREAM_BYTES;
+  task.begins = begins;
+  begins[0] = 0;
+  for (size_t v = 0; v < n_tensors; ++v)
+    begins[v + 1] = begins[v] + (tensors[v].count * size + task.chunk - 1) / task.chunk;
+  if (bytes * ((size_t)n_ranks + 1) < NCS_SMALL_JOB_BYTES) ncs_pool_run(pool, run_all_weighted, &task, 1);
+  else ncs_pool_run(pool, run_weighted, &task, begins[n_tensors]);
+  free(begins);
   return ncclSuccess;
 }

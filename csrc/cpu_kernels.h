@@ -23,6 +23,24 @@
     for (size_t i = 0; i < count; ++i) acc[i] = (T)((W)acc[i] / n);                \
   }
 
+/* W: the type of the accumulator; LOAD: from a buffer's element to it. */
+#define NCS_SCALE(ours, T, W, LOAD)                                                                             \
+  NCS_TARGET static void NCS_KERNEL(ours##_scale)(void* acc_, const void* a_, double weight, size_t count) {    \
+    W* acc = acc_;                                                                                              \
+    const T* a = a_;                                                                                            \
+    const W w = (W)weight;                                                                                      \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = LOAD(a[i]) * w;                                 \
+  }                                                                                                             \
+  NCS_TARGET static void NCS_KERNEL(ours##_add_scaled)(void* acc_, const void* a_, const void* b_, double weight, \
+                                                       size_t count) {                                          \
+    W* acc = acc_;                                                                                              \
+    const W* a = a_;                                                                                            \
+    const T* b = b_;                                                                                            \
+    const W w = (W)weight;                                                                                      \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = a[i] + LOAD(b[i]) * w;                          \
+  }
+#define NCS_AS_IS(x) (x)
+
 /* U: T's unsigned twin, in which overflow wraps instead of being undefined. */
 #define NCS_INTEGER(ours, T, U, W)               \
   NCS_COMBINE(ours##_sum, T, (U)x + (U)y)        \
@@ -40,6 +58,7 @@
   NCS_COMBINE(ours##_prod, T, x * y)             \
   NCS_COMBINE(ours##_max, T, NCS_MAX_OF(x, y))   \
   NCS_COMBINE(ours##_min, T, NCS_MIN_OF(x, y))   \
+  NCS_SCALE(ours, T, T, NCS_AS_IS)               \
   NCS_DIVIDE(ours##_divide, T, T)
 
 NCS_INTEGER(int8, int8_t, uint8_t, int32_t)
@@ -103,6 +122,7 @@ NCS_TARGET static inline uint16_t NCS_KERNEL(to_bfloat16)(float value) {
   NCS_COMBINE_HALF(ours##_prod, from_##ours, x * y)                                                     \
   NCS_COMBINE_HALF(ours##_max, from_##ours, NCS_MAX_OF(x, y))                                           \
   NCS_COMBINE_HALF(ours##_min, from_##ours, NCS_MIN_OF(x, y))                                           \
+  NCS_SCALE(ours, uint16_t, float, NCS_KERNEL(from_##ours))                                             \
   NCS_TARGET static void NCS_KERNEL(ours##_widen)(void* acc_, const void* in_, size_t count) {          \
     float* acc = acc_;                                                                                  \
     const uint16_t* in = in_;                                                                           \
@@ -118,21 +138,27 @@ NCS_HALF(float16)
 NCS_HALF(bfloat16)
 
 /* Indexed by ncclDataType_t; `combine` by ncclRedOp_t. */
-#define NCS_ENTRY(ours, divider, widener, narrower)                                                \
+#define NCS_ENTRY(ours, divider, widener, narrower, scaler, scaled_adder)                          \
   {{NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), NCS_KERNEL(ours##_min)}, \
-   NCS_KERNEL(divider), widener, narrower}
+   NCS_KERNEL(divider), widener, narrower, scaler, scaled_adder}
+#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL)
+#define NCS_FLOATING_ENTRY(ours) \
+  NCS_ENTRY(ours, ours##_divide, NULL, NULL, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled))
+#define NCS_HALF_ENTRY(ours)                                                                      \
+  NCS_ENTRY(ours, float32_divide, NCS_KERNEL(ours##_widen), NCS_KERNEL(ours##_narrow), NCS_KERNEL(ours##_scale), \
+            NCS_KERNEL(ours##_add_scaled))
 
 static const ncs_kernels NCS_KERNEL(table)[] = {
-    [ncclInt8] = NCS_ENTRY(int8, int8_divide, NULL, NULL),
-    [ncclUint8] = NCS_ENTRY(uint8, uint8_divide, NULL, NULL),
-    [ncclInt32] = NCS_ENTRY(int32, int32_divide, NULL, NULL),
-    [ncclUint32] = NCS_ENTRY(uint32, uint32_divide, NULL, NULL),
-    [ncclInt64] = NCS_ENTRY(int64, int64_divide, NULL, NULL),
-    [ncclUint64] = NCS_ENTRY(uint64, uint64_divide, NULL, NULL),
-    [ncclFloat16] = NCS_ENTRY(float16, float32_divide, NCS_KERNEL(float16_widen), NCS_KERNEL(float16_narrow)),
-    [ncclFloat32] = NCS_ENTRY(float32, float32_divide, NULL, NULL),
-    [ncclFloat64] = NCS_ENTRY(float64, float64_divide, NULL, NULL),
-    [ncclBfloat16] = NCS_ENTRY(bfloat16, float32_divide, NCS_KERNEL(bfloat16_widen), NCS_KERNEL(bfloat16_narrow)),
+    [ncclInt8] = NCS_INTEGER_ENTRY(int8),
+    [ncclUint8] = NCS_INTEGER_ENTRY(uint8),
+    [ncclInt32] = NCS_INTEGER_ENTRY(int32),
+    [ncclUint32] = NCS_INTEGER_ENTRY(uint32),
+    [ncclInt64] = NCS_INTEGER_ENTRY(int64),
+    [ncclUint64] = NCS_INTEGER_ENTRY(uint64),
+    [ncclFloat16] = NCS_HALF_ENTRY(float16),
+    [ncclFloat32] = NCS_FLOATING_ENTRY(float32),
+    [ncclFloat64] = NCS_FLOATING_ENTRY(float64),
+    [ncclBfloat16] = NCS_HALF_ENTRY(bfloat16),
 };
 
 #undef NCS_COMBINE
@@ -143,6 +169,11 @@ static const ncs_kernels NCS_KERNEL(table)[] = {
 #undef NCS_FLOATING
 #undef NCS_COMBINE_HALF
 #undef NCS_HALF
+#undef NCS_SCALE
+#undef NCS_AS_IS
 #undef NCS_ENTRY
+#undef NCS_INTEGER_ENTRY
+#undef NCS_FLOATING_ENTRY
+#undef NCS_HALF_ENTRY
 #undef NCS_KERNEL
 #undef NCS_TARGET

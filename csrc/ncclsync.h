@@ -109,11 +109,48 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
  * ncclInvalidArgument as above; then nothing was written. */
 ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root);
 
+/* One tensor that meets its counterparts: sends[r] of every rank, and where the result goes. */
+typedef struct {
+  const void* const* sends;
+  void* recv;
+  size_t count;
+} ncs_reduced;
+
+/* recv[i] = op over all ranks r of weights[r] * sends[r][i], for each of the tensors. Blocks until done.
+ *
+ * As ncs_cpu_all_reduce, with these differences: there is one result for all ranks; op is not avg; a rank whose
+ * weight is 0 takes no part, and what it sends is not read. Weights other than 0 and 1 are for the sum of floats.
+ * A recv may be exactly one of its tensor's sends. ncclInvalidArgument: a bad weight, no rank that takes part, or an
+ * unknown dtype or op; then nothing was written. Buffers are the caller's word. */
+ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
+                            int n_ranks, int dtype, int op);
+
+/* Operations of fused arithmetic (arithmetic.c); each rounds once, as a loop of its own would. The last one is no
+ * operation but the most inputs and operations that one program may have. */
+typedef enum {
+  NCS_ADD = 0,
+  NCS_SUBTRACT = 1,
+  NCS_MULTIPLY = 2,
+  NCS_DIVIDE = 3,
+  NCS_MAXIMUM = 4,
+  NCS_MINIMUM = 5,
+  NCS_SQUARE = 6,
+  NCS_SQRT = 7,
+  NCS_NEGATE = 8,
+  NCS_MOST_REGISTERS = 48
+} ncs_arithmetic;
+
+/* Registers with the TensorFlow of this process the ops of tf_ops.c, which use `pool`; once, later calls do nothing.
+ * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.
+ * ncclSystemError: not loaded, a function is missing in it, or it refuses; nothing can be used then. */
+struct ncs_failure;
+ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ struct ncs_failure* failure);
+
 /* ---- GPUs by NCCL (nccl.c) ---- */
 
 /* What failed, filled in by the functions below when they return a status other than ncclSuccess: the failed call
  * (of NCCL, CUDA or the loader) and its own words. Owned by the caller; NULL is allowed. */
-typedef struct {
+typedef struct ncs_failure {
   char call[64];
   char message[960];
 } ncs_failure;

@@ -17,8 +17,9 @@ from ncclsync.bucket import plan_buckets
 from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
-from ncclsync.segment import SegmentPlan, build_segment, is_packed
+from ncclsync.segment import SegmentPlan, build_segment
 from ncclsync.step_graph import StepGraph, op_name
+from ncclsync.variables import Role
 
 
 def cut(
@@ -28,6 +29,7 @@ def cut(
     results: Results,
     jit_compile: bool,
     same_seeds: bool = False,
+    on_host: bool = False,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -39,11 +41,14 @@ def cut(
             the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
         same_seeds: whether random state is equal on all towers.
+        on_host: whether `host_ops` may be used.
     """
     graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
+    if on_host:
+        _absorb_scales(graph)
     levels = _assign_levels(graph)
-    segments = _build_segments(graph, levels, bucket_bytes, jit_compile)
+    segments = _build_segments(graph, levels, bucket_bytes, jit_compile, on_host)
     return Program(
         segments=segments,
         arguments=graph.arguments,
@@ -75,7 +80,14 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     if weight_writes:
         last = max(last, 1)
     latest = _latest(graph, levels, last)
-    for name in weight_writes:
+    # What is read from a variable is read where it is used: held meanwhile, it would have to be copied before
+    # the variable can be written in place.
+    reads = [
+        name
+        for name in levels
+        if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
+    ]
+    for name in [*weight_writes, *reads]:
         floors[name] = latest[name]
     return _earliest(graph, floors)
 
@@ -98,10 +110,15 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
     for fold in graph.folds:
         for name in fold.writers:
             latest[name] = min(latest[name], last - 1)
-    for name, _ in graph.outputs:
+    bounds = [(name, last) for name, _ in graph.outputs]
+    for result, exchange in graph.exchanges.items():
+        # The layout must have these when it joins the towers.
+        sent = _available(graph, levels, result) - 1
+        bounds += [(name, sent) for name in (exchange.when, exchange.scale) if name]
+    for name, bound in bounds:
         origin, hops = graph.origin(name)
         if origin in latest:
-            latest[origin] = min(latest[origin], last - hops)
+            latest[origin] = min(latest[origin], bound - hops)
     for op in reversed(graph.ops):
         if op.name in levels:
             for parent, hops in _dependencies(graph, op.name):
@@ -157,11 +174,12 @@ def _may_raise(op: tf.Operation) -> bool:
 
 
 def _build_segments(
-    graph: StepGraph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool
+    graph: StepGraph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool, on_host: bool
 ) -> tuple[Any, ...]:
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
-    outputs += sorted({exchange.when for exchange in graph.exchanges.values() if exchange.when})
+    given = {name for exchange in graph.exchanges.values() for name in (exchange.when, exchange.scale)}
+    outputs += sorted(name for name in given if name)
     available = {result: _available(graph, levels, result) for result in graph.exchanges}
     count = 1 + max([*levels.values(), *available.values(), 0])
     plans = [SegmentPlan() for _ in range(count)]
@@ -174,7 +192,7 @@ def _build_segments(
         if fold.source is not None:
             plans[available[fold.result] - 1].fold_reads.append(fold)
         plans[-1].fold_writes.append(fold)
-    buckets: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes) for plan in plans]
+    buckets: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes, on_host) for plan in plans]
 
     # Which tensors cross from one segment to a later one.
     uses: list[set[str]] = []
@@ -201,22 +219,45 @@ def _build_segments(
             outgoing=buckets[level],
             fetches=tuple(sorted((made & later) | constants)),
         )
-        segments.append(build_segment(graph, plan, jit_compile))
+        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile))
     return tuple(segments)
 
 
-def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ...]:
+def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> tuple[Bucket, ...]:
     """Group the exchanges between two segments into buckets."""
     kinds: list[Any] = []
     sizes = []
     for index, exchange in enumerate(exchanges):
-        known = is_packed(exchange)
-        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if known else index))
-        sizes.append(exchange.shape.num_elements() * exchange.dtype.size if known else 0)
+        collective = exchange.collective
+        direct = on_host and collective.kind == "all_reduce"
+        # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
+        packed = exchange.shape.is_fully_defined() and not collective.concatenates and not direct
+        kinds.append((_wire(collective), exchange.dtype, exchange.when, packed, direct, packed or index))
+        sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
-        Bucket(_wire(exchanges[indices[0]].collective), tuple(exchanges[i] for i in indices))
+        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), *kinds[indices[0]][3:5])
         for indices in plan_buckets(sizes, kinds, bucket_bytes)
     )
+
+
+def _absorb_scales(graph: StepGraph) -> None:
+    """Let a scalar that a tensor is multiplied by, only to be added up, be multiplied by on the way."""
+    consumers = [op.name for op in graph.ops if op.name not in graph.passing]
+    uses = collections.Counter(name for consumer in consumers for name in graph.inputs[consumer])
+    uses.update(name for name, _ in graph.outputs)
+    uses.update(exchange.source for exchange in graph.exchanges.values())
+    absorbed = set()
+    for result, exchange in graph.exchanges.items():
+        op = graph.by_name.get(op_name(exchange.source))
+        if op is None or op.type != "Mul" or uses[exchange.source] > 1 or exchange.collective != SUM:
+            continue
+        for tensor, scale in itertools.permutations(graph.inputs[op.name]):
+            shape = graph.spec(tensor).shape
+            scales = graph.spec(scale).shape.rank == 0 and exchange.dtype.is_floating
+            if scales and shape.rank and shape.is_fully_defined() and shape == exchange.shape:
+                graph.exchanges[result] = dataclasses.replace(exchange, source=tensor, scale=scale)
+                absorbed.add(op.name)
+    graph.ops = [op for op in graph.ops if op.name not in absorbed]
 
 
 def _wire(collective: Collective) -> Collective:

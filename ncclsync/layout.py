@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync import host_ops
 from ncclsync.group_ops import group_all_reduce, group_broadcast
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
@@ -141,7 +142,7 @@ def lay_out(program: Program, towers: TowerState, shards: Shards, rollback: Roll
             tokens.append(outcome[-1])
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens)]
-        received = _exchange(segment.outgoing, sent, values[0], towers)
+        received = _exchange(segment.outgoing, sent, values, shards, towers)
     with tf.control_dependencies([rollback.end(before[0])]):
         return _results(program, values, shards)
 
@@ -167,24 +168,73 @@ def _run_segment(
 
 
 def _exchange(
-    buckets: tuple[Bucket, ...], sent: list[list[tf.Tensor]], values: dict[str, tf.Tensor], towers: TowerState
+    buckets: tuple[Bucket, ...],
+    sent: list[list[tf.Tensor]],
+    values: list[dict[str, tf.Tensor]],
+    shards: Shards,
+    towers: TowerState,
 ) -> list[list[tf.Tensor]]:
-    """Join the towers' buckets; [N][B] in, [N][B] out. `values` are tower 0's, for conditions."""
+    """Join the towers' buckets; [N][B] in, [N][B] out. `values` are by tower, for conditions and weights."""
     count = len(towers)
     if count == 1:
         return sent
-    columns = []  # [B][N]
-    for index, (bucket, column) in enumerate(zip(buckets, zip(*sent, strict=True), strict=True)):
-        label = f"bucket {index + 1} of {len(buckets)}"
-        join = functools.partial(_join, bucket.wire, column, towers, label)
-        columns.append(
-            tf.cond(values[bucket.when], join, lambda c=column: list(c)) if bucket.when else join()
-        )
-    return [[column[i] for column in columns] for i in range(count)]
+    received: list[list[Any]] = [[None] * len(buckets) for _ in range(count)]
+    for indices in together(buckets):
+        bucket = buckets[indices[0]]
+        given = [[row[i] for i in indices] for row in sent]
+        if bucket.on_host:
+            weights = _weights(bucket, values, shards)
+            join = functools.partial(_join_on_host, given, weights, bucket.wire.op)
+        else:
+            label = f"bucket {indices[0] + 1} of {len(buckets)}"
+            join = functools.partial(_join, bucket.wire, given, towers, label)
+        joined = tf.cond(values[0][bucket.when], join, lambda g=given: g) if bucket.when else join()
+        for row, tensors in zip(received, joined, strict=True):
+            for i, tensor in zip(indices, tensors, strict=True):
+                row[i] = tensor
+    return received
 
 
-def _join(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str) -> list[tf.Tensor]:
-    """Join one bucket of each tower; [N] in, [N] out."""
+def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
+    """Return the indices of the buckets that one call joins: on the host all of one kind, else one by one."""
+    together: dict[Any, list[int]] = {}
+    for i, bucket in enumerate(buckets):
+        first = bucket.exchanges[0]
+        key = (bucket.wire, first.collective, first.dtype, first.when, first.scale) if bucket.on_host else i
+        together.setdefault(key, []).append(i)
+    return list(together.values())
+
+
+def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
+    """What each tower's tensors are multiplied by, [N] float64 scalars."""
+    exchange = bucket.exchanges[0]
+    if exchange.collective.op == "mean":
+        return [share.fraction for share in shards.shares]
+    if bucket.wire.empty_too:
+        return [tf.ones([], tf.float64)] * len(values)
+    present = [tf.sign(share.fraction) for share in shards.shares]
+    if exchange.scale is None:
+        return present
+    scales = [tf.cast(tower[exchange.scale], tf.float64) for tower in values]
+    return [one * scale for one, scale in zip(present, scales, strict=True)]
+
+
+def _join_on_host(
+    tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], op: str
+) -> list[list[tf.Tensor]]:
+    return [host_ops.all_reduce(tensors, weights, op)] * len(tensors)
+
+
+def _join(
+    wire: Collective, sent: list[list[tf.Tensor]], towers: TowerState, label: str
+) -> list[list[tf.Tensor]]:
+    """Join one bucket of each tower; [N][1] in, [N][1] out."""
+    return [[tensor] for tensor in _join_one(wire, [row[0] for row in sent], towers, label)]
+
+
+def _join_one(
+    wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str
+) -> list[tf.Tensor]:
     count = len(towers)
     if wire.root >= count:
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")

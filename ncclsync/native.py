@@ -46,6 +46,12 @@ DTYPE_SIZES: dict[int, int] = {
 }
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
+# Operations of fused arithmetic, and how many inputs and operations one program may have together.
+ARITHMETIC: dict[str, int] = {
+    name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
+}
+MOST_REGISTERS = ARITHMETIC.pop("MOST_REGISTERS")
+
 _STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
 INVALID_USAGE = _STATUSES["ncclInvalidUsage"]
@@ -157,6 +163,16 @@ def cpu_broadcast(pool: Pool, buffers: list[Any], count: int, dtype: int, root: 
         The status, unchecked: only the caller can say which argument was wrong.
     """
     return lib.ncs_cpu_broadcast(pool.handle, buffers, len(buffers), count, dtype, root)
+
+
+def register_tensorflow(path: str) -> None:
+    """Register the ops of ``tf_ops.c`` with TensorFlow, whose functions they find in its library at ``path``.
+
+    Raises:
+        NcclError: this TensorFlow lacks a function, or refuses.
+    """
+    failure = ffi.new("ncs_failure*")
+    check_failure(lib.ncs_tf_register(path.encode(), process_pool().handle, failure), failure)
 
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:

@@ -33,6 +33,7 @@ class Exchange:
         dtype: its dtype.
         when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
             same. None: always.
+        scale: name of a scalar, each tower's own, that its source is multiplied by on the way. None: nothing.
     """
 
     source: str
@@ -41,14 +42,25 @@ class Exchange:
     shape: tf.TensorShape
     dtype: tf.DType
     when: str | None = None
+    scale: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Exchanges that travel together as one tensor: of one dtype, condition and operation on the wire."""
+    """Exchanges that travel together as one tensor: of one dtype, condition and operation on the wire.
+
+    Attributes:
+        wire: what the communicator does.
+        exchanges: what travels; one only if it is not packed.
+        packed: whether they are flattened and concatenated. Else the one tensor travels in its own shape.
+        on_host: whether `host_ops` takes the tensor as it is, and multiplies it by the tower's weight, which
+            is 0 for a tower without samples. Else the segment has seen to both.
+    """
 
     wire: Collective
     exchanges: tuple[Exchange, ...]
+    packed: bool
+    on_host: bool = False
 
     @property
     def when(self) -> str | None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.bucket import pack, unpack
+from ncclsync.fusion import Update, find_fusions, fused_nodes
 from ncclsync.program import Bucket, Exchange, Segment
 from ncclsync.step_graph import Fold, StepGraph, op_name
 
@@ -28,34 +29,28 @@ class SegmentPlan:
     outgoing: tuple[Bucket, ...] = ()
 
 
-def is_packed(exchange: Exchange) -> bool:
-    """Whether an exchange shares a bucket, flattened; one of unknown size travels alone, in its own shape."""
-    return exchange.shape.is_fully_defined() and not exchange.collective.concatenates
-
-
-def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Segment:
+def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses: bool) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
     Args:
         graph: the graph that the plan names parts of.
         plan: what to build.
         jit_compile: whether XLA compiles it.
+        fuses: whether updates of variables are fused; see `fusion.py`.
     """
-    outside = {name: f"outside_{i}" for i, name in enumerate(_imports(graph, plan))}
-    definition = _graph_def(graph, plan, outside)
+    asked_for = {*plan.fetches, *(exchange.source for exchange in plan.sent)}
+    needed = {op_name(name) for name in asked_for}.union(*(fold.writers for fold in plan.fold_reads))
+    fusions = find_fusions(graph, plan.ops, needed) if fuses else []
+    definition, outside = _graph_def(graph, plan, fusions)
 
     def body(*args):
         fraction, is_root = args[-2:]
         values = dict(zip(plan.sources, args, strict=False))
         for bucket, tensor in zip(plan.incoming, args[len(plan.sources) : -2], strict=True):
             values.update(_receive(bucket, tensor, fraction))
-        wanted = sorted(
-            name
-            for name in {*plan.fetches, *(exchange.source for exchange in plan.sent)}
-            if name not in values and not name.startswith("@fold_")
-        )
+        wanted = sorted(name for name in asked_for if name not in values and not name.startswith("@fold_"))
         writers = sorted({name for fold in plan.fold_reads for name in fold.writers} & set(plan.ops))
-        effects = sorted(set(plan.ops) & graph.must_run)
+        effects = sorted({node.name for node in definition.node} & graph.must_run)
         imported = tf.graph_util.import_graph_def(
             definition,
             input_map={f"{placeholder}:0": values[name] for name, placeholder in outside.items()},
@@ -87,26 +82,25 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool) -> Seg
     return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing)
 
 
-def _imports(graph: StepGraph, plan: SegmentPlan) -> list[str]:
-    """Names of the tensors that the ops of a plan take from outside."""
+def _graph_def(
+    graph: StepGraph, plan: SegmentPlan, fusions: list[list[Update]]
+) -> tuple[tf.compat.v1.GraphDef, dict[str, str]]:
+    """Return the plan's ops as a GraphDef, and, for the tensors from outside, names to map them in by."""
     own = set(plan.ops)
-    names = {name for op in plan.ops for name in graph.inputs[op]}
-    return sorted(
-        name
-        for name in names
-        if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name))
-    )
-
-
-def _graph_def(graph: StepGraph, plan: SegmentPlan, outside: dict[str, str]) -> tf.compat.v1.GraphDef:
-    """The plan's ops as a GraphDef in which `outside` gives the names of tensors that are mapped in."""
-    own = set(plan.ops)
-    used = {op_name(name) for op in plan.ops for name in graph.inputs[op]}
-    used |= {op_name(name) for name in (*plan.fetches, *(e.source for e in plan.sent))}
-    constants = [name for name in used if name in graph.by_name and graph.is_constant(f"{name}:0")]
+    replaced = {member for group in fusions for update in group for member in update.members}
+    left = [name for name in plan.ops if name not in replaced]
+    used = {name for op in left for name in graph.inputs[op]}
+    used |= {name for group in fusions for update in group for name in update.inputs}
+    used |= {graph.inputs[write][0] for group in fusions for update in group for write in update.writes}
+    outside: dict[str, str] = {}
+    for name in sorted(used):
+        if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name)):
+            outside[name] = f"outside_{len(outside)}"
+    used |= {*plan.fetches, *(exchange.source for exchange in plan.sent)}
+    constants = sorted({op_name(name) for name in used if graph.is_constant(name)})
     definition = tf.compat.v1.GraphDef()
     definition.versions.CopyFrom(graph.versions)
-    for name in [*sorted(constants), *plan.ops]:
+    for name in [*constants, *left]:
         node = definition.node.add()
         node.CopyFrom(graph.nodes[name])
         # Tower 0's placement means nothing on another tower; the caller's device decides.
@@ -117,8 +111,10 @@ def _graph_def(graph: StepGraph, plan: SegmentPlan, outside: dict[str, str]) -> 
         for source in graph.inputs[name]:
             node.input.append(outside.get(source, source))
         node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
+    for i, group in enumerate(fusions):
+        definition.node.extend(fused_nodes(graph, group, f"fused_{i}", own, lambda n: outside.get(n, n)))
     _add_functions(graph, definition)
-    return definition
+    return definition, outside
 
 
 def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
@@ -148,14 +144,14 @@ def _same_device(one: str, other: str) -> bool:
 
 def _bucket_spec(bucket: Bucket) -> tf.TensorSpec:
     first = bucket.exchanges[0]
-    if not is_packed(first):
+    if not bucket.packed:
         return tf.TensorSpec(first.shape, first.dtype)
     return tf.TensorSpec([sum(e.shape.num_elements() for e in bucket.exchanges)], first.dtype)
 
 
 def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str, tf.Tensor]:
     parts = [tensor]
-    if is_packed(bucket.exchanges[0]):
+    if bucket.packed:
         parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
     received = {}
     for exchange, part in zip(bucket.exchanges, parts, strict=True):
@@ -166,13 +162,15 @@ def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str
 
 def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> tf.Tensor:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
+    if bucket.on_host:
+        return values[bucket.exchanges[0].source]
     tensors = []
     for exchange in bucket.exchanges:
         tensor = values[exchange.source]
         if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
             tensor = tensor * tf.cast(fraction, tensor.dtype)
         tensors.append(tensor)
-    packed = pack(tensors) if is_packed(bucket.exchanges[0]) else tensors[0]
+    packed = pack(tensors) if bucket.packed else tensors[0]
     if bucket.wire.kind == "broadcast" or bucket.wire.empty_too:
         return packed
     if bucket.wire.concatenates:

@@ -73,6 +73,7 @@ class TowerStep(abc.ABC):
             results=results,
             jit_compile=jit_compile,
             same_seeds=same_seeds,
+            on_host=self.towers.on_host,
         )
 
     @contextlib.contextmanager

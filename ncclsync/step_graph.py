@@ -64,6 +64,7 @@ class StepGraph:
             else:
                 captures.append((name, tensor))
         self.captures = tuple(captures)
+        self.variable_of = dict(self.variables)
         self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
         # What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
         self.kept = {
@@ -82,6 +83,7 @@ class StepGraph:
         self.ops = self._live_ops(function)
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
+        self._merge_duplicates()
         self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
         self.losses = trace.losses
@@ -120,6 +122,35 @@ class StepGraph:
                     order.append(op)
                     stack.pop()
         return order
+
+    def _merge_duplicates(self) -> None:
+        """Compute once what the trace computes twice, such as the learning rate for each variable.
+
+        TensorFlow does so too, but not with what is read from a variable.
+        """
+        kept: dict[Any, tf.Operation] = {}
+        renamed: dict[str, str] = {}  # of tensors, and of ops
+        ops = []
+        for op in self.ops:
+            inputs = self.inputs[op.name] = [renamed.get(name, name) for name in self.inputs[op.name]]
+            controls = [renamed.get(name, name) for name in self.controls[op.name]]
+            self.controls[op.name] = list(dict.fromkeys(controls))
+            reads = op.type == "ReadVariableOp" and self.role.get(inputs[0]) is Role.SAME
+            if op.name in self.placeholders or (private.is_stateful(op) and not reads):
+                ops.append(op)
+                continue
+            attributes = self.nodes[op.name].attr
+            described = tuple((name, attributes[name].SerializeToString()) for name in sorted(attributes))
+            key = (op.type, op.device, described, tuple(inputs), tuple(sorted(controls)))
+            same = kept.setdefault(key, op)
+            if same is op or op.type == "IdentityN":
+                ops.append(op)
+            else:
+                pairs = zip(op.outputs, same.outputs, strict=True)
+                renamed.update((tensor.name, other.name) for tensor, other in pairs)
+                renamed[op.name] = same.name
+        self.ops = ops
+        self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the trace, or of an exchange's result."""

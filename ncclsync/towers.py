@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import native, private
+from ncclsync import host_ops, native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.errors import NcclSyncError
@@ -222,6 +222,12 @@ class TowerState:
             except Exception:  # whatever it is: the failure itself must be told
                 logger.exception("Tower 0 could not be saved after a failed collective")
         return failure
+
+    @functools.cached_property
+    def on_host(self) -> bool:
+        """Whether all towers are in the host's memory, and TensorFlow takes the ops for that."""
+        in_memory = all("CPU" in device for device in self.devices)
+        return self.backend == "cpu" and in_memory and host_ops.available()
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""

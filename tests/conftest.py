@@ -40,3 +40,11 @@ def standin(built_standin, monkeypatch):
     yield built_standin
     built_standin.fail("")
     assert built_standin.alive() == before, "streams, memory or communicators were left behind"
+
+
+@pytest.fixture
+def py_ops(monkeypatch):
+    """Towers on the CPU whose collectives are py ops, as where TensorFlow does not take ops of our own."""
+    from ncclsync import host_ops
+
+    monkeypatch.setattr(host_ops, "available", lambda: False)

@@ -8,8 +8,16 @@ import pytest
 from standin import Standin
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c")]
-FLAGS = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing"]
+SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c", "arithmetic.c")]
+FLAGS = [
+    "-std=c99",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+]
 
 compiler = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(compiler is None, reason="no C compiler on the PATH")

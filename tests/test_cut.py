@@ -10,6 +10,7 @@ from parity import assert_close, data, mlp, on_towers
 from test_parity_models import gan
 from test_step_errors import two_parts
 
+from ncclsync.layout import together
 from ncclsync.variables import Role, role_of
 
 X, Y = data(rows=24)
@@ -34,6 +35,11 @@ def program_of(model):
     return program
 
 
+def joins(program):
+    """[segments] how many calls join the towers behind a segment."""
+    return [len(together(segment.outgoing)) for segment in program.segments]
+
+
 def exchanges(segment):
     return [exchange for bucket in segment.outgoing for exchange in bucket.exchanges]
 
@@ -51,23 +57,31 @@ def writes(program):
     return found
 
 
-def test_plain_step_is_two_segments():
+def test_plain_step_is_two_segments(py_ops):
     """Forward, backward and the metrics' updates before the one collective; the optimizer behind it. All four
     gradients, and the state of the metrics, travel in one bucket; the updates are not exchanged again.
     """
     program = program_of(trained(mlp))
-    assert [len(segment.outgoing) for segment in program.segments] == [1, 0]
+    assert joins(program) == [1, 0]
     sums = exchanges(program.segments[0])
     assert all(e.collective.op == "sum" for e in sums)
     assert sorted(e.shape.num_elements() for e in sums if e.shape.rank) == [5, 16, 5 * 16, 12 * 16]
 
 
 @pytest.mark.parametrize("factory", [gan, two_parts])
-def test_two_optimizers_are_three_segments(factory):
+def test_two_optimizers_are_three_segments(factory, py_ops):
     """One collective for each optimizer, whose updates the next segment uses; what the step returns travels
     with the gradients, not after them.
     """
-    assert [len(segment.outgoing) for segment in program_of(trained(factory)).segments] == [1, 1, 0]
+    assert joins(program_of(trained(factory))) == [1, 1, 0]
+
+
+def test_what_is_weighed_alike_is_joined_together():
+    """On the host, gradients are multiplied by the tower's share on the way, and metric state is not."""
+    program = program_of(trained(mlp))
+    assert joins(program) == [2, 0]
+    scaled = [e for e in exchanges(program.segments[0]) if e.scale is not None]
+    assert sorted(e.shape.num_elements() for e in scaled) == [5, 16, 5 * 16, 12 * 16]
 
 
 def test_weights_are_written_in_the_last_segment():

@@ -378,7 +378,7 @@ def counted(communicator):
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
-def test_one_collective_per_step(metrics):
+def test_one_collective_per_step(metrics, py_ops):
     """A step of a model with four variables makes one all-reduce: gradients and metrics in one bucket."""
     model = on_towers(lambda: mlp(metrics=metrics), 4)
     model.train_on_batch(X, Y)
@@ -387,7 +387,7 @@ def test_one_collective_per_step(metrics):
     assert calls == ["float32"]
 
 
-def test_small_buckets_make_more_collectives():
+def test_small_buckets_make_more_collectives(py_ops):
     """`bucket_bytes` bounds what travels at once: four gradients and four scalars of metrics, each alone."""
     model = on_towers(mlp, 4, bucket_bytes=1)
     model.train_on_batch(X, Y)
@@ -397,7 +397,7 @@ def test_small_buckets_make_more_collectives():
 
 
 @pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])
-def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, steps, expected):
+def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, py_ops, steps, expected):
     """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's
     accumulators read as one device's in between.
     """

@@ -1,4 +1,4 @@
-/* Runs cpu.c and pool.c under a sanitizer: every dtype, operation and level, several callers on one pool, pools made
+/* Runs cpu.c, arithmetic.c and pool.c under a sanitizer: every dtype, operation and level, several callers on one pool, pools made
  * and ended. Prints what is wrong and returns 1; silent and 0 if nothing is. Built by tests/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ncclsync.h"
+#include "arithmetic.h"
 
 enum { MAX_RANKS = 5, CALLERS = 4, ROUNDS = 4 };
 
@@ -87,8 +87,80 @@ static void* call_repeatedly(void* pool) {
   for (int round = 0; round < ROUNDS; ++round) {
     reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
     reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
+    reduce_weighted(pool, ncclFloat32, 4, 100003);
+    compute(pool, 70001);
   }
   return NULL;
+}
+
+/* Three tensors of three ranks; rank 1 counts double, or, where nothing can be scaled, takes no part. */
+static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count) {
+  const int scales = dtype >= ncclFloat16;
+  const double weights[] = {1, scales ? 2 : 0, 1};
+  const size_t counts[] = {count, 0, 1};
+  void* sends[3][3];
+  ncs_reduced tensors[3];
+  for (int v = 0; v < 3; ++v) {
+    for (int r = 0; r < 3; ++r) {
+      sends[v][r] = malloc(counts[v] * size + 1);
+      for (size_t i = 0; i < counts[v]; ++i) put(sends[v][r], i, dtype, (int)((i + (size_t)r) % 3));
+    }
+    tensors[v].sends = (const void* const*)sends[v];
+    tensors[v].recv = v == 0 ? malloc(counts[v] * size + 1) : sends[v][2];
+    tensors[v].count = counts[v];
+  }
+  EXPECT(ncs_cpu_reduce(pool, tensors, 3, weights, 3, dtype, ncclSum) == ncclSuccess);
+  for (int v = 0; v < 3; ++v) {
+    void* wanted = malloc(counts[v] * size + 1);
+    for (size_t i = 0; i < counts[v]; ++i)
+      put(wanted, i, dtype, (int)(i % 3 + (scales ? 2 : 0) * ((i + 1) % 3) + (i + 2) % 3));
+    EXPECT(memcmp(tensors[v].recv, wanted, counts[v] * size) == 0);
+    free(wanted);
+    for (int r = 0; r < 3; ++r) free(sends[v][r]);
+  }
+  free(tensors[0].recv);
+}
+
+static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
+  const char* name;
+  size_t size;
+  int dtype;
+  for (int d = 0; ncs_dtype_describe(d, &name, &dtype, &size) == ncclSuccess; ++d)
+    reduce_weighted(pool, dtype, size, count);
+}
+
+/* (a * b + a) / b and a * b, of an array and a scalar, for two instances. */
+static void compute(ncs_pool* pool, size_t count) {
+  int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
+  const ncs_program program = {code, 2, 2, 3, 0};
+  const float b[] = {2, 4};
+  float *a[2], *quotient[2], *product[2];
+  const void* inputs[2][2];
+  void* outputs[2][2];
+  char is_scalar[] = {0, 1};
+  ncs_instance instances[2];
+  EXPECT(ncs_program_is_valid(&program, 11) && !ncs_program_is_valid(&program, 10));
+  for (int k = 0; k < 2; ++k) {
+    a[k] = malloc(count * sizeof(float));
+    quotient[k] = malloc(count * sizeof(float));
+    product[k] = malloc(count * sizeof(float));
+    for (size_t i = 0; i < count; ++i) a[k][i] = (float)(i % 1000);
+    inputs[k][0] = a[k];
+    inputs[k][1] = &b[k];
+    outputs[k][0] = quotient[k];
+    outputs[k][1] = product[k];
+    instances[k] = (ncs_instance){inputs[k], outputs[k], is_scalar, count};
+  }
+  EXPECT(ncs_program_run(pool, &program, instances, 2) == ncclSuccess);
+  for (int k = 0; k < 2; ++k) {
+    for (size_t i = 0; i < count; ++i) {
+      EXPECT(quotient[k][i] == (a[k][i] * b[k] + a[k][i]) / b[k]);
+      EXPECT(product[k][i] == a[k][i] * b[k]);
+    }
+    free(a[k]);
+    free(quotient[k]);
+    free(product[k]);
+  }
 }
 
 static void bad_arguments(ncs_pool* pool) {
@@ -103,6 +175,12 @@ static void bad_arguments(ncs_pool* pool) {
   EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
   EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 0, ncclFloat32, ncclSum) == ncclSuccess);
   EXPECT(ncs_cpu_all_reduce(pool, skewed, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  const ncs_reduced tensor = {sends, a, 4};
+  const double none[] = {0, 0}, half[] = {1, 0.5};
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, none, 2, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclFloat32, ncclMax) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclInt32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclFloat32, ncclAvg) == ncclInvalidArgument);
   EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, 2) == ncclInvalidArgument);
   EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, -1) == ncclInvalidArgument);
 }
@@ -120,6 +198,10 @@ int main(void) {
     EXPECT(ncs_pool_create(3, level, &pool) == ncclSuccess);
     for (int n = 1; n <= MAX_RANKS; ++n)
       for (size_t count = 1; count < 100; count += 31) all_dtypes(pool, count, n);
+    all_dtypes_weighted(pool, 33);
+    compute(pool, 1);
+    compute(pool, 1300);
+    if (level == best) all_dtypes_weighted(pool, 180001);
     if (level == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
     EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
   }

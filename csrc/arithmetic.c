@@ -1,0 +1,158 @@
+/* Arithmetic on arrays, many operations in one pass over memory: what an optimizer does to a variable is a dozen
+ * operations on four arrays, and memory is what it waits for. A block of each array goes through all operations while
+ * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same. */
+#include "arithmetic.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#include "pool.h"
+
+/* Elements of one block: with a dozen registers of floats, it fits a 32 KiB cache. */
+#define NCS_BLOCK 512
+/* Elements that a thread takes at a time. */
+#define NCS_CHUNK (32 * NCS_BLOCK)
+/* Waking a worker takes tens of microseconds. */
+#define NCS_SMALL_JOB (4 * NCS_CHUNK)
+
+typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
+
+#if defined(__clang__)
+#define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define NCS_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+#define T float
+#define NCS_SQRT_OF sqrtf
+#define NCS_KERNEL(name) baseline_float_##name
+#define NCS_TARGET
+#include "arithmetic_kernels.h"
+#define T double
+#define NCS_SQRT_OF sqrt
+#define NCS_KERNEL(name) baseline_double_##name
+#define NCS_TARGET
+#include "arithmetic_kernels.h"
+#if defined(__x86_64__)
+#define T float
+#define NCS_SQRT_OF sqrtf
+#define NCS_KERNEL(name) avx2_float_##name
+#define NCS_TARGET __attribute__((target("avx2")))
+#include "arithmetic_kernels.h"
+#define T double
+#define NCS_SQRT_OF sqrt
+#define NCS_KERNEL(name) avx2_double_##name
+#define NCS_TARGET __attribute__((target("avx2")))
+#include "arithmetic_kernels.h"
+#endif
+
+static int is_unary(int64_t operation) { return operation >= NCS_SQUARE; }
+
+int ncs_program_is_valid(const ncs_program* program, int length) {
+  if (program->n_inputs < 1 || program->n_outputs < 1 || program->n_steps < 1) return 0;
+  if (program->n_inputs + program->n_steps > NCS_MOST_REGISTERS) return 0;
+  if (length != 3 * program->n_steps + program->n_outputs) return 0;
+  for (int s = 0; s < program->n_steps; ++s) {
+    const int64_t* step = program->code + 3 * s;
+    if (step[0] < NCS_ADD || step[0] > NCS_NEGATE) return 0;
+    for (int i = 1; i < 3; ++i)
+      if (step[i] < 0 || step[i] >= program->n_inputs + s) return 0;
+  }
+  for (int o = 0; o < program->n_outputs; ++o) {
+    const int64_t reg = program->code[3 * program->n_steps + o];
+    if (reg < 0 || reg >= program->n_inputs + program->n_steps) return 0;
+  }
+  return 1;
+}
+
+typedef struct {
+  const ncs_program* program;
+  const ncs_instance* instances;
+  size_t n_instances;
+  const size_t* begins; /* per instance its first chunk, and the end of all */
+  const ncs_loop* loops;
+  size_t size;
+} ncs_run;
+
+static void fill(void* block, const void* value, size_t size) {
+  for (size_t i = 0; i < NCS_BLOCK; ++i) memcpy((char*)block + i * size, value, size);
+}
+
+static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory,
+                      const void** registers) {
+  const ncs_program* program = run->program;
+  const int64_t* outputs = program->code + 3 * program->n_steps;
+  const size_t block_bytes = NCS_BLOCK * run->size;
+  const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
+  for (int i = 0; i < program->n_inputs; ++i)
+    if (instance->is_scalar[i]) {
+      registers[i] = memory + (size_t)i * block_bytes;
+      fill(memory + (size_t)i * block_bytes, instance->inputs[i], run->size);
+    }
+  for (size_t at = begin, n; at < end; at += n) {
+    n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
+    for (int i = 0; i < program->n_inputs; ++i)
+      if (!instance->is_scalar[i]) registers[i] = (const char*)instance->inputs[i] + at * run->size;
+    for (int s = 0; s < program->n_steps; ++s) {
+      const int64_t* step = program->code + 3 * s;
+      const int reg = program->n_inputs + s;
+      char* out = memory + (size_t)reg * block_bytes;
+      run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
+      registers[reg] = out;
+    }
+    for (int o = 0; o < program->n_outputs; ++o)
+      memcpy((char*)instance->outputs[o] + at * run->size, registers[outputs[o]], n * run->size);
+  }
+}
+
+static void run_chunks(const void* task, size_t chunk) {
+  const ncs_run* run = task;
+  char memory[NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
+  const void* registers[NCS_MOST_REGISTERS];
+  size_t low = 0, high = run->n_instances;
+#if defined(__SSE2__)
+  _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
+#endif
+  while (high - low > 1) {
+    const size_t middle = (low + high) / 2;
+    if (run->begins[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  run_chunk(run, &run->instances[low], (chunk - run->begins[low]) * NCS_CHUNK, memory, registers);
+}
+
+static void run_all(const void* task, size_t chunk) {
+  const ncs_run* run = task;
+  for (chunk = 0; chunk < run->begins[run->n_instances]; ++chunk) run_chunks(task, chunk);
+}
+
+static const ncs_loop* find_loops(int level, int is_double) {
+#if defined(__x86_64__)
+  if (level >= NCS_LEVEL_AVX2) return is_double ? avx2_double_loops : avx2_float_loops;
+#endif
+  (void)level;
+  return is_double ? baseline_double_loops : baseline_float_loops;
+}
+
+ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
+                             size_t n_instances) {
+  size_t elements = 0;
+  size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
+  const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
+  const ncs_run run = {program, instances, n_instances, begins, loops,
+                       program->is_double ? sizeof(double) : sizeof(float)};
+  if (begins == NULL) return ncclSystemError;
+  begins[0] = 0;
+  for (size_t k = 0; k < n_instances; ++k) {
+    begins[k + 1] = begins[k] + (instances[k].count + NCS_CHUNK - 1) / NCS_CHUNK;
+    elements += instances[k].count;
+  }
+  if (elements < NCS_SMALL_JOB) ncs_pool_run(pool, run_all, &run, 1);
+  else ncs_pool_run(pool, run_chunks, &run, begins[n_instances]);
+  free(begins);
+  return ncclSuccess;
+}

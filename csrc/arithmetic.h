@@ -1,0 +1,31 @@
+/* Inside csrc only: arithmetic on arrays, many operations in one pass over memory. */
+#ifndef NCCLSYNC_ARITHMETIC_H_
+#define NCCLSYNC_ARITHMETIC_H_
+
+#include "ncclsync.h"
+
+/* What is computed for each element. Registers 0 … n_inputs - 1 are the inputs; step s computes register
+ * n_inputs + s. `code` holds three numbers per step, an ncs_arithmetic and the registers of its operands (the second
+ * one is unused where there is but one), and then the registers of the outputs. */
+typedef struct {
+  int64_t* code;
+  int n_inputs, n_outputs, n_steps, is_double;
+} ncs_program;
+
+/* One run of a program: `count` elements of each input, or one that stands for all. No output may overlap an input. */
+typedef struct {
+  const void** inputs;
+  void** outputs;
+  char* is_scalar; /* per input */
+  size_t count;
+} ncs_instance;
+
+/* Whether every number of a code of that length means something. */
+int ncs_program_is_valid(const ncs_program* program, int length);
+
+/* Runs a program for all instances. Denormals are flushed to zero, as by TensorFlow's threads. Blocks until done.
+ * ncclSystemError: no memory; nothing was written. */
+ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
+                             size_t n_instances);
+
+#endif /* NCCLSYNC_ARITHMETIC_H_ */

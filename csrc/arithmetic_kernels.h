@@ -1,0 +1,35 @@
+/* The loops of arithmetic.c; included once per instruction level and type, as cpu_kernels.h is. T: float or double. */
+
+#define NCS_LOOP(name, expression)                                                                         \
+  NCS_TARGET static void NCS_KERNEL(name)(void* out_, const void* a_, const void* b_, size_t count) {      \
+    T* out = out_;                                                                                         \
+    const T *a = a_, *b = b_;                                                                              \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                   \
+      const T x = a[i], y = b[i];                                                                          \
+      (void)y;                                                                                             \
+      out[i] = (expression);                                                                               \
+    }                                                                                                      \
+  }
+
+NCS_LOOP(add, x + y)
+NCS_LOOP(subtract, x - y)
+NCS_LOOP(multiply, x* y)
+NCS_LOOP(divide, x / y)
+/* A NaN is passed on, as by TensorFlow's: x != x takes the first one, and no comparison with the other is true. */
+NCS_LOOP(maximum, (x > y) | (x != x) ? x : y)
+NCS_LOOP(minimum, (x < y) | (x != x) ? x : y)
+NCS_LOOP(square, x* x)
+NCS_LOOP(sqrt, NCS_SQRT_OF(x))
+NCS_LOOP(negate, -x)
+
+static const ncs_loop NCS_KERNEL(loops)[] = {
+    [NCS_ADD] = NCS_KERNEL(add),         [NCS_SUBTRACT] = NCS_KERNEL(subtract), [NCS_MULTIPLY] = NCS_KERNEL(multiply),
+    [NCS_DIVIDE] = NCS_KERNEL(divide),   [NCS_MAXIMUM] = NCS_KERNEL(maximum),   [NCS_MINIMUM] = NCS_KERNEL(minimum),
+    [NCS_SQUARE] = NCS_KERNEL(square),   [NCS_SQRT] = NCS_KERNEL(sqrt),         [NCS_NEGATE] = NCS_KERNEL(negate),
+};
+
+#undef NCS_LOOP
+#undef NCS_KERNEL
+#undef NCS_TARGET
+#undef NCS_SQRT_OF
+#undef T

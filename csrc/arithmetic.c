@@ -83,11 +83,15 @@ static void fill(void* block, const void* value, size_t size) {
 }
 
 static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory,
-                      const void** registers) {
+                      const void** registers, char** targets) {
   const ncs_program* program = run->program;
   const int64_t* outputs = program->code + 3 * program->n_steps;
   const size_t block_bytes = NCS_BLOCK * run->size;
   const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
+  /* A step whose result is asked for computes it in its place. */
+  for (int reg = 0; reg < program->n_inputs + program->n_steps; ++reg) targets[reg] = NULL;
+  for (int o = 0; o < program->n_outputs; ++o)
+    if (outputs[o] >= program->n_inputs) targets[outputs[o]] = instance->outputs[o];
   for (int i = 0; i < program->n_inputs; ++i)
     if (instance->is_scalar[i]) {
       registers[i] = memory + (size_t)i * block_bytes;
@@ -100,12 +104,14 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     for (int s = 0; s < program->n_steps; ++s) {
       const int64_t* step = program->code + 3 * s;
       const int reg = program->n_inputs + s;
-      char* out = memory + (size_t)reg * block_bytes;
+      char* out = targets[reg] != NULL ? targets[reg] + at * run->size : memory + (size_t)reg * block_bytes;
       run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
       registers[reg] = out;
     }
-    for (int o = 0; o < program->n_outputs; ++o)
-      memcpy((char*)instance->outputs[o] + at * run->size, registers[outputs[o]], n * run->size);
+    for (int o = 0; o < program->n_outputs; ++o) {
+      char* out = (char*)instance->outputs[o] + at * run->size;
+      if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * run->size);
+    }
   }
 }
 
@@ -113,6 +119,7 @@ static void run_chunks(const void* task, size_t chunk) {
   const ncs_run* run = task;
   char memory[NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   const void* registers[NCS_MOST_REGISTERS];
+  char* targets[NCS_MOST_REGISTERS];
   size_t low = 0, high = run->n_instances;
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
@@ -122,7 +129,7 @@ static void run_chunks(const void* task, size_t chunk) {
     if (run->begins[middle] <= chunk) low = middle;
     else high = middle;
   }
-  run_chunk(run, &run->instances[low], (chunk - run->begins[low]) * NCS_CHUNK, memory, registers);
+  run_chunk(run, &run->instances[low], (chunk - run->begins[low]) * NCS_CHUNK, memory, registers, targets);
 }
 
 static void run_all(const void* task, size_t chunk) {

@@ -119,10 +119,8 @@ OPTIMIZERS = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda: optimizers.Adam(0.01, amsgrad=True, clipnorm=1.0),
     "AdamW": lambda: optimizers.AdamW(optimizers.schedules.CosineDecay(0.01, 10)),
-    "Nadam": lambda: optimizers.Nadam(0.01),
     "EMA": lambda: optimizers.Adamax(0.01, use_ema=True, ema_overwrite_frequency=3),
     "Lion": lambda: optimizers.Lion(0.001),
-    "Lamb": lambda: optimizers.Lamb(0.01),
 }
 
 
@@ -136,7 +134,7 @@ def test_fused_updates_are_bitwise_those_of_tensorflow(monkeypatch, name):
         else:
             monkeypatch.setattr(segment, "find_fusions", lambda *_: [])
         model = on_towers(lambda: mlp(OPTIMIZERS[name]()), 3)
-        model.fit(X, Y, batch_size=5, epochs=2, verbose=0, shuffle=False)
+        model.fit(X, Y, batch_size=5, verbose=0, shuffle=False)
         assert model.towers.divergence() == 0.0
         states.append(state_of(model))
     assert sum(len(update.writes) for group in found for update in group) >= 4
@@ -144,29 +142,31 @@ def test_fused_updates_are_bitwise_those_of_tensorflow(monkeypatch, name):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", sorted(host_ops.ARITHMETIC))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_arithmetic_is_tensorflows(monkeypatch, name, dtype):
+def test_arithmetic_is_tensorflows(monkeypatch, dtype):
     """Every operation gives TensorFlow's very bits, of zeros, infinities, NaNs, denormals and the rest."""
     found = []
     updates(monkeypatch, found)
     tiny, huge = np.finfo(dtype).tiny, np.finfo(dtype).max
     special = np.array([0, -0.0, 1, -1, 0.1, 3, np.inf, -np.inf, np.nan, tiny, tiny / 4, huge], dtype)
-    a, b = (array.ravel() for array in np.meshgrid(special, special))
-    op = getattr(tf.raw_ops, name)
-    unary = name in ("Square", "Sqrt", "Neg")
-    start, other, result = tf.Variable(a), tf.Variable(b), tf.Variable(np.ones_like(a))
+    a, b = (tf.Variable(array.ravel()) for array in np.meshgrid(special, special))
+    results = {name: tf.Variable(tf.ones_like(a)) for name in host_ops.ARITHMETIC}
+
+    def computed(name):
+        op = getattr(tf.raw_ops, name)
+        return op(x=a) if name in ("Square", "Sqrt", "Neg") else op(x=a, y=b)
 
     def step(batch):
-        result.assign(op(x=start) if unary else op(x=start, y=other))
+        for name, result in results.items():
+            result.assign(computed(name))
 
     with ncclsync.Towers(2) as towers:
         towers.run(step, tf.ones([4, 1]))
-    assert len(found) == 1
-    expected = tf.function(lambda x, y: op(x=x) if unary else op(x=x, y=y), autograph=False)(start, other)
-    # Of a denormal, which instruction TensorFlow uses tells whether a maximum flushes it.
-    flushed = [np.where(np.abs(value.numpy()) < tiny, 0, value.numpy()) for value in (result, expected)]
-    np.testing.assert_array_equal(*flushed)
+    assert sum(len(group) for group in found) == len(results)
+    for name, result in results.items():
+        # Of a denormal, which instruction TensorFlow uses tells whether a maximum flushes it.
+        values = (result.numpy(), computed(name).numpy())
+        np.testing.assert_array_equal(*(np.where(np.abs(v) < tiny, 0, v) for v in values), name)
 
 
 def run_both_ways(monkeypatch, step, variables):

@@ -12,6 +12,7 @@ from ncclsync import private
 from ncclsync.bucket import pack, unpack
 from ncclsync.fusion import Update, find_fusions, fused_nodes
 from ncclsync.program import Bucket, Exchange, Segment
+from ncclsync.row_reads import read_rows_only
 from ncclsync.step_graph import Fold, StepGraph, op_name
 
 
@@ -42,6 +43,8 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses:
     needed = {op_name(name) for name in asked_for}.union(*(fold.writers for fold in plan.fold_reads))
     fusions = find_fusions(graph, plan.ops, needed) if fuses else []
     definition, outside = _graph_def(graph, plan, fusions)
+    if not jit_compile:  # XLA makes no copies
+        read_rows_only(definition, lambda name: graph.spec(f"{name}:0").shape, needed)
 
     def body(*args):
         fraction, is_root = args[-2:]

@@ -33,7 +33,7 @@ LAYERS = (
     ("program",),
     ("hooks", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
-    ("exchanges", "fusion"),
+    ("exchanges", "fusion", "row_reads"),
     ("segment",),
     ("cut",),
     ("layout",),

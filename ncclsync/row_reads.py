@@ -1,0 +1,80 @@
+"""Let ops that take some rows of a variable, as an embedding does, take them from the variable itself.
+
+Keras reads the whole variable and then takes rows of what it read. From a variable's first sparse update on,
+TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. Source:
+tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariableAccess.
+"""
+
+import collections
+from collections.abc import Callable, Collection
+
+import tensorflow as tf
+
+
+def read_rows_only(
+    definition: tf.compat.v1.GraphDef, shape_of: Callable[[str], tf.TensorShape], needed: Collection[str]
+) -> None:
+    """Replace, in place, reads of variables that only rows are taken of.
+
+    Args:
+        definition: the nodes of a segment.
+        shape_of: a function from the name of a node that reads a variable to that variable's static shape.
+        needed: names of nodes that must stay.
+    """
+    nodes = {node.name: node for node in definition.node}
+    consumers: dict[str, list[tf.compat.v1.NodeDef]] = collections.defaultdict(list)
+    for node in definition.node:
+        for name in {_op_name(source) for source in node.input if not source.startswith("^")}:
+            consumers[name].append(node)
+    for read in [node for node in definition.node if node.op == "ReadVariableOp"]:
+        takers = [node for node in consumers[read.name] if _takes_rows(node, read.name, nodes)]
+        others = [node for node in consumers[read.name] if node not in takers]
+        if not takers or read.name in needed or any(node.op != "Shape" for node in others):
+            continue
+        shape = shape_of(read.name)
+        if not shape.is_fully_defined():
+            continue
+        for node in takers:
+            _take_from_variable(node, read)
+        for node in others:
+            _become_constant(node, shape)
+        instead = [f"^{node.name}" for node in takers]
+        for node in definition.node:
+            if f"^{read.name}" in node.input:
+                kept = [source for source in node.input if source != f"^{read.name}"]
+                node.ClearField("input")
+                node.input.extend([*kept, *(name for name in instead if name not in kept)])
+        definition.node.remove(read)
+
+
+def _op_name(source: str) -> str:
+    return source.partition(":")[0]
+
+
+def _takes_rows(node: tf.compat.v1.NodeDef, read: str, nodes: dict[str, tf.compat.v1.NodeDef]) -> bool:
+    if node.op != "GatherV2" or node.attr["batch_dims"].i or _op_name(node.input[0]) != read:
+        return False
+    axis = nodes.get(_op_name(node.input[2]))
+    if axis is None or axis.op != "Const":
+        return False
+    return not tf.make_ndarray(axis.attr["value"].tensor).any()
+
+
+def _take_from_variable(node: tf.compat.v1.NodeDef, read: tf.compat.v1.NodeDef) -> None:
+    controls = [source for source in (*read.input, *node.input) if source.startswith("^")]
+    inputs = [read.input[0], node.input[1], *dict.fromkeys(controls)]
+    node.op = "ResourceGather"
+    node.ClearField("input")
+    node.input.extend(inputs)
+    node.attr["dtype"].CopyFrom(node.attr["Tparams"])
+    for name in ("Tparams", "Taxis"):
+        node.attr.pop(name)
+
+
+def _become_constant(node: tf.compat.v1.NodeDef, shape: tf.TensorShape) -> None:
+    dtype = node.attr["out_type"].type or tf.int32.as_datatype_enum
+    node.op = "Const"
+    node.ClearField("input")
+    node.attr.clear()
+    node.attr["dtype"].type = dtype
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(shape.as_list(), tf.as_dtype(dtype)))

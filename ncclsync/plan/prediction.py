@@ -111,11 +111,10 @@ def step_seconds(
     Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", VLDB 2020, section 3.2.3.
     """
-    now = 0.0
+    now = channel_s = 0.0
     estimates = iter(_estimates(workload, gpus, batch, cluster))
     for stage in workload.stages:
         compute_s = stage.share * workload.compute.of(batch)
-        channel_s = now
         for message in stage.messages:
             ready_s = now + (message.ready if overlap else 1.0) * compute_s
             channel_s = max(channel_s, ready_s) + next(estimates).seconds

@@ -76,9 +76,9 @@ def test_a_model_is_measured_and_predicted(planned, tmp_path):
     gradients = 4 * (8 * 16 + 16 + 16 * 4 + 4)
     assert gradients < two["more"]["exchanged_bytes"] < gradients + 32  # and what the loss adds up
     assert two["more"]["buckets"] == len(one["more"]["stages"][0]["messages"]) == 1
-    assert (
-        two["value"]["median"] > one["value"]["median"] and many["more"]["speedup"] > two["more"]["speedup"]
-    )
+    assert two["more"]["sequential_s"] > one["value"]["median"]
+    # Under load compute is slow beside the links, and nearly all of a short exchange is overlapped.
+    assert 1 < two["more"]["speedup"] < 2.001 < many["more"]["speedup"] < 64.001
     assert "measured here on CPU:0, taken as it is (--compute-speedup 1)" in out
     assert "hosts of 8 GPUs by 28 GB/s and 2.5 µs, each host by 24 GB/s and 4 µs" in out
     assert "ncclsync trains on the GPUs of one host" in out

@@ -20,7 +20,9 @@ from ncclsync.plan.workload import Message, Stage
 FACTORIES = """
 import keras
 def build():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)])
+    inputs = keras.Input((8,))
+    # A list of inputs, which tf.data would take for one tensor.
+    model = keras.Model([inputs], keras.layers.Dense(4)(keras.layers.Dense(16)(inputs)))
     model.compile("sgd", "mse")
     return model
 def eager():

@@ -43,7 +43,7 @@ def step_seconds(
     model.make_train_function()
     timers = {}
     for batch in batches:
-        rows = keras.tree.map_structure(lambda array, batch=batch: tf.constant(array[:batch]), data)
+        rows = _first_rows(data, batch)
         iterator = iter(tf.data.Dataset.from_tensors(rows).map(_with_open_rows).repeat())
         tell(f"first steps with {batch} samples")
         for _ in range(2):
@@ -53,6 +53,12 @@ def step_seconds(
         timers[str(batch)] = functools.partial(_seconds, model, iterator, steps)
     found = take_turns(timers, rounds, tell)
     return {int(batch): Spread.of(samples) for batch, samples in found.items()}
+
+
+def _first_rows(data: Any, batch: int) -> Any:
+    """As `fit` hands them to a step: tf.data would take a list for one tensor."""
+    rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
+    return keras.tree.lists_to_tuples(rows)
 
 
 def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
@@ -93,7 +99,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
         batch: samples of a tower.
         options: `nccl_parallel_options` of the factory.
     """
-    rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
+    rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
     sync_batch_norm = bool(options.get("sync_batch_norm"))
     program = ModelStep(model, model.towers, "train_step", sync_batch_norm).program_of(specs)

@@ -90,8 +90,9 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
     for one in predictions:
         if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY:
             notes.append(
-                f"{one.gpus} GPUs: only with overlap; without it they are "
-                f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one."
+                f"{one.gpus} GPUs: only with overlap; without it they would be "
+                f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency "
+                f"below {POOR_EFFICIENCY:.0%}."
             )
     parts = f"{_ms(compute.fixed_s)} and {_ms(compute.per_sample_s)} per sample"
     if len(found.seconds) == 1:
@@ -120,7 +121,7 @@ def listings() -> list[Listing]:
         Column("exchange", _more("communication_s", _ms)),
         Column("by", _more("algorithms", " ".join), "left"),
         Column("over-\nlapped", _more("overlapped", _percent)),
-        Column("step", lambda row: time_text(row.value)),
+        Column("step", lambda row: _ms(row.value.median) if row.value.samples == 1 else time_text(row.value)),
         Column("without\noverlap", _more("sequential_s", _ms)),
         Column("effi-\nciency", _more("efficiency", _percent)),
         Column("without\noverlap", _more("sequential_efficiency", _percent)),

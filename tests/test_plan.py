@@ -225,12 +225,22 @@ def test_what_grows_with_the_batch_may_never_pay():
     assert found.communication_s == pytest.approx(7 * (2.5e-6 + 32e6 / 28e9))
 
 
+def test_what_does_not_depend_on_the_batch_is_not_won():
+    """All is overlapped, but one GPU takes all samples as fast; what is rounded off decides nothing."""
+    for percent in range(1, 100):
+        stages = (Stage(percent / 100, (Message("all_reduce", 0.0, 8),)), Stage(1 - percent / 100))
+        found = predict(Workload(Compute(3e-3, 0), stages), 8, 32, CLUSTERS["nvlink"])
+        assert found.efficiency == pytest.approx(1) and found.winning_batch is None
+        assert "Too little compute per sample" in found.one_gpu_because
+
+
 @pytest.mark.parametrize(
     ("compute", "size_bytes", "gpus", "reason"),
     [
         (Compute(0, 1e-6), 1e3, 64, "Latency-bound"),
         (Compute(0, 1e-5), 100e6, 8, "Bandwidth-bound: 100 MB of each GPU take 6.29 ms"),
         (Compute(5e-3, 1e-6), 5e6, 8, "Too little compute per sample"),
+        (Compute(5e-3, 0), 0, 8, "for the same 256 samples it takes 5 ms, and 8 GPUs 5.035 ms"),
     ],
 )
 def test_one_gpu_is_the_better_choice(compute, size_bytes, gpus, reason):
@@ -248,7 +258,8 @@ def test_fit_of_compute():
     assert (found.fixed_s, found.per_sample_s) == pytest.approx((2e-3, 1e-4))
     assert fit_compute({8: 1e-3, 32: 0.5e-3}).per_sample_s == 0
     assert fit_compute({8: 1e-3, 32: 8e-3}).fixed_s == 0
-    assert fit_compute({32: 6.4e-3}) == Compute(0.0, pytest.approx(2e-4))
+    for batch in range(1, 40):
+        assert fit_compute({batch: 6.4e-3}) == Compute(0.0, pytest.approx(6.4e-3 / batch))
     with pytest.raises(ValueError, match="Expected positive seconds"):
         fit_compute({})
 

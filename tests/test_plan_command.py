@@ -91,7 +91,7 @@ def test_a_step_time_is_taken_instead(planned, tmp_path):
     arguments = ["--gpus", "2,8", "--link", "0.01,50", "--step-ms", "8:0.02,16:0.04", "--json", "out.json"]
     code, out, _ = planned("planned_models:build", *arguments)
     assert code == 0
-    assert "8 GPUs: one GPU is the better choice: it trains on the same 256 samples in" in out
+    assert "8 GPUs: one GPU is the better choice: for the same 256 samples it takes 0.64 ms" in out
     assert "Latency-bound" in out and "as said by --step-ms" in out
     more = json.loads((tmp_path / "out.json").read_text())["rows"][0]["more"]
     assert more["per_sample_s"] == pytest.approx(2.5e-6) and more["fixed_s"] == pytest.approx(0, abs=1e-12)
@@ -114,6 +114,10 @@ def test_a_step_time_is_taken_instead(planned, tmp_path):
         (["planned_models:build", "--gpus", "1"], "expected a whole number from 2, received '1'"),
         (["planned_models:build", "--gpus", "none"], "Expected --gpus to name at least one"),
         (["planned_models:build", "--step-ms", "8:0"], "expected a number above 0, received '0'"),
+        (
+            ["planned_models:build", "--step-ms", "8:2,8:3"],
+            "expected each batch size once, received '8:2,8:3'",
+        ),
         (["planned_models:build", "--compute-speedup", "-1"], "expected a number above 0, received '-1'"),
         (["planned_models:build", "--compute-speedup", "2", "--step-ms", "1"], "not allowed with"),
         ([], "the following arguments are required: factory"),
@@ -198,7 +202,7 @@ def test_what_is_said_of_a_prediction():
     result = report("m:f", "pcie", [8], CLUSTERS["pcie"], found)
     notes = "\n".join(result.notes)
     assert result.rows[1].more["efficiency"] > 0.5 and result.rows[1].more["one_gpu_because"] == ""
-    assert "taken as proportional" in notes and "Some gradients are gathered as rows" in notes
+    assert "taken as proportional" in notes and "Some buckets gather rows" in notes
     assert "Some buckets travel in certain steps only" in notes
     slower = Found(32, {32: Spread.of([1.5e-3])}, "as said", stages, False)
     assert "8 GPUs: only with overlap" in "\n".join(

@@ -173,4 +173,7 @@ def _step_ms(text: str) -> dict[int, float]:
     if ":" not in text:
         return {0: _positive(text)}
     pairs = [part.partition(":") for part in text.split(",")]
-    return {at_least(1)(batch): _positive(ms) for batch, _, ms in pairs}
+    found = {at_least(1)(batch): _positive(ms) for batch, _, ms in pairs}
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"expected each batch size once, received {text!r}")
+    return found

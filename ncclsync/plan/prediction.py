@@ -79,15 +79,12 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
     def efficiency(size: int) -> float:
         return compute.of(size) / step_seconds(workload, gpus, size, cluster)
 
-    def wins(size: int) -> bool:
-        return step_seconds(workload, gpus, size, cluster) < compute.of(gpus * size)
-
     estimates = sorted(_estimates(workload, gpus, batch, cluster), key=lambda e: -e.seconds)
     communication_s = sum(estimate.seconds for estimate in estimates)
     step_s = step_seconds(workload, gpus, batch, cluster)
     sequential_s = step_seconds(workload, gpus, batch, cluster, overlap=False)
     exposed_s = step_s - compute.of(batch)
-    winning = _smallest(wins)
+    winning = _smallest(lambda size: _wins(workload, gpus, size, cluster))
     return Prediction(
         gpus,
         step_s,
@@ -126,6 +123,12 @@ def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> l
     return [collective(one.kind, one.bytes_of(batch), gpus, cluster) for one in workload.messages]
 
 
+def _wins(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> bool:
+    """Whether N GPUs finish their batches before one has all of them; by more than what is rounded off."""
+    alone_s = workload.compute.of(gpus * batch)
+    return step_seconds(workload, gpus, batch, cluster) < alone_s * (1 - 1e-9)
+
+
 def _smallest(holds: Callable[[int], bool]) -> int | None:
     """The smallest batch of which something holds, if it does of all larger ones too."""
     if not holds(_LARGEST_BATCH):
@@ -141,10 +144,11 @@ def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster
     compute = workload.compute
     alone_s = compute.of(gpus * batch)
     reasons = []
-    if step_s > alone_s:
+    wins = _wins(workload, gpus, batch, cluster)
+    if not wins:
         reasons.append(
-            f"it trains on the same {gpus * batch} samples in {alone_s * 1e3:.3g} ms instead of "
-            f"{step_s * 1e3:.3g} ms"
+            f"for the same {gpus * batch} samples it takes {alone_s * 1e3:.4g} ms, and {gpus} GPUs "
+            f"{step_s * 1e3:.4g} ms"
         )
     if compute.of(batch) / step_s < POOR_EFFICIENCY:
         reasons.append(
@@ -156,7 +160,7 @@ def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster
     estimates = _estimates(workload, gpus, batch, cluster)
     total_s = sum(estimate.seconds for estimate in estimates)
     latency_s = sum(estimate.latency_s for estimate in estimates)
-    if compute.fixed_s > compute.of(batch) / 2 and step_s > alone_s:
+    if compute.fixed_s > compute.of(batch) / 2 and not wins:
         cause = (
             "too little compute per sample: a step takes one GPU hardly longer for a larger batch "
             f"({compute.fixed_s * 1e3:.3g} of {compute.of(batch) * 1e3:.3g} ms do not depend on it)"

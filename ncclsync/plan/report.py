@@ -104,7 +104,7 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
         "step has ended, as in ncclsync today. Not counted: launching, feeding, waiting for slower GPUs."
     )
     if any(message.bytes_per_sample for message in workload.messages):
-        notes.append("Some gradients are gathered as rows: what they send grows with the batch, and with N.")
+        notes.append("Some buckets gather rows, as of embeddings: they grow with the batch, and with N.")
     if found.conditional:
         notes.append("Some buckets travel in certain steps only (as with accumulation); here in every one.")
     if any(cluster.hosts(one.gpus) > 1 for one in predictions):

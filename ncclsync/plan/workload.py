@@ -62,15 +62,17 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
     """
     if not seconds or not all(b > 0 and 0 < s < math.inf for b, s in seconds.items()):
         raise ValueError(f"Expected positive seconds of positive batches. Received: {dict(seconds)}")
+    if len(seconds) == 1:
+        ((batch, one),) = seconds.items()
+        return Compute(0.0, one / batch)
     # Relative to each time, so that a small batch counts as much as a large one. The least squares are at the
-    # free optimum if that is not negative, else on one of the axes; of a single batch on the first of them.
+    # free optimum if that is not negative, else on one of the axes.
     points = [(1 / s, b / s) for b, s in seconds.items()]
     aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(p[i] for p in points) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    lines = [Compute(0.0, b / bb), Compute(a / aa, 0.0)]
-    if len(seconds) > 1:
-        lines.append(Compute((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant))
+    free = Compute((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant)
+    lines = [free, Compute(0.0, b / bb), Compute(a / aa, 0.0)]
 
     def error(line: Compute) -> float:
         return sum((line.of(batch) / s - 1) ** 2 for batch, s in seconds.items())

@@ -126,7 +126,7 @@ def listings() -> list[Listing]:
         Column("effi-\nciency", _more("efficiency", _percent)),
         Column("without\noverlap", _more("sequential_efficiency", _percent)),
         Column("speed-up", _more("speedup", significant)),
-        Column("samples/s", _more("samples_per_s", significant)),
+        Column("samples/s", _more("samples_per_s", lambda rate: f"{float(f'{rate:.3g}'):.0f}")),
         Column(f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU", _batch("good_batch")),
         Column("beats one GPU\nfrom batch", _batch("winning_batch")),
         Column("better", _better, "left"),

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -13,3 +14,12 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list]:
+    """Return argparse's type of a list of what `parse` takes, each once; "none": an empty one."""
+
+    def values(text: str) -> list:
+        return [] if text == "none" else list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+    return values

@@ -1,17 +1,19 @@
-"""The command line: `python -m ncclsync verify`, `bench`, `doctor`. TensorFlow is imported to do the work."""
+"""The command line: `python -m ncclsync verify`, `bench`, `doctor`, `plan`.
+
+TensorFlow is imported to do the work.
+"""
 
 import argparse
-import importlib
-import importlib.util
 import io
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ncclsync.arguments import at_least
+from ncclsync.factories import UsageError, load, model_and_data
 
 # Exit codes; argparse ends with 2 as well.
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
@@ -31,19 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)
-    except _UsageError as error:
+    except UsageError as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
     except Exception:  # whatever the user's factory raises
         # Not left to Python, whose exit code is 1: a script would take it for an answer.
         traceback.print_exc()
     return NOT_COMPARED
-
-
-class _UsageError(Exception):
-    """What the user can set right in the command; told without a traceback."""
 
 
 def _add_verify(commands: Any) -> None:
@@ -79,15 +78,18 @@ def _add_bench(commands: Any) -> None:
     add_bench(commands)
 
 
+def _add_plan(commands: Any) -> None:
+    from ncclsync.plan.commands import add_plan
+
+    add_plan(commands)
+
+
 def _verify(given: argparse.Namespace) -> int:
     from rich.console import Console
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
-    factory = _load(given.factory)
-    import keras
-
-    from ncclsync.random_data import random_data
-    from ncclsync.verification import fixed_batch_size, undecorated, verify
+    factory = load(given.factory)
+    from ncclsync.verification import verify
 
     options: dict[str, Any] = {
         "devices": given.devices.split(",") if given.devices else None,
@@ -96,22 +98,15 @@ def _verify(given: argparse.Namespace) -> int:
         "batch_invariant_random": given.batch_invariant_random,
     }
     options = {name: value for name, value in options.items() if value}
-    keras.utils.set_random_seed(given.seed)
-    model = undecorated(factory)()
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise _UsageError(f"Expected {given.factory} to return a compiled keras.Model. Received: {model!r}")
-    batch_size = given.batch_size or fixed_batch_size(model) or 33
-    try:
-        data = random_data(
-            model,
-            given.steps * batch_size,
-            batch_size=batch_size,
-            seed=given.seed,
-            open_size=given.open_size,
-        )
-    except ValueError as error:
-        raise _UsageError(str(error)) from error
-    del model
+    data, batch_size = model_and_data(
+        factory,
+        given.factory,
+        batch_size=given.batch_size,
+        default=33,
+        batches=given.steps,
+        seed=given.seed,
+        open_size=given.open_size,
+    )[1:]
     report = verify(
         factory,
         data,
@@ -164,30 +159,3 @@ def _doctor(given: argparse.Namespace) -> int:
                 plain.print(render(report))
             print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return HEALTHY if report.healthy else ILL
-
-
-def _load(name: str) -> Callable:
-    """Import `module:function` or `file.py:function`, as if from a program in the current directory."""
-    home, _, attribute = name.rpartition(":")
-    if not home or not attribute:
-        raise _UsageError(f"Expected module:function or file.py:function. Received: {name}")
-    if home.endswith(".py"):
-        if not os.path.isfile(home):
-            raise _UsageError(f"Expected a file {home}. Received: none there")
-        sys.path.insert(0, os.path.dirname(os.path.abspath(home)))
-        home = os.path.basename(home).removesuffix(".py")
-    else:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(home)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{home}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports
-        raise _UsageError(f"Expected an importable module. Received: {home} ({error})") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise _UsageError(f"Expected {home} to have {attribute}. Received: {found!r} without {part}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise _UsageError(f"Expected {name} to be a function. Received: {found!r}")
-    return found

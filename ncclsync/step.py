@@ -109,7 +109,7 @@ class TowerStep(abc.ABC):
         key = f"{batch_specs!r} {iterated}"
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
-            program = self._program_of(specs)
+            program = self.program_of(specs)
             for _, variable in program.variables:
                 self.towers.copies(variable)
             for doubt in program.doubts:
@@ -123,7 +123,7 @@ class TowerStep(abc.ABC):
             self._graphs[key] = graph, plan
         return self._graphs[key]
 
-    def _program_of(self, specs: Any) -> Program:
+    def program_of(self, specs: Any) -> Program:
         """Return the program for batches of these specs.
 
         The number of rows is left open while it is traced, so that what depends on it can be told from what

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.arguments import at_least
+from ncclsync.arguments import at_least, listed
 from ncclsync.bench import all_reduce, training
 from ncclsync.bench.plot import plot
+from ncclsync.bench.progress import Progress
 from ncclsync.bench.report import Listing, Result, show, write_json
 from ncclsync.bench.turns import BenchError
 
@@ -57,11 +58,11 @@ def _add_all_reduce(benchmarks: Any) -> None:
         "towers' buffers on all cores: it reads and writes the same bytes.",
     )
     parser.add_argument(
-        "--towers", type=_listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
+        "--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
     )
     parser.add_argument(
         "--sizes",
-        type=_listed(_size),
+        type=listed(_size),
         default=[4 << 10, 1 << 20, 25 << 20, 100 << 20],
         metavar="SIZE,SIZE",
         help="of each tower's buffer; default 4KiB,1MiB,25MiB,100MiB",
@@ -135,7 +136,7 @@ def _add_feed(benchmarks: Any) -> None:
     feeds = training.FEEDS
     parser.add_argument(
         "--data",
-        type=_listed(_one_of(feeds)),
+        type=listed(_one_of(feeds)),
         default=list(feeds),
         metavar="KIND,KIND",
         help=f"of {', '.join(feeds)}; default: all",
@@ -163,7 +164,7 @@ def _add_model(parser: argparse.ArgumentParser, default: list[str]) -> None:
     names = training.MODEL_NAMES
     parser.add_argument(
         "--model",
-        type=_listed(_one_of(names)),
+        type=listed(_one_of(names)),
         default=default,
         metavar="NAME,NAME",
         help=f"of {', '.join(names)}; default {','.join(default)}",
@@ -176,7 +177,7 @@ def _add_towers(parser: argparse.ArgumentParser) -> None:
 
 def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--towers", type=_listed(at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
+        "--towers", type=listed(at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
     )
 
 
@@ -201,7 +202,7 @@ def _add_against(
 ) -> None:
     parser.add_argument(
         "--against",
-        type=_listed(_one_of(choices)),
+        type=listed(_one_of(choices)),
         default=default,
         metavar="NAME,NAME",
         help=f"{meaning}; 'none' for none; default {','.join(default)}",
@@ -218,7 +219,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
-    progress = _Progress()
+    progress = Progress()
     try:
         result = benchmark(given, progress.tell)
     except BenchError as error:
@@ -236,32 +237,6 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
 
 def _name(given: argparse.Namespace) -> str:
     return f"python -m ncclsync bench {given.benchmark}"
-
-
-class _Progress:
-    """One line on standard error that is written over; only new lines where that is no terminal."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-
-    def tell(self, text: str) -> None:
-        """Show what is being done."""
-        if self._terminal:
-            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Leave an empty line to what follows."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _listed(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    def values(text: str) -> list:
-        return [] if text == "none" else list(dict.fromkeys(parse(part) for part in text.split(",")))
-
-    return values
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -58,7 +58,8 @@ def _cnn() -> keras.Model:
     return _classifier(inputs, layers.Flatten()(features), 10)
 
 
-def _resnet50() -> keras.Model:
+def resnet50() -> keras.Model:
+    """Return a compiled ResNet-50 for images of 32×32 pixels; public as an example for `plan`."""
     body = keras.applications.ResNet50(
         include_top=False, weights=None, input_shape=(32, 32, 3), pooling="avg"
     )
@@ -95,7 +96,7 @@ def _words(tokens: int, words: int) -> Callable[[np.random.Generator, int], np.n
 MODELS = {
     "mlp": BenchModel(_mlp, _images(784), 10, 256),
     "cnn": BenchModel(_cnn, _images(28, 28, 1), 10, 128),
-    "resnet50": BenchModel(_resnet50, _images(32, 32, 3), 10, 32),
+    "resnet50": BenchModel(resnet50, _images(32, 32, 3), 10, 32),
     "transformer": BenchModel(_transformer, _words(32, 1000), 10, 64),
     "embedding": BenchModel(_embedding, _words(16, 200_000), 1, 256),
 }

@@ -113,6 +113,8 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
         start       build_seconds, a spread
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
         memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads
+        plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, what was
+                    measured (spreads by batch size), the cluster and the stages of the step
 
     Args:
         result: what was found.

@@ -1,0 +1,22 @@
+"""What is being done, told while a user waits."""
+
+import sys
+
+
+class Progress:
+    """One line on standard error that is written over; only new lines where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def tell(self, text: str) -> None:
+        """Show what is being done."""
+        if self._terminal:
+            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave an empty line to what follows."""
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

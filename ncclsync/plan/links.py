@@ -1,0 +1,119 @@
+"""Links between GPUs by latency α and bandwidth β, and the clusters that are made of them."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A full-duplex link: a message of S bytes arrives α + S/β after it was sent.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+    IJHPCA 19(1), 2005, section 3: the cost model.
+
+    Attributes:
+        bandwidth: β, in bytes per second and direction.
+        latency_s: α.
+    """
+
+    bandwidth: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < math.inf and 0 <= self.latency_s < math.inf):
+            raise ValueError(
+                "Expected a bandwidth above 0 and a latency of at least 0. "
+                f"Received: {self.bandwidth} B/s, {self.latency_s} s"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts of GPUs: a link of each GPU's within its host, and one of each host's between them.
+
+    Attributes:
+        between: of a host, all its network cards together; of a GPU, if a host has one.
+        within: of each GPU to the others of its host; None if a host has one GPU.
+        gpus_per_host: the last host may have fewer.
+    """
+
+    between: Link
+    within: Link | None = None
+    gpus_per_host: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_host < 1 or (self.within is None) != (self.gpus_per_host == 1):
+            raise ValueError(
+                "Expected a link within hosts of several GPUs, and none within hosts of one. "
+                f"Received: {self.within} for {self.gpus_per_host} per host"
+            )
+
+    def hosts(self, gpus: int) -> int:
+        """Return how many hosts have so many GPUs."""
+        return -(-gpus // self.gpus_per_host)
+
+    def narrowest(self, gpus: int) -> float:
+        """Return the bandwidth that limits a ring or tree through so many GPUs, in bytes per second."""
+        links = [self.within] if gpus <= self.gpus_per_host else [self.within, self.between]
+        return min(link.bandwidth for link in links if link is not None)
+
+
+# α: NCCL's own estimate of a hop with its LL128 protocol in a ring, `hwLat` in src/graph/tuning.cc: NVLink
+# 1.9 µs, PCIe 2.5, network 4.0. β: bus bandwidths of large all-reduces, measured by nccl-tests.
+_NVLINK = Link(370e9, 1.9e-6)  # 8 × H100 SXM, in a ring: NVIDIA/nccl-tests issue 212
+_PCIE = Link(28e9, 2.5e-6)  # 8 × RTX 5090: NVIDIA/nccl issue 1639
+_IB = Link(24e9, 4.0e-6)  # one card of 200 Gbit/s: NVIDIA/nccl issue 412
+
+CLUSTERS = {
+    "nvlink": Cluster(Link(8 * _IB.bandwidth, _IB.latency_s), _NVLINK, 8),  # a card for each GPU
+    "pcie": Cluster(_IB, _PCIE, 8),  # a card for each host
+    "ib": Cluster(_IB),
+}
+
+
+def parse_link(text: str) -> Link:
+    """Return the link that "GB/s,µs" says, such as "370,1.9"; 1 GB is 10⁹ bytes.
+
+    Raises:
+        ValueError: it is not two numbers, above 0 and from 0.
+    """
+    try:
+        bandwidth, latency = (float(part) for part in text.split(","))
+        return Link(bandwidth * 1e9, latency * 1e-6)
+    except ValueError:
+        raise ValueError(f"Expected GB/s,µs, such as 370,1.9, above 0 and from 0. Received: {text}") from None
+
+
+def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None = None) -> Cluster:
+    """Return the cluster that `--link`, `--between` and `--gpus-per-host` describe.
+
+    Args:
+        link: one of `CLUSTERS`, or "GB/s,µs" of each GPU's link: of all, or within hosts if these are given.
+        between: of a host, instead of the named cluster's.
+        gpus_per_host: instead of the named cluster's.
+
+    Raises:
+        ValueError: `link` is neither; the others are not given together for a link in numbers, or are given
+            for "ib", which has one GPU per host.
+    """
+    if link not in CLUSTERS:
+        one = parse_link(link)
+        if (between is None) != (gpus_per_host is None):
+            raise ValueError(
+                "Expected --between and --gpus-per-host together, for a --link in numbers. "
+                "Received: one of them"
+            )
+        if between is None or gpus_per_host is None or gpus_per_host == 1:
+            return Cluster(between or one)
+        return Cluster(between, one, gpus_per_host)
+    named = CLUSTERS[link]
+    if named.within is None:
+        if between is not None or gpus_per_host is not None:
+            raise ValueError(
+                "Expected --between and --gpus-per-host with hosts of several GPUs. "
+                f"Received: --link {link}, one GPU per host"
+            )
+        return named
+    if gpus_per_host == 1:
+        return Cluster(between or named.between)
+    return Cluster(between or named.between, named.within, gpus_per_host or named.gpus_per_host)

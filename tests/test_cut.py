@@ -213,3 +213,29 @@ def test_results_of_one_row_per_sample(how):
     model.make_train_function()
     result = model.train_function(iter(batches))["each"]
     assert_close(result, np.sum(X, axis=1))
+
+
+def table_and_head():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Embedding(50, 4)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.Flatten()(rows)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_rows_of_a_table_are_not_taken_from_a_copy():
+    """An embedding's rows come from the variable itself: no op reads the table, and rows that are not there
+    are an error as on one device.
+    """
+    words = np.random.default_rng(0).integers(50, size=(24, 3))
+    model, alone = on_towers(table_and_head, 3), table_and_head()
+    for one in (model, alone):
+        one.fit(words, Y, batch_size=10, verbose=0, shuffle=False)
+    assert_close(model.get_weights(), alone.get_weights())
+    ops = [op for segment in program_of(model).segments for op in segment.function.graph.get_operations()]
+    (taken,) = (op.inputs[0] for op in ops if op.type == "ResourceGather")
+    assert not [op for op in ops if op.type == "ReadVariableOp" and op.inputs[0] is taken]
+    words[3, 1] = 50
+    with pytest.raises(tf.errors.InvalidArgumentError, match="50 is not in"):
+        model.fit(words, Y, batch_size=10, verbose=0, shuffle=False)

@@ -15,6 +15,7 @@ void ncs_set_failure(ncs_failure* failure, const char* call, const char* message
   if (failure == NULL) return;
   snprintf(failure->call, sizeof(failure->call), "%s", call);
   snprintf(failure->message, sizeof(failure->message), "%s", message != NULL ? message : "");
+  failure->index = -1;
 }
 
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure) {

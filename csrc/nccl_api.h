@@ -1,4 +1,4 @@
-/* What nccl.c, nccl_comm.c and nccl_group.c share: NCCL's and CUDA's calls as they are found at run time. */
+/* What the files nccl*.c share: NCCL's and CUDA's calls as they are found at run time. */
 #ifndef NCCLSYNC_NCCL_API_H_
 #define NCCLSYNC_NCCL_API_H_
 
@@ -108,5 +108,8 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
 /* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same ones. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure);
+
+/* Bytes of an element; 0: no such dtype. */
+size_t ncs_size_of(int dtype);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

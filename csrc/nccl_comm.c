@@ -64,7 +64,7 @@ static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failur
     if (status == ncclInProgress) status = ncclSuccess;
     ncs_check_nccl(nccl, status, "ncclCommInitRankConfig", failure);
   }
-  ended = nccl->ncclGroupEnd(); /* in any case, as in run_group */
+  ended = nccl->ncclGroupEnd(); /* in any case, as in launch_group */
   if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
   comm->is_launching = 1;
   return status;

@@ -116,6 +116,7 @@ ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks
 typedef struct {
   char call[64];
   char message[960];
+  int index; /* of the group's collective that it failed in; -1: in none of them */
 } ncs_failure;
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
@@ -138,9 +139,9 @@ ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* fai
 ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
 
 /* Begins to join n_devices GPUs of this process (CUDA ordinals) as `ranks` of `world_size` ranks, with one stream on
- * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
- * outlive it. On failure everything made so far is released and *comm is NULL. The thread's current CUDA context is
- * the same afterwards, here and in all that follows. */
+ * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it
+ * by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must outlive it. On failure everything made so far is released and
+ * *comm is NULL. The thread's current CUDA context is the same afterwards, here and in all that follows. */
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
                              int world_size, const int* ranks, const int* devices, int n_devices,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
@@ -158,21 +159,34 @@ typedef enum {
 } ncs_progress;
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
-/* As ncs_cpu_all_reduce, over device memory: sends[r] and recvs[r] lie on the r-th device; recvs[r] may be sends[r].
- * First waits for all work queued on these devices (whoever produced the buffers need not be waited for), however
- * long that takes; then launches, and waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then
- * the buffers must stay. The group of calls is opened and closed here, also when a call inside fails. */
-ncclResult_t ncs_nccl_all_reduce(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, int op, double slice_s, /*outputs*/ ncs_failure* failure);
+/* NCS_ALL_REDUCE and NCS_BROADCAST as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. NCS_ALL_TO_ALL:
+ * each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
+ * own; world_size blocks each. */
+typedef enum { NCS_ALL_REDUCE = 0, NCS_BROADCAST = 1, NCS_ALL_TO_ALL = 2 } ncs_kind;
 
-/* buffers[r][:] = the root's, a rank of the world, of this process or not; otherwise as ncs_nccl_all_reduce. */
-ncclResult_t ncs_nccl_broadcast(ncs_nccl_comm* comm, void* const* buffers, size_t count, int dtype, int root,
+/* One collective: sends[r] and recvs[r] lie on this process' r-th device. */
+typedef struct {
+  int kind;
+  const void* const* sends; /* of a broadcast: the same as recvs */
+  void* const* recvs;       /* recvs[r] may be sends[r], but in an all-to-all */
+  size_t count;
+  int dtype;
+  int op;   /* of an all-reduce */
+  int root; /* of a broadcast: a rank of the world, of this process or not */
+} ncs_collective;
+
+/* Whether a group can be run: ncclInvalidArgument and a sentence if a kind, dtype, op or root is unknown, or if a
+ * buffer (of more than nothing) is NULL or misaligned, or if one that is written to overlaps another one of the group
+ * (the collectives of a group happen at once), other than a recvs[r] that is sends[r]. Calls nobody. */
+ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                  /*outputs*/ ncs_failure* failure);
+
+/* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
+ * fails; every rank makes its calls in the order of `collectives`. First waits for all work queued on these devices
+ * (whoever produced the buffers need not be waited for), however long that takes; then launches, and waits as
+ * ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
+ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
-
-/* Each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
- * own; world_size blocks each. Otherwise as ncs_nccl_all_reduce, but not in place. */
-ncclResult_t ncs_nccl_all_to_all(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.group_ops import group_all_reduce, group_broadcast
+from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
 from ncclsync.shard import Shards
@@ -173,13 +173,20 @@ def _exchange(
     count = len(towers)
     if count == 1:
         return sent
-    columns = []  # [B][N]
-    for index, (bucket, column) in enumerate(zip(buckets, zip(*sent, strict=True), strict=True)):
-        label = f"bucket {index + 1} of {len(buckets)}"
-        join = functools.partial(_join, bucket.wire, column, towers, label)
-        columns.append(
-            tf.cond(values[bucket.when], join, lambda c=column: list(c)) if bucket.when else join()
-        )
+    columns = [list(column) for column in zip(*sent, strict=True)]  # [B][N]
+    labels = [f"bucket {i + 1} of {len(buckets)}" for i in range(len(buckets))]
+    reducing = [i for i, b in enumerate(buckets) if b.wire.kind == "all_reduce" and b.when is None]
+    others = [i for i in range(len(buckets)) if i not in reducing]
+    operations = [buckets[i].wire.op for i in reducing]
+    reduced = group_exchange(
+        [columns[i] for i in reducing], towers.communicator, operations, [labels[i] for i in reducing]
+    )
+    for i, column in zip(reducing, reduced, strict=True):
+        columns[i] = column
+    for i in others:
+        join = functools.partial(_join, buckets[i].wire, columns[i], towers, labels[i])
+        when = buckets[i].when
+        columns[i] = tf.cond(values[when], join, functools.partial(list, columns[i])) if when else join()
     return [[column[i] for column in columns] for i in range(count)]
 
 

@@ -7,7 +7,7 @@ Nothing here waits for longer than it is told to: that is `watchdog`'s matter.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ncclsync import native
@@ -43,6 +43,10 @@ _ADVICE = (
         "host memory",
     ),
 )
+
+
+ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
+_CALLS = {ALL_REDUCE: "ncclAllReduce", BROADCAST: "ncclBroadcast", ALL_TO_ALL: "ncclSend"}
 
 
 class Progress(enum.IntEnum):
@@ -102,7 +106,7 @@ def create(
         call = ffi.string(failure.call).decode()
         if call not in ("dlopen", "dlsym"):
             break
-        tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
+        tried.append(f"{path} ({native.words(failure)})")
     try:
         native.check_failure(status, failure)
     except NcclError as error:
@@ -155,24 +159,61 @@ def wait(comm: Any, slice_s: float) -> bool:
     return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
 
 
-def all_reduce(
-    comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int, slice_s: float
-) -> bool:
-    """Begin to all-reduce device memory, and wait as `wait` does; see ``ncs_nccl_all_reduce``."""
+class Group:
+    """Collectives as the C library takes them; keeps alive what these point to, but not the buffers.
+
+    Attributes:
+        array, size: its ``ncs_collective`` structs, and how many there are.
+        call: NCCL's name of the first one.
+    """
+
+    __slots__ = ("_alive", "array", "call", "size")
+
+    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
+        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
+        self._alive: list[Any] = []
+        structs = []
+        for kind, sends, recvs, *numbers in collectives:
+            received = ffi.new("void*[]", recvs)
+            sent = received if sends is recvs else ffi.new("void*[]", sends)
+            self._alive += (sent, received)
+            structs.append((kind, sent, received, *numbers))
+        self.array, self.size = ffi.new("ncs_collective[]", structs), len(structs)
+        self.call = _CALLS[collectives[0][0]]
+
+
+def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order.
+
+    Args:
+        comm: the communicator's handle.
+        group: what is to be run.
+        name: says which collective of the group is meant, by its index.
+    """
     failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_all_reduce(comm, sends, recvs, count, dtype, op, slice_s, failure), failure)
+    status = lib.ncs_nccl_check_group(comm, group.array, group.size, failure)
+    if status == native.INVALID_ARGUMENT:
+        which = f", in {name(failure.index)}" if group.size > 1 else ""
+        raise ValueError(native.words(failure) + which)
+    native.check_failure(status, failure)
 
 
-def broadcast(comm: Any, buffers: list[Any], count: int, dtype: int, root: int, slice_s: float) -> bool:
-    """Begin to broadcast device memory, and wait as `wait` does; see ``ncs_nccl_broadcast``."""
+def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+
+    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
+
+    Raises:
+        NcclError: a call failed; it tells of which collective, if it was one's.
+    """
     failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_broadcast(comm, buffers, count, dtype, root, slice_s, failure), failure)
-
-
-def all_to_all(comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, slice_s: float) -> bool:
-    """Begin to send each rank its block, and wait as `wait` does; see ``ncs_nccl_all_to_all``."""
-    failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_all_to_all(comm, sends, recvs, count, dtype, slice_s, failure), failure)
+    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, failure)
+    try:
+        return _is_done(status, failure)
+    except NcclError as error:
+        if failure.index < 0:
+            raise
+        raise error.within(name(failure.index)) from None
 
 
 def progress(comm: Any, size: int) -> list[Progress]:

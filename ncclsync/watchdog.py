@@ -40,7 +40,7 @@ def wait(
     go_on: Callable[[float], bool],
     *,
     call: str,
-    what: str,
+    what: Callable[[], str],
     timeout_s: float | None,
     arrived: Callable[[], str],
 ) -> None:
@@ -49,7 +49,8 @@ def wait(
     Args:
         begin: begins it, however long that takes, then waits for so many seconds; returns whether it ended.
         go_on: waits again.
-        call, what: for messages.
+        call: NCCL's, for messages.
+        what: says what it is, for messages.
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived.
 
@@ -68,15 +69,15 @@ def wait(
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
-            raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
+            raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         if _is_interrupted():
             raise NcclSyncError(
-                f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
+                f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
             )
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
             limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
-            _logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived(), limit)
+            _logger.warning("%s has been pending for %.0f s: %s; %s", what(), waited_s, arrived(), limit)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
 
 

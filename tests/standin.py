@@ -42,6 +42,15 @@ class Standin:
         """Give instructions to fail, in this process; they replace all earlier ones."""
         ctypes.CDLL(self.cudart).standin_fail(instructions.encode())
 
+    def count(self, *calls: str) -> None:
+        """Begin to count calls; this replaces all instructions."""
+        self._n_counted = len(calls)
+        self.fail(",".join(f"{call}:1000000000" for call in calls))
+
+    def counted(self) -> list[int]:
+        """Return how often each of the calls was made that are being counted."""
+        return [ctypes.CDLL(self.cudart).standin_seen(i) for i in range(self._n_counted)]
+
     def alive(self) -> dict[str, int]:
         """Return how many streams, pieces of memory and communicators there are, in this process."""
         library = ctypes.CDLL(self.cudart)

@@ -119,7 +119,7 @@ def test_what_computes_before_is_not_counted():
         slices.append(slice_s)
         return len(slices) == 2
 
-    watchdog.wait(begin, go_on, call="", what="it", timeout_s=0.2, arrived=lambda: "")
+    watchdog.wait(begin, go_on, call="", what=lambda: "it", timeout_s=0.2, arrived=lambda: "")
     assert len(slices) == 2 and all(0 < slice_s <= 0.1 for slice_s in slices)
 
 

@@ -37,6 +37,8 @@ int* standin_depth(void);
  *   stuck_init:1         rank 1's creation never ends; async_init:1=1 ends it with an error
  *   corrupt:0:2          what goes from rank 0 to rank 2 is changed */
 void standin_fail(const char* instructions);
+/* How often the index-th instruction was asked for: a call that is told to fail at a time that never comes is counted. */
+int standin_seen(int index);
 /* Whether an instruction of that name fires now; rank -1 for a call. Counts. Under the lock. */
 int standin_is_told(const char* name, int rank, int* value);
 /* Whether what goes between these ranks is changed. */

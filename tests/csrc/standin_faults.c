@@ -48,6 +48,14 @@ void standin_fail(const char* instructions) {
   standin_unlock();
 }
 
+int standin_seen(int index) {
+  int seen;
+  standin_lock();
+  seen = faults[index].seen;
+  standin_unlock();
+  return seen;
+}
+
 int standin_is_told(const char* name, int rank, int* value) {
   for (int i = 0; i < n_faults; ++i) {
     fault* one = &faults[i];

@@ -7,7 +7,7 @@
 #include "ncclsync.h"
 #include "standin.h"
 
-enum { MAX_RANKS = 16, MAX_QUEUE = 64, MAX_MESSAGES = 2 * MAX_RANKS, MAX_SCALED = 4, FIRST_SCALED = 16 };
+enum { MAX_RANKS = 16, MAX_QUEUE = 1024, MAX_MESSAGES = 2 * MAX_RANKS, MAX_SCALED = 4, FIRST_SCALED = 16 };
 enum { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, MESSAGES };
 
 typedef struct ncclComm* ncclComm_t;

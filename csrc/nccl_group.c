@@ -1,32 +1,9 @@
 /* Collectives over the GPUs of this process: all ranks' calls in one group, and the wait for them. */
 #define _POSIX_C_SOURCE 200809L
 
-#include <stdlib.h>
-#include <time.h>
-
 #include "nccl_api.h"
 
 /* ---- Waiting ---- */
-
-/* A collective of some kilobytes takes tens of microseconds: so long it is worth to keep asking. */
-#define NCS_SPIN_S 200e-6
-#define NCS_LONGEST_NAP_S 1e-3
-
-static double now_s(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* The longer it has taken, the longer it may yet take: naps of an eighth of it. */
-static void nap(double waited_s) {
-  double length_s = waited_s / 8;
-  struct timespec length = {0, 0};
-  if (waited_s < NCS_SPIN_S) return;
-  if (length_s > NCS_LONGEST_NAP_S) length_s = NCS_LONGEST_NAP_S;
-  length.tv_nsec = (long)(length_s * 1e9);
-  nanosleep(&length, NULL);
-}
 
 /* What NCCL says of every rank: ncclInProgress, or the first error. */
 static ncclResult_t ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
@@ -59,13 +36,18 @@ static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
 }
 
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  const double begin = now_s();
+  const double begin = ncs_now_s();
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  if (status != ncclSuccess) return status;
   for (;;) {
-    const ncclResult_t status = look(comm, failure);
-    const double waited_s = now_s() - begin;
-    if (status != ncclInProgress || waited_s >= slice_s) return status;
-    nap(waited_s);
+    const double waited_s = ncs_now_s() - begin;
+    status = look(comm, failure);
+    if (status != ncclInProgress || waited_s >= slice_s) break;
+    ncs_nap(waited_s);
   }
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
@@ -79,18 +61,6 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
 }
 
 /* ---- Groups ---- */
-
-/* Waits for whatever is queued on the devices: the buffers may still be written or read by somebody's stream. */
-static ncclResult_t wait_for_devices(const ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t status = ncclSuccess;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", failure);
-  }
-  return status;
-}
 
 /* Rank r's part of an all-to-all: block p of what it sends goes to rank p, block p of what it receives is p's. */
 static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
@@ -148,14 +118,12 @@ static ncclResult_t launch_group(const ncs_nccl_comm* comm, const ncs_collective
 
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, ncs_failure* failure) {
-  const ncs_cuda* cuda = &comm->cuda;
   CUcontext current = NULL;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
   if (status != ncclSuccess) return status;
-  status = wait_for_devices(comm, failure);
   comm->is_launching = comm->is_on_streams = 1;
   comm->n_done = 0;
-  if (status == ncclSuccess) status = launch_group(comm, collectives, n_collectives, failure);
-  cuda->cuCtxSetCurrent(current);
+  status = launch_group(comm, collectives, n_collectives, failure);
+  comm->cuda.cuCtxSetCurrent(current);
   return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
 }

@@ -181,20 +181,35 @@ typedef struct {
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
 
+/* Waits, at most slice_s seconds, for the GPUs' own work: all that was queued on these devices, by whom and on which
+ * stream whatsoever, when this wait began; ncclInProgress if that has not ended: then call it again. To be called
+ * before ncs_nccl_run_group, whose streams wait for nobody: behind it the buffers that are sent have been written, and
+ * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
+ * its stream was pending). What is queued during the wait is not waited for.
+ *
+ * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that work,
+ * and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event on a
+ * stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread calls
+ * cudaDeviceSynchronize; if the work never ends, that thread stays behind. */
+ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
+
+/* While that wait is under way: of which ranks' devices it is known that their work has not ended (1, else 0). */
+ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
+
 /* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
- * fails; every rank makes its calls in the order of `collectives`. First waits for all work queued on these devices
- * (whoever produced the buffers need not be waited for), however long that takes; then launches, and waits as
- * ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
+ * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and waits
+ * as ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. */
+/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. May block, here and below,
+ * until the GPUs' own work has ended: freeing memory waits for it. */
 ncclResult_t ncs_nccl_destroy(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* The same for any other: does not wait for what is under way, nor for other processes. */
+/* The same for any other: does not wait for collectives under way, nor for other processes. */
 ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
 /* Makes a piece of memory on the communicator's index-th device, in place of an earlier one; it is freed with the

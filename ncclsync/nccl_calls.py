@@ -216,6 +216,22 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
         raise error.within(name(failure.index)) from None
 
 
+def wait_for_devices(comm: Any, slice_s: float) -> bool:
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended.
+
+    See ``ncs_nccl_wait_for_devices``. Raises NcclError.
+    """
+    failure = ffi.new("ncs_failure*")
+    return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+
+
+def busy(comm: Any, size: int) -> list[int]:
+    """Return for which of this process' `size` ranks that wait is known to wait."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
+    return [index for index, state in enumerate(states) if state]
+
+
 def progress(comm: Any, size: int) -> list[Progress]:
     """Return where each of this process' `size` ranks is in what is under way."""
     states = ffi.new("int[]", size)

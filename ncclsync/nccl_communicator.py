@@ -23,21 +23,23 @@ from ncclsync.preflight import check_paths
 
 _DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
 _KINDS = {AllReduce: "all-reduce", Broadcast: "broadcast"}
+ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _LISTED = 6  # collectives of a group that a message names
 
 
 class NcclCommunicator(Communicator):
     """N ranks, each on a GPU of its own, joined by NCCL.
 
-    A collective first waits for all work queued on its GPUs, however long that takes, so buffers need not be
-    ready when it is called; it has written its results, on a stream of its own, when it returns. Inputs are
-    never written. It raises if it has not ended within ``timeout_s``. A failed collective aborts the
-    communicator: it never returns quietly without having happened. Threads take turns.
+    A collective first waits for all work queued on its GPUs, on any stream, so buffers need not be ready when
+    it is called; it has written its results, on a stream of its own, when it returns. Inputs are never
+    written. It raises if the GPUs' own work, or then the collective, has not ended within ``timeout_s``. A
+    failed collective aborts the communicator: it never returns quietly without having happened. Threads take
+    turns.
 
     Attributes:
         size, world_size: the number of ranks here, and in all processes.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
-        timeout_s: how long a collective may take; None for no limit.
+        timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
         failure: what ended the communicator, if a failure did.
     """
 
@@ -54,8 +56,9 @@ class NcclCommunicator(Communicator):
 
         Args:
             devices: CUDA ordinals; rank r is on ``devices[r]``.
-            timeout_s: how long joining them, and then any collective, may take, in seconds, before it is
-                given up with a NcclTimeoutError; None for no limit. A warning is logged after 60 s.
+            timeout_s: how long joining them, then any collective, and the GPUs' own work before it, may
+                take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
+                warning is logged after 60 s.
             preflight: whether to send known numbers over each pair's path first; see `preflight`.
 
         Raises:
@@ -140,6 +143,7 @@ class NcclCommunicator(Communicator):
         self._joined_by = joined_by
         self._is_closed = False
         self._count = 0
+        self._aborting: threading.Thread | None = None
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._library = native.NcclLibrary()
         self._join()
@@ -171,6 +175,8 @@ class NcclCommunicator(Communicator):
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
                     "Join all processes anew, by a new unique id."
                 )
+            if self._aborting is not None:
+                self._wait_for_abort(self._aborting)
             self._join()
 
     def close(self) -> None:
@@ -196,8 +202,9 @@ class NcclCommunicator(Communicator):
             try:
                 self._watch(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
-                    watch = functools.partial(self._watch, handle)
-                    check_paths(handle, self.ranks, self._world_size, watch)
+                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+                    launch = functools.partial(self._launch, handle)
+                    check_paths(handle, self.ranks, self._world_size, launch)
             except NcclError as error:
                 nccl_calls.raise_explained(error, self.devices)
         self._handle, self.failure = handle, None
@@ -237,7 +244,7 @@ class NcclCommunicator(Communicator):
             nccl_calls.check_group(handle, group, name)
             self._count += group.size
             with self._aborted_on_error(handle):
-                self._watch(handle, lambda: _list(group.size, name), group.call, begin)
+                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
     def _read(
         self, collective: AllReduce | Broadcast
@@ -254,18 +261,36 @@ class NcclCommunicator(Communicator):
         numbers = (reads.count, reads.dtype, native.OPS[collective.op], 0)
         return nccl_calls.ALL_REDUCE, reads.pointers, writes.pointers, *numbers
 
-    def _watch(
+    def _launch(
         self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
+    ) -> None:
+        """As `_watch`, for what NCCL launches on streams of its own: behind the GPUs' own work."""
+        self._wait_for_devices(handle, what)
+        self._watch(handle, what, call, begin)
+
+    def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
+        wait = nccl_calls.wait_for_devices
+        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._tell_busy(handle)
+        self._watch(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+
+    def _watch(
+        self,
+        handle: Any,
+        what: Callable[[], str],
+        call: str,
+        begin: Callable[[Any, float], bool],
+        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
+        arrived: Callable[[], str] | None = None,
     ) -> None:
         """Do something and wait for its end; an error tells what it was."""
         try:
             watchdog.wait(
                 functools.partial(begin, handle),
-                functools.partial(nccl_calls.wait, handle),
+                functools.partial(go_on, handle),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=functools.partial(self._tell_progress, handle),
+                arrived=arrived or functools.partial(self._tell_progress, handle),
             )
         except NcclError as error:
             if error.during:
@@ -279,11 +304,44 @@ class NcclCommunicator(Communicator):
             yield
         except BaseException as error:
             self._handle, self.failure = None, error
+            self._abort(handle, error)
+            raise
+
+    def _abort(self, handle: Any, cause: BaseException) -> None:
+        """Free it, in a thread: CUDA frees memory only behind the GPUs' own work, which may never end."""
+        failed: list[NcclError] = []
+
+        def abort() -> None:
             try:
                 nccl_calls.abort(handle)
-            except NcclError as abort_error:
-                raise abort_error from error
-            raise
+            except NcclError as error:
+                failed.append(error)
+
+        self._aborting = threading.Thread(target=abort, name="ncclsync abort", daemon=True)
+        self._aborting.start()
+        self._aborting.join(ABORT_WAIT_S)
+        if failed:
+            raise failed[0] from cause
+
+    def _wait_for_abort(self, aborting: threading.Thread) -> None:
+        """Wait until an earlier failure's abort has given back what the communicator had."""
+
+        def wait(slice_s: float) -> bool:
+            aborting.join(slice_s)
+            return not aborting.is_alive()
+
+        watchdog.wait(
+            wait,
+            wait,
+            call="ncclCommAbort",
+            what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
+            timeout_s=self.timeout_s,
+            arrived=lambda: "the GPUs' own work has to end first",
+        )
+
+    def _tell_busy(self, handle: Any) -> str:
+        """Say whose own work is known not to have ended."""
+        return f"{self._names(nccl_calls.busy(handle, self.size))} still busy"
 
     def _tell_progress(self, handle: Any) -> str:
         """Say which ranks have arrived, as far as it is known here."""

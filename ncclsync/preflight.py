@@ -36,7 +36,8 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) 
         comm: a communicator's handle; it holds the device memory that is used, also behind a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
-        watch: runs a task (what says what it is, NCCL's function, what begins it) and waits for its end.
+        watch: runs a task (what says what it is, NCCL's function, what begins it) behind the GPUs' own work,
+            and waits for its end.
 
     Raises:
         NcclPreflightError: a rank received something else. Names the pair.
@@ -59,6 +60,8 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) 
         try:
             watch(lambda: during, group.call, begin)
         except NcclTimeoutError as error:
+            if error.during != during:  # but the GPUs' own work before it
+                raise
             words = f"{error.last_error}. {_CAUSES}"
             raise NcclTimeoutError(error.status, error.call, words, error.status_name, during) from None
         received = [np.empty_like(numbers) for numbers in sent]

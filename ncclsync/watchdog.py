@@ -47,7 +47,7 @@ def wait(
     """Begin something and wait until it has ended.
 
     Args:
-        begin: begins it, however long that takes, then waits for so many seconds; returns whether it ended.
+        begin: begins it and waits for so many seconds; returns whether it ended.
         go_on: waits again.
         call: NCCL's, for messages.
         what: says what it is, for messages.
@@ -61,9 +61,8 @@ def wait(
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
+    began = time.monotonic()
     is_done = begin(slice_s)
-    # Not from before: a collective first waits for its GPUs' own work, which the limit is not about.
-    began = time.monotonic() - slice_s
     has_warned = False
     while not is_done:
         waited_s = time.monotonic() - began

@@ -1,5 +1,6 @@
 """What every test needs before TensorFlow is first imported, and the stand-in for NCCL."""
 
+import contextlib
 import os
 
 import pytest
@@ -33,10 +34,26 @@ def built_standin(tmp_path_factory):
 @pytest.fixture
 def standin(built_standin, monkeypatch):
     """The stand-in as the NCCL of this process. Whatever a test makes must be gone behind it."""
-    for name, value in built_standin.environment.items():
+    with in_use(built_standin, monkeypatch):
+        yield built_standin
+
+
+@pytest.fixture(params=["cuCtxRecordEvent", "an older driver"])
+def any_standin(request, built_standin, tmp_path, monkeypatch):
+    """The same with each way to wait for the GPUs' own work."""
+    if request.param == "an older driver":
+        built_standin = Standin(tmp_path, "-DSTANDIN_OLD_DRIVER")
+    with in_use(built_standin, monkeypatch):
+        yield built_standin
+
+
+@contextlib.contextmanager
+def in_use(standin, monkeypatch):
+    """Make a stand-in this process' NCCL."""
+    for name, value in standin.environment.items():
         monkeypatch.setenv(name, value)
-    built_standin.fail("")
-    before = built_standin.alive()
-    yield built_standin
-    built_standin.fail("")
-    assert built_standin.alive() == before, "streams, memory or communicators were left behind"
+    standin.fail("")
+    before = standin.alive()
+    yield
+    standin.fail("")
+    assert standin.settled(before) == before, "streams, memory or communicators were left behind"

@@ -7,6 +7,7 @@ import ctypes
 import pathlib
 import shutil
 import subprocess
+import time
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "tests" / "csrc"
@@ -52,6 +53,13 @@ class Standin:
         return [ctypes.CDLL(self.cudart).standin_seen(i) for i in range(self._n_counted)]
 
     def alive(self) -> dict[str, int]:
-        """Return how many streams, pieces of memory and communicators there are, in this process."""
+        """Return how many streams, events, pieces of memory and communicators there are, in this process."""
         library = ctypes.CDLL(self.cudart)
-        return {kind: library.standin_alive(kind.encode()) for kind in ("stream", "memory", "comm")}
+        return {kind: library.standin_alive(kind.encode()) for kind in ("stream", "event", "memory", "comm")}
+
+    def settled(self, expected: dict[str, int]) -> dict[str, int]:
+        """Return what is alive, as soon as it is as expected, or after some seconds: an abort may go on."""
+        until = time.monotonic() + 10
+        while self.alive() != expected and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.alive()

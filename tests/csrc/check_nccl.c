@@ -1,5 +1,5 @@
 /* Runs the files nccl*.c over the stand-in libraries under a sanitizer: every call, every failure
- * of creation, aborts in the middle, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
+ * of creation, aborts in the middle, GPUs that stay busy, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
  * Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -51,6 +51,8 @@ static float* make(float* at[N], int blocks) {
 
 static ncclResult_t run(ncs_nccl_comm* comm, const ncs_collective* collectives, int n, double slice_s,
                         ncs_failure* failure) {
+  ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
+  if (status != ncclSuccess) return status;
   EXPECT(ncs_nccl_check_group(comm, collectives, n, failure) == ncclSuccess);
   return ncs_nccl_run_group(comm, collectives, n, slice_s, failure);
 }
@@ -97,7 +99,7 @@ static void check_failures(void) {
   static const char* const calls[] = {"cudaSetDevice",   "cudaStreamCreateWithPriority", "ncclGetUniqueId",
                                       "ncclGroupStart",  "ncclCommInitRankConfig",       "ncclGroupEnd",
                                       "ncclCommGetAsyncError"};
-  int progress[N];
+  int progress[N], busy[N];
   ncs_nccl_comm* comm;
   ncs_failure failure;
   char told[64];
@@ -116,6 +118,17 @@ static void check_failures(void) {
   EXPECT(ncs_nccl_get_progress(comm, progress) == ncclSuccess);
   EXPECT(progress[0] == NCS_LAUNCHED && progress[1] == NCS_ABSENT && progress[2] == NCS_LAUNCHED);
   EXPECT(ncs_nccl_abort(comm, &failure) == ncclSuccess);
+  EXPECT(create(0, &comm) == ncclSuccess);
+  for (int is_awaited = 1; is_awaited >= 0; --is_awaited) {
+    standin_fail("working:1");
+    EXPECT(ncs_nccl_wait_for_devices(comm, 0.01, &failure) == ncclInProgress);
+    EXPECT(ncs_nccl_get_busy(comm, busy) == ncclSuccess);
+    EXPECT(!busy[0] && busy[1] && !busy[2]);
+    if (is_awaited) standin_fail("");
+    if (is_awaited) EXPECT(ncs_nccl_wait_for_devices(comm, 5.0, &failure) == ncclSuccess);
+  }
+  standin_fail("working:1=20"); /* the abort begins with the wait still under way */
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
   standin_fail("async:2=6");
   EXPECT(create(0, &comm) == ncclSuccess);
   EXPECT(reduce(comm, 5.0, &failure) == ncclRemoteError && strcmp(failure.call, "ncclCommGetAsyncError") == 0);

@@ -9,6 +9,7 @@
 #include <stddef.h>
 
 typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t;
 typedef int cudaError_t;
 
 enum { STANDIN_DEVICES = 8 };
@@ -34,6 +35,7 @@ int* standin_depth(void);
  *   slow:1:3=50          its stream reaches it 50 ms late
  *   async:1:3=6          an asynchronous error 6 on rank 1 after the launch; the collective never ends
  *   late:1=6             the collective ends, and its end brings the error
+ *   working:4=50         what is queued on device 4 now ends 50 ms later (default: never, until told otherwise)
  *   stuck_init:1         rank 1's creation never ends; async_init:1=1 ends it with an error
  *   corrupt:0:2          what goes from rank 0 to rank 2 is changed */
 void standin_fail(const char* instructions);
@@ -41,11 +43,14 @@ void standin_fail(const char* instructions);
 int standin_seen(int index);
 /* Whether an instruction of that name fires now; rank -1 for a call. Counts. Under the lock. */
 int standin_is_told(const char* name, int rank, int* value);
+/* Whether the device has work of its own; waits, outside the lock, until it has not, as what frees memory does. */
+int standin_is_working(int device);
+void standin_outwait(int device);
 /* Whether what goes between these ranks is changed. */
 int standin_is_corrupt(int from, int to);
 /* Appends a line to the file named by STANDIN_LOG. */
 void standin_log(const char* call, const char* value);
-/* How many "stream", "memory" or "comm" there are. */
+/* How many "stream", "event", "memory" or "comm" there are. */
 int standin_alive(const char* kind);
 void standin_count(const char* kind, int change);
 

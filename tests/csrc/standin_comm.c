@@ -219,6 +219,7 @@ static int is_unfinished(const clique* all, int rank) {
 
 int ncclCommDestroy(ncclComm_t comm) {
   const int was_busy = standin_occupy(comm);
+  standin_outwait(comm->device);
   int status = standin_enter("ncclCommDestroy", "%d", comm->rank);
   if (status == 0) status = standin_check(comm, was_busy, 0);
   if (status == 0 && *standin_depth() > 0) status = standin_refuse(ncclInvalidUsage, "a group is open");
@@ -236,6 +237,7 @@ int ncclCommDestroy(ncclComm_t comm) {
 
 int ncclCommAbort(ncclComm_t comm) {
   const int was_busy = standin_occupy(comm);
+  standin_outwait(comm->device);
   int status = standin_enter("ncclCommAbort", "%d", comm->rank);
   if (status == 0) status = standin_check(comm, was_busy, 0);
   if (comm->is_alive) {

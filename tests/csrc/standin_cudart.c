@@ -1,4 +1,4 @@
-/* A libcudart (and the two calls of libcuda) over host memory: 8 devices, streams that are really queues, see
+/* A libcudart (and the calls of libcuda in use) over host memory: 8 devices, streams that are really queues, see
  * standin.h. What CUDA would answer by undefined behaviour, such as a handle that was destroyed, is an error. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -11,11 +11,12 @@
 
 #include "standin.h"
 
-enum { NO_MEMORY = 2, NO_SUCH_DEVICE = 101, BAD_HANDLE = 400, NOT_READY = 600, OPEN_GROUP = 998, FAILURE = 999 };
+enum { NO_MEMORY = 2, NO_SUCH_DEVICE = 101, BAD_HANDLE = 400, NOT_READY = 600, NO_CONTEXT = 201, OPEN_GROUP = 998, FAILURE = 999 };
 
 typedef struct work {
   int (*advance)(void* what);
   void* what;
+  long number;
   struct work* next;
 } work;
 
@@ -26,8 +27,15 @@ struct CUstream_st {
   struct CUstream_st* next;
 };
 
+/* Captures what is queued on its device at the time. */
+struct CUevent_st {
+  int device, was_working;
+  long number; /* of the last work that was queued anywhere then */
+};
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static cudaStream_t streams;
+static long n_queued;
 static __thread int context = 6; /* 1 + the current context's device; not 1, so that what is not restored shows */
 static __thread int depth;
 
@@ -47,7 +55,7 @@ void standin_push(cudaStream_t stream, int (*advance)(void* what), void* what) {
   work** last = &stream->first;
   while (*last != NULL) last = &(*last)->next;
   *last = malloc(sizeof(**last));
-  **last = (work){advance, what, NULL};
+  **last = (work){advance, what, ++n_queued, NULL};
 }
 
 void standin_progress(void) {
@@ -85,6 +93,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case NO_MEMORY: return "out of memory";
     case 35: return "CUDA driver version is insufficient for CUDA runtime version";
     case NO_SUCH_DEVICE: return "invalid device ordinal";
+    case NO_CONTEXT: return "invalid device context"; /* CUDA would make one, which takes memory */
     case 217: return "peer access is not supported between these two devices";
     case BAD_HANDLE: return "invalid resource handle";
     case NOT_READY: return "device not ready";
@@ -128,12 +137,15 @@ int cuCtxGetCurrent(void** current) {
 }
 
 int cuCtxSetCurrent(void* current) {
-  cudaError_t error = enter("cuCtxSetCurrent", (int)(intptr_t)current - 1);
-  if (error == 0) context = (int)(intptr_t)current;
-  return leave(error);
+  int error = FAILURE;
+  standin_lock();
+  if (standin_is_told("cuCtxSetCurrent", -1, &error)) return leave(error);
+  context = (int)(intptr_t)current;
+  return leave(0);
 }
 
 static int is_busy(int device) {
+  if (standin_is_working(device)) return 1;
   for (cudaStream_t stream = streams; stream != NULL; stream = stream->next)
     if (stream->alive && stream->device == device && stream->first != NULL) return 1;
   return 0;
@@ -147,6 +159,49 @@ cudaError_t cudaDeviceSynchronize(void) {
     nanosleep(&(struct timespec){0, 1000000}, NULL);
     standin_lock();
   }
+  return leave(error);
+}
+
+/* ---- Events ---- */
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  cudaError_t error = enter("cudaEventCreateWithFlags", (int)flags);
+  if (error != 0) return leave(error);
+  *event = malloc(sizeof(**event));
+  **event = (struct CUevent_st){standin_current_device(), 0, 0};
+  standin_count("event", 1);
+  return leave(0);
+}
+
+#ifndef STANDIN_OLD_DRIVER
+int cuCtxRecordEvent(void* recorded, cudaEvent_t event) {
+  const int device = (int)(intptr_t)recorded - 1;
+  cudaError_t error = enter("cuCtxRecordEvent", device);
+  if (error == 0 && (context == 0 || event->device != device)) error = BAD_HANDLE;
+  if (error != 0) return leave(error);
+  event->was_working = standin_is_working(device);
+  event->number = n_queued;
+  return leave(0);
+}
+#endif
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  int error = FAILURE;
+  standin_lock();
+  if (standin_is_told("cudaEventQuery", -1, &error)) return leave(error);
+  if (context == 0) return leave(NO_CONTEXT);
+  standin_progress();
+  for (cudaStream_t stream = streams; stream != NULL; stream = stream->next)
+    if (stream->alive && stream->device == event->device && stream->first != NULL &&
+        stream->first->number <= event->number)
+      return leave(NOT_READY);
+  return leave(event->was_working && standin_is_working(event->device) ? NOT_READY : 0);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  cudaError_t error = enter("cudaEventDestroy", event->device);
+  free(event);
+  standin_count("event", -1);
   return leave(error);
 }
 
@@ -188,6 +243,7 @@ static cudaError_t ask(cudaStream_t stream) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   int error = FAILURE;
   standin_lock();
+  if (context == 0) return leave(NO_CONTEXT);
   return leave(standin_is_told("cudaStreamQuery", -1, &error) ? error : ask(stream));
 }
 
@@ -227,6 +283,7 @@ cudaError_t cudaMalloc(void** pointer, size_t size) {
 cudaError_t cudaFree(void* pointer) {
   cudaError_t error;
   if (pointer == NULL) return 0;
+  standin_outwait(standin_current_device());
   error = enter("cudaFree", standin_current_device());
   free(pointer);
   standin_count("memory", -1);

@@ -8,7 +8,7 @@ import pytest
 from device_memory import open_memory
 
 from ncclsync import native
-from ncclsync.communicator import NcclCommunicator
+from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
 
 RANKS = (2, 3)
 COUNTS = (0, 1, 7, 1000, 30_011)
@@ -90,6 +90,30 @@ def buckets_of_one_buffer(ranks):
                 np.testing.assert_array_equal(recv.get(), expected)
 
 
+def one_group_of_all(ranks):
+    """Every dtype and operation, and broadcasts between them, at once."""
+    rows = [(dtype, op) for dtype in native.DTYPES for op in (*native.OPS, "broadcast")]
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm, open_memory() as memory:
+        for count in (1000, 30_011):
+            group, received = [], []
+            for dtype, op in rows:
+                placed = [memory.put(numbers(rank, count, dtype)) for rank in range(ranks)]
+                if op == "broadcast":
+                    group.append(Broadcast([p.buffer for p in placed], ranks - 1))
+                else:
+                    recvs = [memory.put(np.zeros(count, numpy_dtype(dtype))) for _ in range(ranks)]
+                    group.append(AllReduce([p.buffer for p in placed], [r.buffer for r in recvs], op))
+                received.append(placed if op == "broadcast" else recvs)
+            comm.run_group(group)
+            for (dtype, op), placed in zip(rows, received, strict=True):
+                arrays = [numbers(rank, count, dtype) for rank in range(ranks)]
+                expected = arrays[-1] if op == "broadcast" else reduced(arrays, op, dtype)
+                rounding = ROUNDING.get(dtype, 0) if op == "avg" else 0
+                for one in placed:
+                    got = one.get().astype(expected.dtype)
+                    np.testing.assert_allclose(got, expected, rtol=rounding, err_msg=f"{op} of {dtype}")
+
+
 def preflight(ranks):
     """Known numbers over every pair's path, and then a communicator that works."""
     with NcclCommunicator([0] * ranks, timeout_s=60.0) as comm, open_memory() as memory:
@@ -116,6 +140,12 @@ def test_broadcast(ranks):
 def test_buckets(ranks):
     """Collectives follow each other over parts of one buffer."""
     isolated.run(buckets_of_one_buffer, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_group(ranks):
+    """One launch of sixty collectives: every dtype and operation gives what it gives alone."""
+    isolated.run(one_group_of_all, ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

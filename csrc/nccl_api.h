@@ -74,10 +74,16 @@ typedef struct {
 /* Of the driver's own library. */
 #define NCS_DRIVER_SYMBOLS(X)                      \
   X(CUresult, cuCtxGetCurrent, (CUcontext* current)) \
-  X(CUresult, cuCtxSetCurrent, (CUcontext context))
+  X(CUresult, cuCtxSetCurrent, (CUcontext context))  \
+  X(CUresult, cuPointerGetAttributes,              \
+    (unsigned int n, int* attributes, void** data, unsigned long long pointer))
 
 /* As above, since 12.5: NULL where the driver is older. */
 #define NCS_NEW_DRIVER_SYMBOLS(X) X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event))
+
+/* Of CUpointer_attribute and CUmemorytype. */
+enum { NCS_CU_MEMORY_TYPE = 2, NCS_CU_IS_MANAGED = 8, NCS_CU_DEVICE_ORDINAL = 9 };
+enum { NCS_CU_NO_MEMORY = 0, NCS_CU_HOST = 1 };
 
 #define NCS_CUDA_EVENT_DISABLE_TIMING 2u /* cudaEventDisableTiming */
 #define NCS_CUDA_STREAM_NON_BLOCKING 1u /* cudaStreamNonBlocking */

@@ -90,15 +90,35 @@ static ncclResult_t check_apart(extent* all, size_t n, ncs_failure* failure) {
   return ncclSuccess;
 }
 
-static ncclResult_t check_place(const extent* one, size_t alignment, ncs_failure* failure) {
+/* Where a buffer lies, by the driver's own books: some 100 ns. Managed memory is on all GPUs. */
+static ncclResult_t check_place(const ncs_nccl_comm* comm, const extent* one, ncs_failure* failure) {
+  int attributes[] = {NCS_CU_MEMORY_TYPE, NCS_CU_IS_MANAGED, NCS_CU_DEVICE_ORDINAL};
+  int type = 0, is_managed = 0, device = -1;
+  void* data[] = {&type, &is_managed, &device};
+  const int expected = comm->devices[one->rank];
+  char where[64];
+  const ncclResult_t status =
+      ncs_check_cuda(&comm->cuda, comm->cuda.cuPointerGetAttributes(3, attributes, data, one->begin),
+                     "cuPointerGetAttributes", failure);
+  if (status != ncclSuccess || is_managed) return status;
+  if (type != NCS_CU_NO_MEMORY && type != NCS_CU_HOST && device == expected) return ncclSuccess;
+  if (type == NCS_CU_NO_MEMORY) snprintf(where, sizeof(where), "memory that CUDA does not know");
+  else if (type == NCS_CU_HOST) snprintf(where, sizeof(where), "host memory");
+  else snprintf(where, sizeof(where), "memory of GPU %d", device);
+  return NCS_REFUSE(one->index, "Expected %s[%d] on GPU %d. Received: %s", one->name, one->rank, expected, where);
+}
+
+static ncclResult_t check_extent(const ncs_nccl_comm* comm, const extent* one, int dtype, ncs_failure* failure) {
+  const size_t alignment = ncs_size_of(dtype);
   if (one->begin == 0 || one->begin % alignment != 0)
     return NCS_REFUSE(one->index, "Expected %s[%d] to begin at a multiple of %zu bytes. Received: address 0x%zx",
                       one->name, one->rank, alignment, (size_t)one->begin);
-  return ncclSuccess;
+  return check_place(comm, one, failure);
 }
 
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   ncs_failure* failure) {
+  CUcontext current = NULL;
   ncclResult_t status = ncclSuccess;
   extent *all, *next;
   for (int i = 0; i < n_collectives && status == ncclSuccess; ++i)
@@ -107,8 +127,12 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
   all = next = malloc(((size_t)n_collectives * (size_t)comm->n * 2 + 1) * sizeof(*all));
   if (all == NULL) return ncclSystemError;
   for (int i = 0; i < n_collectives; ++i) next = collect(comm, &collectives[i], i, next);
-  for (extent* one = all; one < next && status == ncclSuccess; ++one)
-    status = check_place(one, ncs_size_of(collectives[one->index].dtype), failure);
+  status = ncs_enter(comm, 0, failure, &current);
+  if (status == ncclSuccess) {
+    for (extent* one = all; one < next && status == ncclSuccess; ++one)
+      status = check_extent(comm, one, collectives[one->index].dtype, failure);
+    comm->cuda.cuCtxSetCurrent(current);
+  }
   if (status == ncclSuccess) status = check_apart(all, (size_t)(next - all), failure);
   free(all);
   return status;

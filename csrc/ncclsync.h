@@ -176,8 +176,9 @@ typedef struct {
 } ncs_collective;
 
 /* Whether a group can be run: ncclInvalidArgument and a sentence if a kind, dtype, op or root is unknown, or if a
- * buffer (of more than nothing) is NULL or misaligned, or if one that is written to overlaps another one of the group
- * (the collectives of a group happen at once), other than a recvs[r] that is sends[r]. Calls nobody. */
+ * buffer (of more than nothing) is NULL, misaligned, or by the driver's account neither on its rank's device nor
+ * managed; or if one that is written overlaps another one of the group (the collectives of a group happen at once),
+ * other than a recvs[r] that is sends[r]. Launches and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
 
@@ -187,18 +188,18 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
  * its stream was pending). What is queued during the wait is not waited for.
  *
- * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that work,
- * and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event on a
- * stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread calls
- * cudaDeviceSynchronize; if the work never ends, that thread stays behind. */
+ * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that
+ * work, and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event
+ * on a stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread
+ * calls cudaDeviceSynchronize; if the work never ends, that thread stays behind. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* While that wait is under way: of which ranks' devices it is known that their work has not ended (1, else 0). */
 ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
 
 /* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
- * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and waits
- * as ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
+ * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and
+ * waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
 

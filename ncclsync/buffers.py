@@ -76,7 +76,7 @@ class Buffers:
                 ``(pointer, count, dtype)``. The same object may stand for several ranks.
             what: the argument's name, for messages.
             devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell
-                where it points to: that is the caller's word.
+                where it points to: for GPUs CUDA is asked, later, on which one it is.
             writable: refuse read-only buffers. DLPack's own form has no such mark.
 
         Raises:

@@ -32,7 +32,7 @@ class Communicator(abc.ABC):
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
-    shapes do not matter. Kinds may be mixed.
+    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU.
 
     Attributes:
         size: number of ranks of this process.

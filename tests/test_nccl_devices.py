@@ -1,7 +1,13 @@
-"""The wait for the GPUs' own work before a collective: long enough, and it ends; by events or by a thread."""
+"""Ranks and their GPUs: whose memory a buffer is, and the wait for the GPUs' own work before a collective.
 
+The wait is long enough, and it ends, by events and by a thread.
+"""
+
+import contextlib
+import ctypes
 import time
 
+import numpy as np
 import pytest
 from test_nccl_failures import opened, reduce_ones
 
@@ -74,3 +80,61 @@ def test_own_work_that_fails(any_standin):
     assert caught.value.call in ("cudaDeviceSynchronize", "cudaEventQuery")
     assert caught.value.during.startswith("the GPUs' own work before all-reduce 1 of 20 bytes")
     assert comm.closed
+
+
+@contextlib.contextmanager
+def allocated(standin, device, count=5):
+    """Device memory of float32 ones, as (pointer, count, dtype); -1: the host's that CUDA knows."""
+    cuda, pointer = ctypes.CDLL(standin.cudart), ctypes.c_void_p()
+    assert cuda.cudaSetDevice(max(device, 0)) == 0
+    kind = "Host" if device < 0 else ""
+    assert getattr(cuda, f"cudaMalloc{kind}")(ctypes.byref(pointer), ctypes.c_size_t(4 * count)) == 0
+    array = np.ctypeslib.as_array((ctypes.c_float * count).from_address(pointer.value))
+    array[:] = 1
+    yield (pointer.value, count, "float32"), array
+    assert getattr(cuda, f"cudaFree{kind}")(pointer) == 0
+
+
+def test_buffers_must_be_on_their_ranks_gpus(standin):
+    """Whose memory it is tells CUDA; what cannot work is refused before it is tried, of every collective."""
+    with contextlib.ExitStack() as stack, opened() as comm:
+        own = [stack.enter_context(allocated(standin, device)) for device in (4, 0, 2, 4, -1)]
+        good, moved, pinned = [b for b, _ in own[:3]], own[3][0], own[4][0]
+        unknown = (64, 5, "float32")
+        comm.all_reduce(good, good)
+        assert [array.tolist() for _, array in own[:3]] == [[3.0] * 5] * 3
+        standin.count("ncclGroupStart")
+        for bad, words in (
+            ([good[0], moved, good[2]], "[1] on GPU 0. Received: memory of GPU 4"),
+            ([good[1], good[0], good[2]], "[0] on GPU 4. Received: memory of GPU 0"),
+            ([good[0], good[1], pinned], "[2] on GPU 2. Received: host memory"),
+            ([good[0], unknown, good[2]], "[1] on GPU 0. Received: memory that CUDA does not know"),
+        ):
+            for what, call in (
+                ("sends", lambda bad=bad: comm.all_reduce(bad, good)),
+                ("recvs", lambda bad=bad: comm.all_reduce(good, bad)),
+                ("buffers", lambda bad=bad: comm.broadcast(bad)),
+            ):
+                with pytest.raises(ValueError) as caught:
+                    call()
+                assert str(caught.value) == f"Expected {what}{words}"
+        comm.all_reduce([(64, 0, "float32")] * 3, [(64, 0, "float32")] * 3)  # nothing lies nowhere
+        assert standin.counted() == [1] and not comm.closed
+
+
+def test_part_of_a_piece_of_memory(standin):
+    """A buffer may begin anywhere in it."""
+    with contextlib.ExitStack() as stack, opened() as comm:
+        whole = [stack.enter_context(allocated(standin, device)) for device in (4, 0, 2)]
+        parts = [(b[0] + 8, 2, "float32") for b, _ in whole]
+        comm.all_reduce(parts, parts)
+        assert [array.tolist() for _, array in whole] == [[1.0, 1.0, 3.0, 3.0, 1.0]] * 3
+
+
+def test_driver_that_fails_to_tell(standin):
+    """Its error is raised; the communicator, which nothing was asked of, stays."""
+    with opened() as comm:
+        standin.fail("cuPointerGetAttributes:2=201")
+        with pytest.raises(NcclError, match="cuPointerGetAttributes returned ncclUnhandledCudaError"):
+            reduce_ones(comm)
+        reduce_ones(comm)

@@ -1,11 +1,12 @@
 """Two and three ranks on one GPU: every dtype, operation and size, in place or not, in buckets."""
 
+import ctypes
 import itertools
 
 import isolated
 import numpy as np
 import pytest
-from device_memory import open_memory
+from device_memory import check, open_memory, open_runtime
 
 from ncclsync import native
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
@@ -124,6 +125,33 @@ def preflight(ranks):
             np.testing.assert_array_equal(one.get(), expected)
 
 
+def refused_memory():
+    """The host's, which a GPU could reach, and another GPU's where there is one."""
+    runtime, count, cases = open_runtime(), ctypes.c_int(), []
+    check(runtime, "cudaGetDeviceCount", ctypes.byref(count))
+    with NcclCommunicator([0, 0], timeout_s=60.0) as comm, open_memory() as memory:
+        good = [memory.put(np.ones(5, np.float32)).buffer for _ in range(2)]
+        for device, call, words in (
+            (0, "cudaMallocHost", "host memory"),
+            (1, "cudaMalloc", "memory of GPU 1"),
+        ):
+            if device >= count.value:
+                continue
+            pointer = ctypes.c_void_p()
+            check(runtime, "cudaSetDevice", device)
+            check(runtime, call, ctypes.byref(pointer), ctypes.c_size_t(20))
+            cases.append((call.replace("Malloc", "Free"), pointer))
+            try:
+                comm.all_reduce([good[0], (pointer.value, 5, "float32")], good)
+            except ValueError as error:
+                assert str(error) == f"Expected sends[1] on GPU 0. Received: {words}", error
+            else:
+                raise AssertionError(f"{words} was taken")
+        comm.all_reduce(good, good)
+    for call, pointer in cases:
+        check(runtime, call, pointer)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_reduce(ranks):
     """Every dtype, operation and size, in place or not: NumPy's result on every rank, inputs as before."""
@@ -146,6 +174,11 @@ def test_buckets(ranks):
 def test_group(ranks):
     """One launch of sixty collectives: every dtype and operation gives what it gives alone."""
     isolated.run(one_group_of_all, ranks=ranks)
+
+
+def test_refused_memory():
+    """What is not on a rank's GPU is refused, and the communicator stays."""
+    isolated.run(refused_memory)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

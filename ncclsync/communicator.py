@@ -55,29 +55,29 @@ class CpuCommunicator(Communicator):
         """One after another: there is no launch to be saved."""
         runs = [self._read(collective) for collective in collectives]
         if len(runs) > 1:  # one alone is checked in C, before it writes
-            for _, *buffers in runs:
-                _check(*buffers)
+            for reads, writes in runs:
+                _check(reads, writes)
         pool = self._pool or native.process_pool()
-        for collective, reads, writes in runs:
-            count, dtype = writes.count, writes.dtype
+        for collective, (reads, writes) in zip(collectives, runs, strict=True):
+            pointers, count, dtype = writes.pointers, writes.count, writes.dtype
             if isinstance(collective, AllReduce):
                 op = native.OPS[collective.op]
-                status = native.cpu_all_reduce(pool, reads.pointers, writes.pointers, count, dtype, op)
+                status = native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
             else:
-                status = native.cpu_broadcast(pool, writes.pointers, count, dtype, collective.root)
+                status = native.cpu_broadcast(pool, pointers, count, dtype, collective.root)
             if status != 0:
                 _check(reads, writes)  # C has written nothing: find out which buffer it was
                 native.check(status, "ncs_cpu_all_reduce or ncs_cpu_broadcast")
 
-    def _read(self, collective: AllReduce | Broadcast) -> tuple[AllReduce | Broadcast, Buffers, Buffers]:
-        """Return it with what it reads and what it writes."""
+    def _read(self, collective: AllReduce | Broadcast) -> tuple[Buffers, Buffers]:
+        """Return what it reads and what it writes."""
         if isinstance(collective, Broadcast):
             buffers = Buffers(collective.buffers, "buffers", HOST, writable=True)
-            return collective, buffers, buffers
+            return buffers, buffers
         reads = Buffers(collective.sends, "sends", HOST, writable=False)
         writes = Buffers(collective.recvs, "recvs", HOST, writable=True)
         writes.check_like(reads)
-        return collective, reads, writes
+        return reads, writes
 
 
 def _check(reads: Buffers, writes: Buffers) -> None:

@@ -16,6 +16,9 @@ from ncclsync.native import ffi, lib
 
 UNIQUE_ID_BYTES = 128
 
+_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
+_COLLECTIVES = ffi.typeof("ncs_collective[]")
+
 # What NCCL and CUDA say, and what helps.
 _ADVICE = (
     (
@@ -64,7 +67,7 @@ def _advice(words: str) -> str:
 
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return what ranks in several processes find each other by. Raises NcclError."""
-    failure, made = ffi.new("ncs_failure*"), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
     native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
     return bytes(ffi.buffer(made))
 
@@ -92,7 +95,7 @@ def create(
         NcclUnavailableError: no driver, or no CUDA runtime.
         NcclError: anything else that failed.
     """
-    failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl_comm**")
+    failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
     runtimes, driver = native.cuda_paths()
     tried: list[str] = []
@@ -119,7 +122,7 @@ def _raise_without_cuda(
     library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
 ) -> NoReturn:
     """CUDA's libraries are missing. NCCL has its own of the runtime, and may know of a deeper reason."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     try:
         native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
     except NcclError as deeper:
@@ -155,7 +158,7 @@ def _is_done(status: int, failure: Any) -> bool:
 
 def wait(comm: Any, slice_s: float) -> bool:
     """Wait for what is under way, for so many seconds; return whether it has ended. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
 
 
@@ -164,21 +167,23 @@ class Group:
 
     Attributes:
         array, size: its ``ncs_collective`` structs, and how many there are.
+        failure: what the calls write into.
         call: NCCL's name of the first one.
     """
 
-    __slots__ = ("_alive", "array", "call", "size")
+    __slots__ = ("_alive", "array", "call", "failure", "size")
 
     def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
         """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
         self._alive: list[Any] = []
         structs = []
         for kind, sends, recvs, *numbers in collectives:
-            received = ffi.new("void*[]", recvs)
-            sent = received if sends is recvs else ffi.new("void*[]", sends)
+            received = ffi.new(_POINTERS, recvs)
+            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
             self._alive += (sent, received)
             structs.append((kind, sent, received, *numbers))
-        self.array, self.size = ffi.new("ncs_collective[]", structs), len(structs)
+        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
+        self.failure = ffi.new(_FAILURE)
         self.call = _CALLS[collectives[0][0]]
 
 
@@ -190,12 +195,11 @@ def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
         group: what is to be run.
         name: says which collective of the group is meant, by its index.
     """
-    failure = ffi.new("ncs_failure*")
-    status = lib.ncs_nccl_check_group(comm, group.array, group.size, failure)
+    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
     if status == native.INVALID_ARGUMENT:
-        which = f", in {name(failure.index)}" if group.size > 1 else ""
-        raise ValueError(native.words(failure) + which)
-    native.check_failure(status, failure)
+        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
+        raise ValueError(native.words(group.failure) + which)
+    native.check_failure(status, group.failure)
 
 
 def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
@@ -206,14 +210,13 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
     Raises:
         NcclError: a call failed; it tells of which collective, if it was one's.
     """
-    failure = ffi.new("ncs_failure*")
-    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, failure)
+    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
     try:
-        return _is_done(status, failure)
+        return _is_done(status, group.failure)
     except NcclError as error:
-        if failure.index < 0:
+        if group.failure.index < 0:
             raise
-        raise error.within(name(failure.index)) from None
+        raise error.within(name(group.failure.index)) from None
 
 
 def wait_for_devices(comm: Any, slice_s: float) -> bool:
@@ -221,7 +224,7 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
 
     See ``ncs_nccl_wait_for_devices``. Raises NcclError.
     """
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
 
 
@@ -241,19 +244,19 @@ def progress(comm: Any, size: int) -> list[Progress]:
 
 def finalize(comm: Any) -> None:
     """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
 
 
 def destroy(comm: Any) -> None:
     """Free a finalized communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
 
 
 def abort(comm: Any) -> None:
     """Free any other communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
 
 
@@ -262,12 +265,12 @@ def scratch(comm: Any, index: int, size_bytes: int) -> Any:
 
     Raises NcclError.
     """
-    failure, pointer = ffi.new("ncs_failure*"), ffi.new("void**")
+    failure, pointer = ffi.new(_FAILURE), ffi.new("void**")
     native.check_failure(lib.ncs_nccl_scratch(comm, index, size_bytes, failure, pointer), failure)
     return pointer[0]
 
 
 def copy(comm: Any, index: int, to: Any, source: Any, size_bytes: int) -> None:
     """Copy to or from the index-th device's memory. Blocks. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_copy(comm, index, to, source, size_bytes, failure), failure)

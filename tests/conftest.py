@@ -31,6 +31,12 @@ def built_standin(tmp_path_factory):
     return Standin(tmp_path_factory.mktemp("standin"))
 
 
+@pytest.fixture(scope="session")
+def built_old_standin(built_standin, tmp_path_factory):
+    """The same with a driver before 12.5."""
+    return Standin(tmp_path_factory.mktemp("old_standin"), "-DSTANDIN_OLD_DRIVER")
+
+
 @pytest.fixture
 def standin(built_standin, monkeypatch):
     """The stand-in as the NCCL of this process. Whatever a test makes must be gone behind it."""
@@ -38,13 +44,12 @@ def standin(built_standin, monkeypatch):
         yield built_standin
 
 
-@pytest.fixture(params=["cuCtxRecordEvent", "an older driver"])
-def any_standin(request, built_standin, tmp_path, monkeypatch):
+@pytest.fixture(params=["built_standin", "built_old_standin"])
+def any_standin(request, monkeypatch):
     """The same with each way to wait for the GPUs' own work."""
-    if request.param == "an older driver":
-        built_standin = Standin(tmp_path, "-DSTANDIN_OLD_DRIVER")
-    with in_use(built_standin, monkeypatch):
-        yield built_standin
+    standin = request.getfixturevalue(request.param)
+    with in_use(standin, monkeypatch):
+        yield standin
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The stand-in for libnccl and libcudart over host memory: how it is built, and how a test speaks to it.
 
-What it does and can be told to do is in `csrc/standin.h`.
+What it does and can be told to do is in `csrc/standin.h`. Processes whose STANDIN_FOLDER is one
+find each other.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ class Standin:
         build = [COMPILER, *FLAGS, *flags, "-shared", f"-I{ROOT / 'csrc'}"]
         cudart = [SOURCES / f"standin_{part}.c" for part in ("cudart", "memory", "faults")]
         subprocess.run([*build, *cudart, "-o", self.cudart, "-lpthread"], check=True)
-        nccl = [SOURCES / f"standin_{part}.c" for part in ("nccl", "comm", "meeting")]
+        nccl = [SOURCES / f"standin_{part}.c" for part in ("nccl", "comm", "meeting", "processes")]
         kernels = [ROOT / "csrc" / name for name in ("cpu.c", "pool.c")]
         command = [*build, *nccl, *kernels, "-o", self.nccl, self.cudart, "-lpthread", "-lm"]
         subprocess.run(command, check=True)

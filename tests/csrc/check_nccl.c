@@ -1,5 +1,5 @@
-/* Runs the files nccl*.c over the stand-in libraries under a sanitizer: every call, every failure
- * of creation, aborts in the middle, GPUs that stay busy, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
+/* Runs the files nccl*.c over the stand-in libraries under a sanitizer: every call, every failure of creation, aborts
+ * in the middle, GPUs that stay busy, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
  * Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
 

@@ -1,5 +1,6 @@
-/* A libcudart (and the calls of libcuda in use) over host memory: 8 devices, streams that are really queues; its memory
- * is in standin_memory.c. See standin.h. What CUDA would answer by undefined behaviour, such as a handle that was destroyed, is an error. */
+/* A libcudart (and the calls of libcuda in use) over host memory: 8 devices, streams that are really queues, events;
+ * memory is in standin_memory.c. See standin.h. What CUDA would answer by undefined behaviour, such as a handle that
+ * was destroyed, is an error. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>

@@ -74,6 +74,15 @@ struct ncclComm {
   struct { double scalar; int dtype; } scaled[MAX_SCALED];
 };
 
+/* Ranks in other processes; all this is nothing without STANDIN_FOLDER. */
+void standin_announce(const clique* of, const char* what, int rank);
+int standin_announced(const clique* of, const char* what, int n_here); /* by how many ranks in all */
+void standin_send_request(const meeting* at, int rank);
+int standin_receive_request(meeting* at, int rank); /* whether it has come */
+void standin_forget_requests(meeting* at);
+
+size_t standin_size_of(int dtype);
+
 /* Not ncclGetVersion, which may be TensorFlow's where both are loaded. */
 int standin_version(void);
 

@@ -6,7 +6,7 @@ import itertools
 import isolated
 import numpy as np
 import pytest
-from device_memory import check, open_memory, open_runtime
+from device_memory import check, count_gpus, open_memory, open_runtime
 
 from ncclsync import native
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
@@ -127,15 +127,14 @@ def preflight(ranks):
 
 def refused_memory():
     """The host's, which a GPU could reach, and another GPU's where there is one."""
-    runtime, count, cases = open_runtime(), ctypes.c_int(), []
-    check(runtime, "cudaGetDeviceCount", ctypes.byref(count))
+    runtime, cases = open_runtime(), []
     with NcclCommunicator([0, 0], timeout_s=60.0) as comm, open_memory() as memory:
         good = [memory.put(np.ones(5, np.float32)).buffer for _ in range(2)]
         for device, call, words in (
             (0, "cudaMallocHost", "host memory"),
             (1, "cudaMalloc", "memory of GPU 1"),
         ):
-            if device >= count.value:
+            if device >= count_gpus():
                 continue
             pointer = ctypes.c_void_p()
             check(runtime, "cudaSetDevice", device)

@@ -31,6 +31,8 @@ void ncs_nap(double waited_s) {
   nanosleep(&length, NULL);
 }
 
+/* Whatever asks CUDA's runtime is between this and cuCtxSetCurrent: in a thread without a context the runtime would make
+ * one, which takes memory, on the first GPU. */
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
@@ -178,7 +180,10 @@ ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_
 
 ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
   ncs_waiter* waiter = comm->waiter;
+  CUcontext current = NULL;
   int n_idle = 0;
+  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  if (status != ncclSuccess) return status;
   if (waiter != NULL) {
     pthread_mutex_lock(&waiter->mutex);
     n_idle = waiter->n_idle;
@@ -187,5 +192,6 @@ ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
   for (int r = 0; r < comm->n; ++r)
     busy[r] = comm->is_waiting &&
               (waiter != NULL ? r == n_idle : comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY);
+  comm->cuda.cuCtxSetCurrent(current);
   return ncclSuccess;
 }

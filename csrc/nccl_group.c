@@ -51,12 +51,16 @@ ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* fai
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  if (status != ncclSuccess) return status;
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
     comm->nccl->ncclCommGetAsyncError(comm->comms[r], &state);
     if (comm->is_launching) progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
     else progress[r] = comm->cuda.cudaStreamQuery(comm->streams[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
   }
+  comm->cuda.cuCtxSetCurrent(current);
   return ncclSuccess;
 }
 

@@ -143,7 +143,7 @@ class NcclCommunicator(Communicator):
         self._joined_by = joined_by
         self._is_closed = False
         self._count = 0
-        self._aborting: threading.Thread | None = None
+        self._aborting: watchdog.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._library = native.NcclLibrary()
         self._join()
@@ -192,7 +192,7 @@ class NcclCommunicator(Communicator):
                 return nccl_calls.wait(handle, slice_s)
 
             with self._aborted_on_error(handle):
-                self._watch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
+                self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
             nccl_calls.destroy(handle)
 
     def _join(self) -> None:
@@ -264,7 +264,7 @@ class NcclCommunicator(Communicator):
     def _launch(
         self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
     ) -> None:
-        """As `_watch`, for what NCCL launches on streams of its own: behind the GPUs' own work."""
+        """As `_watch`, behind the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
         self._watch(handle, what, call, begin)
 
@@ -308,40 +308,28 @@ class NcclCommunicator(Communicator):
             raise
 
     def _abort(self, handle: Any, cause: BaseException) -> None:
-        """Free it, in a thread: CUDA frees memory only behind the GPUs' own work, which may never end."""
-        failed: list[NcclError] = []
+        """Free it, aside: CUDA frees memory only behind the GPUs' own work, which may never end."""
+        aborting = watchdog.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
+        try:
+            self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
+        except NcclError as error:
+            raise error from cause
 
-        def abort() -> None:
-            try:
-                nccl_calls.abort(handle)
-            except NcclError as error:
-                failed.append(error)
-
-        self._aborting = threading.Thread(target=abort, name="ncclsync abort", daemon=True)
-        self._aborting.start()
-        self._aborting.join(ABORT_WAIT_S)
-        if failed:
-            raise failed[0] from cause
-
-    def _wait_for_abort(self, aborting: threading.Thread) -> None:
+    def _wait_for_abort(self, aborting: watchdog.Aside) -> None:
         """Wait until an earlier failure's abort has given back what the communicator had."""
-
-        def wait(slice_s: float) -> bool:
-            aborting.join(slice_s)
-            return not aborting.is_alive()
-
         watchdog.wait(
-            wait,
-            wait,
+            aborting.wait,
+            aborting.wait,
             call="ncclCommAbort",
             what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
             timeout_s=self.timeout_s,
             arrived=lambda: "the GPUs' own work has to end first",
         )
+        self._aborting = None
 
     def _tell_busy(self, handle: Any) -> str:
         """Say whose own work is known not to have ended."""
-        return f"{self._names(nccl_calls.busy(handle, self.size))} still busy"
+        return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
 
     def _tell_progress(self, handle: Any) -> str:
         """Say which ranks have arrived, as far as it is known here."""

@@ -1,5 +1,7 @@
 """Waiting without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
 
+What cannot be waited for in slices runs aside.
+
 Python handles signals in the main thread only, and only where that thread runs Python. `interruptible` is for
 a main thread that goes into native code which waits for other threads: these see the Ctrl-C in its place.
 """
@@ -78,6 +80,31 @@ def wait(
             limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
             _logger.warning("%s has been pending for %.0f s: %s; %s", what(), waited_s, arrived(), limit)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
+
+
+class Aside:
+    """A task in a thread of its own, which goes on when nobody waits for it any more."""
+
+    def __init__(self, task: Callable[[], None], name: str) -> None:
+        """Begin it. An NcclSyncError that it raises is raised where it is waited for."""
+        self._task = task
+        self._error: NcclSyncError | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._task()
+        except NcclSyncError as error:
+            self._error = error
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds; return whether it has ended. Raises its error, once."""
+        self._thread.join(slice_s)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return not self._thread.is_alive()
 
 
 class _Interrupts:

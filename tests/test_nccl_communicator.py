@@ -82,7 +82,7 @@ ABORTED = [f"ncclCommAbort {rank}" for rank in (2, 1, 0)]
 STREAMS_GONE = [f"cuda{kind}Destroy {device}" for device in (2, 0, 4) for kind in ("Event", "Stream")]
 WAITED = [f"cuCtxRecordEvent {device}" for device in DEVICES]
 FINALIZED = ["ncclGroupStart 0", *(f"ncclCommFinalize {rank}" for rank in range(3)), "ncclGroupEnd 0"]
-DESTROYED = [*FINALIZED, *(f"ncclCommDestroy {rank}" for rank in (2, 1, 0)), *STREAMS_GONE]
+DESTROYED = [*WAITED, *FINALIZED, *(f"ncclCommDestroy {rank}" for rank in (2, 1, 0)), *STREAMS_GONE]
 
 
 def test_life_of_a_communicator(run):

@@ -61,6 +61,32 @@ def test_own_work_that_never_ends(any_standin, monkeypatch):
     assert any_standin.settled(before) == before
 
 
+def test_own_work_before_the_end(any_standin, monkeypatch):
+    """To close a communicator is to free memory, which waits for that work: not for ever either."""
+    monkeypatch.setattr(nccl_communicator, "ABORT_WAIT_S", 0.1)
+    comm = opened(timeout_s=0.2)
+    any_standin.fail("working:2")
+    with pytest.raises(NcclTimeoutError, match=r"GPUs' own work before the end of a communicator to end"):
+        comm.close()
+    assert comm.closed
+
+
+def test_late_failure_of_an_abort(standin, monkeypatch):
+    """Of one that nobody waited for: told by who joins the ranks anew, once."""
+    monkeypatch.setattr(nccl_communicator, "ABORT_WAIT_S", 0.05)
+    comm = opened(timeout_s=0.05)
+    standin.fail("working:0,cudaEventDestroy:2")
+    with pytest.raises(NcclTimeoutError):
+        reduce_ones(comm)
+    standin.fail("cudaEventDestroy:2")
+    comm.timeout_s = 5.0
+    with pytest.raises(NcclError, match="cudaEventDestroy"):
+        comm.reopen()
+    comm.reopen()
+    reduce_ones(comm)
+    comm.close()
+
+
 def test_own_work_before_the_preflight(any_standin, monkeypatch):
     """Is no sign of a bad path: its causes are not named; the joining itself does not wait for it."""
     monkeypatch.setattr(nccl_communicator, "ABORT_WAIT_S", 0.1)

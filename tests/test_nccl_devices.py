@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_nccl_failures import opened, reduce_ones
 
-from ncclsync import nccl_communicator
+from ncclsync import nccl_calls, nccl_communicator
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.errors import NcclError, NcclTimeoutError
 
@@ -87,13 +87,23 @@ def test_late_failure_of_an_abort(standin, monkeypatch):
     comm.close()
 
 
-def test_own_work_before_the_preflight(any_standin, monkeypatch):
-    """Is no sign of a bad path: its causes are not named; the joining itself does not wait for it."""
+@pytest.mark.parametrize("when", ["before the preflight", "within it"])
+def test_own_work_before_the_preflight(standin, monkeypatch, when):
+    """Is no sign of a bad path: its causes are not named. The joining itself does not wait for it."""
     monkeypatch.setattr(nccl_communicator, "ABORT_WAIT_S", 0.1)
-    any_standin.fail("working:3")
+    copy = nccl_calls.copy
+
+    def copy_and_work(*arguments):
+        copy(*arguments)
+        standin.fail("working:3")
+
+    if when == "within it":
+        monkeypatch.setattr(nccl_calls, "copy", copy_and_work)
+    else:
+        standin.fail("working:3")
     with pytest.raises(NcclTimeoutError) as caught:
         NcclCommunicator([2, 3], timeout_s=0.2)
-    assert "Expected the GPUs' own work before the preflight to end" in str(caught.value)
+    assert "Expected the GPUs' own work before the preflight" in str(caught.value)
     assert "rank 1 (GPU 3) still busy" in str(caught.value) and "P2P" not in str(caught.value)
 
 

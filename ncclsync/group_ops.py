@@ -176,7 +176,7 @@ def _group_on_devices(
 def _as_carried(tensor: tf.Tensor) -> tf.Tensor:
     """Return it as a py op on a GPU can take it: one int32 among its tensors would put all on the host.
 
-    No reduction tells the difference: what is added up in int64 and cut off wraps as in int32.
+    A sum or a product that is made in int64 and cut off wraps as in int32.
     """
     if tensor.dtype != tf.int32:
         return tensor

@@ -15,6 +15,7 @@ void ncs_set_failure(ncs_failure* failure, const char* call, const char* message
   if (failure == NULL) return;
   snprintf(failure->call, sizeof(failure->call), "%s", call);
   snprintf(failure->message, sizeof(failure->message), "%s", message != NULL ? message : "");
+  failure->index = -1;
 }
 
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure) {
@@ -46,6 +47,10 @@ static ncclResult_t fail_loading(const char* call, ncs_failure* failure) {
   if (symbol == NULL) return fail_loading("dlsym", failure); \
   memcpy(&library->name, &symbol, sizeof(symbol));
 
+#define NCS_LOAD_IF_ANY(type, name, parameters) \
+  symbol = dlsym(handle, #name);                \
+  memcpy(&library->name, &symbol, sizeof(symbol));
+
 static ncclResult_t load_version(ncs_nccl* library, ncs_failure* failure) {
   void *handle = library->handle, *symbol;
   NCS_LOAD(ncclResult_t, ncclGetVersion, (int* version))
@@ -67,6 +72,7 @@ static ncclResult_t load_cudart_symbols(void* handle, ncs_cuda* library, ncs_fai
 static ncclResult_t load_driver_symbols(void* handle, ncs_cuda* library, ncs_failure* failure) {
   void* symbol;
   NCS_DRIVER_SYMBOLS(NCS_LOAD)
+  NCS_NEW_DRIVER_SYMBOLS(NCS_LOAD_IF_ANY)
   return ncclSuccess;
 }
 

@@ -1,4 +1,4 @@
-/* What nccl.c, nccl_comm.c and nccl_group.c share: NCCL's and CUDA's calls as they are found at run time. */
+/* What the files nccl*.c share: NCCL's and CUDA's calls as they are found at run time. */
 #ifndef NCCLSYNC_NCCL_API_H_
 #define NCCLSYNC_NCCL_API_H_
 
@@ -8,6 +8,7 @@
 
 typedef struct ncclComm* ncclComm_t;
 typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t; /* the driver's CUevent is the same */
 typedef struct CUctx_st* CUcontext;
 typedef int cudaError_t; /* an enum in CUDA's headers: the same in every ABI that CUDA has */
 typedef int CUresult;
@@ -59,6 +60,9 @@ typedef struct {
   X(cudaError_t, cudaGetDevice, (int* device))                            \
   X(cudaError_t, cudaSetDevice, (int device))                             \
   X(cudaError_t, cudaDeviceSynchronize, (void))                           \
+  X(cudaError_t, cudaEventCreateWithFlags, (cudaEvent_t* event, unsigned int flags)) \
+  X(cudaError_t, cudaEventQuery, (cudaEvent_t event))                     \
+  X(cudaError_t, cudaEventDestroy, (cudaEvent_t event))                   \
   X(cudaError_t, cudaDeviceGetStreamPriorityRange, (int* least, int* greatest)) \
   X(cudaError_t, cudaStreamCreateWithPriority, (cudaStream_t* stream, unsigned int flags, int priority)) \
   X(cudaError_t, cudaStreamQuery, (cudaStream_t stream))                  \
@@ -70,8 +74,18 @@ typedef struct {
 /* Of the driver's own library. */
 #define NCS_DRIVER_SYMBOLS(X)                      \
   X(CUresult, cuCtxGetCurrent, (CUcontext* current)) \
-  X(CUresult, cuCtxSetCurrent, (CUcontext context))
+  X(CUresult, cuCtxSetCurrent, (CUcontext context))  \
+  X(CUresult, cuPointerGetAttributes,              \
+    (unsigned int n, int* attributes, void** data, unsigned long long pointer))
 
+/* As above, since 12.5: NULL where the driver is older. */
+#define NCS_NEW_DRIVER_SYMBOLS(X) X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event))
+
+/* Of CUpointer_attribute and CUmemorytype. */
+enum { NCS_CU_MEMORY_TYPE = 2, NCS_CU_IS_MANAGED = 8, NCS_CU_DEVICE_ORDINAL = 9 };
+enum { NCS_CU_NO_MEMORY = 0, NCS_CU_HOST = 1 };
+
+#define NCS_CUDA_EVENT_DISABLE_TIMING 2u /* cudaEventDisableTiming */
 #define NCS_CUDA_STREAM_NON_BLOCKING 1u /* cudaStreamNonBlocking */
 #define NCS_CUDA_NOT_READY 600          /* cudaErrorNotReady */
 #define NCS_CUDA_MEMCPY_DEFAULT 4       /* cudaMemcpyDefault: the pointers tell the direction */
@@ -80,6 +94,7 @@ typedef struct {
 typedef struct {
   NCS_CUDART_SYMBOLS(NCS_DECLARE)
   NCS_DRIVER_SYMBOLS(NCS_DECLARE)
+  NCS_NEW_DRIVER_SYMBOLS(NCS_DECLARE)
 } ncs_cuda;
 
 struct ncs_nccl {
@@ -94,7 +109,12 @@ struct ncs_nccl_comm {
   int *ranks, *devices;
   ncclComm_t* comms;     /* NULL where there is none */
   cudaStream_t* streams; /* NULL where there is none */
+  CUcontext* contexts;   /* each device's primary one */
+  cudaEvent_t* events;   /* NULL where the driver cannot record a context's work */
   void** scratch;        /* device memory; NULL where there is none */
+  /* The wait for the devices' own work. */
+  int is_waiting;
+  struct ncs_waiter* waiter; /* where there are no events */
   /* What is under way. */
   int is_launching;    /* NCCL has not told yet that it is through with its own part */
   int is_on_streams;   /* whether there is work on the streams then */
@@ -108,5 +128,15 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
 /* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same ones. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure);
+
+double ncs_now_s(void);
+/* Between looks at something that has been waited for so long. */
+void ncs_nap(double waited_s);
+/* Makes rank r's context current, and tells what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
+ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
+/* Ends the wait for the devices' own work without its end. */
+void ncs_stop_waiting(ncs_nccl_comm* comm);
+/* Bytes of an element; 0: no such dtype. */
+size_t ncs_size_of(int dtype);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

@@ -8,25 +8,36 @@
 #include "nccl_api.h"
 
 /* Ends every NCCL communicator by `end`, then frees the streams (which NCCL may touch while it winds down) and the
- * rest. Returns the first failure and goes on behind it. */
+ * rest. Returns the first failure and goes on behind it. Any thread may do it, so that each context is made current: in
+ * one without any, CUDA's runtime would make one of its own, on the first GPU. */
 static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t), const char* call,
                             ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t first = ncclSuccess, status;
+  CUcontext current = NULL;
+  if (cuda->cuCtxGetCurrent != NULL) cuda->cuCtxGetCurrent(&current);
   for (int r = comm->n - 1; r >= 0; --r) {
     if (comm->comms == NULL || comm->comms[r] == NULL) continue;
+    cuda->cuCtxSetCurrent(comm->contexts[r]);
     status = end(comm->comms[r]);
     if (status != ncclSuccess && first == ncclSuccess) first = ncs_check_nccl(comm->nccl, status, call, failure);
   }
   for (int r = comm->n - 1; r >= 0; --r) {
-    cudaError_t error;
+    cudaError_t error = 0;
     if (comm->streams == NULL || comm->streams[r] == NULL) continue;
-    error = comm->cuda.cudaStreamDestroy(comm->streams[r]);
-    if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(&comm->cuda, error, "cudaStreamDestroy", failure);
+    cuda->cuCtxSetCurrent(comm->contexts[r]);
+    if (comm->events[r] != NULL) error = cuda->cudaEventDestroy(comm->events[r]);
+    if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaEventDestroy", failure);
+    error = cuda->cudaStreamDestroy(comm->streams[r]);
+    if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaStreamDestroy", failure);
+    /* Only now: before the end of what runs, cudaFree would wait for it. */
+    if (comm->scratch[r] != NULL) cuda->cudaFree(comm->scratch[r]);
   }
-  /* Only now: before the end of what runs, cudaFree would wait for it. */
-  for (int r = 0; r < comm->n; ++r)
-    if (comm->scratch != NULL && comm->scratch[r] != NULL) comm->cuda.cudaFree(comm->scratch[r]);
+  if (cuda->cuCtxSetCurrent != NULL) cuda->cuCtxSetCurrent(current);
+  ncs_stop_waiting(comm);
   free(comm->scratch);
+  free(comm->events);
+  free(comm->contexts);
   free(comm->streams);
   free(comm->comms);
   free(comm->devices);
@@ -47,6 +58,11 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
     status = ncs_check_cuda(
         cuda, cuda->cudaStreamCreateWithPriority(&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest),
         "cudaStreamCreateWithPriority", failure);
+  if (status == ncclSuccess)
+    status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&comm->contexts[r]), "cuCtxGetCurrent", failure);
+  if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
+    status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(&comm->events[r], NCS_CUDA_EVENT_DISABLE_TIMING),
+                            "cudaEventCreateWithFlags", failure);
   return status;
 }
 
@@ -64,7 +80,7 @@ static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failur
     if (status == ncclInProgress) status = ncclSuccess;
     ncs_check_nccl(nccl, status, "ncclCommInitRankConfig", failure);
   }
-  ended = nccl->ncclGroupEnd(); /* in any case, as in run_group */
+  ended = nccl->ncclGroupEnd(); /* in any case, as in launch_group */
   if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
   comm->is_launching = 1;
   return status;
@@ -97,9 +113,11 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
   comm->devices = copy_ints(devices, n_devices);
   comm->comms = calloc((size_t)n_devices, sizeof(*comm->comms));
   comm->streams = calloc((size_t)n_devices, sizeof(*comm->streams));
+  comm->contexts = calloc((size_t)n_devices, sizeof(*comm->contexts));
+  comm->events = calloc((size_t)n_devices, sizeof(*comm->events));
   comm->scratch = calloc((size_t)n_devices, sizeof(*comm->scratch));
   if (comm->ranks == NULL || comm->devices == NULL || comm->comms == NULL || comm->streams == NULL ||
-      comm->scratch == NULL)
+      comm->contexts == NULL || comm->events == NULL || comm->scratch == NULL)
     goto fail;
 
   status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
@@ -148,18 +166,10 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
 
 /* ---- Memory for a known answer ---- */
 
-/* Makes a rank's device current, and tells what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
-static ncclResult_t enter_device(ncs_nccl_comm* comm, int index, ncs_failure* failure, CUcontext* before) {
-  const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
-  if (status != ncclSuccess) return status;
-  return ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[index]), "cudaSetDevice", failure);
-}
-
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;
   CUcontext before = NULL;
-  ncclResult_t status = enter_device(comm, index, failure, &before);
+  ncclResult_t status = ncs_enter(comm, index, failure, &before);
   *pointer = NULL;
   if (status != ncclSuccess) return status;
   status = ncs_check_cuda(cuda, cuda->cudaFree(comm->scratch[index]), "cudaFree", failure);
@@ -174,7 +184,7 @@ ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_f
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            ncs_failure* failure) {
   CUcontext before = NULL;
-  ncclResult_t status = enter_device(comm, index, failure, &before);
+  ncclResult_t status = ncs_enter(comm, index, failure, &before);
   if (status != ncclSuccess) return status;
   status = ncs_check_cuda(&comm->cuda, comm->cuda.cudaMemcpy(to, from, size, NCS_CUDA_MEMCPY_DEFAULT), "cudaMemcpy",
                           failure);

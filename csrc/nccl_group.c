@@ -1,32 +1,9 @@
 /* Collectives over the GPUs of this process: all ranks' calls in one group, and the wait for them. */
 #define _POSIX_C_SOURCE 200809L
 
-#include <stdlib.h>
-#include <time.h>
-
 #include "nccl_api.h"
 
 /* ---- Waiting ---- */
-
-/* A collective of some kilobytes takes tens of microseconds: so long it is worth to keep asking. */
-#define NCS_SPIN_S 200e-6
-#define NCS_LONGEST_NAP_S 1e-3
-
-static double now_s(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* The longer it has taken, the longer it may yet take: naps of an eighth of it. */
-static void nap(double waited_s) {
-  double length_s = waited_s / 8;
-  struct timespec length = {0, 0};
-  if (waited_s < NCS_SPIN_S) return;
-  if (length_s > NCS_LONGEST_NAP_S) length_s = NCS_LONGEST_NAP_S;
-  length.tv_nsec = (long)(length_s * 1e9);
-  nanosleep(&length, NULL);
-}
 
 /* What NCCL says of every rank: ncclInProgress, or the first error. */
 static ncclResult_t ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
@@ -59,89 +36,82 @@ static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
 }
 
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  const double begin = now_s();
+  const double begin = ncs_now_s();
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  if (status != ncclSuccess) return status;
   for (;;) {
-    const ncclResult_t status = look(comm, failure);
-    const double waited_s = now_s() - begin;
-    if (status != ncclInProgress || waited_s >= slice_s) return status;
-    nap(waited_s);
+    const double waited_s = ncs_now_s() - begin;
+    status = look(comm, failure);
+    if (status != ncclInProgress || waited_s >= slice_s) break;
+    ncs_nap(waited_s);
   }
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  if (status != ncclSuccess) return status;
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
     comm->nccl->ncclCommGetAsyncError(comm->comms[r], &state);
     if (comm->is_launching) progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
     else progress[r] = comm->cuda.cudaStreamQuery(comm->streams[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
   }
+  comm->cuda.cuCtxSetCurrent(current);
   return ncclSuccess;
 }
 
 /* ---- Groups ---- */
 
-/* Waits for whatever is queued on the devices: the buffers may still be written or read by somebody's stream. */
-static ncclResult_t wait_for_devices(const ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t status = ncclSuccess;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", failure);
-  }
-  return status;
-}
-
-typedef enum { ALL_REDUCE, BROADCAST, ALL_TO_ALL } collective_kind;
-
-typedef struct {
-  collective_kind kind;
-  const void* const* sends;
-  void* const* recvs;
-  size_t count, size;
-  ncclDataType_t dtype;
-  int op, root;
-} collective;
-
 /* Rank r's part of an all-to-all: block p of what it sends goes to rank p, block p of what it receives is p's. */
-static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const collective* what, int r) {
+static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
   const ncs_nccl* nccl = comm->nccl;
-  const size_t block = what->count * what->size;
+  const ncclDataType_t dtype = (ncclDataType_t)what->dtype;
+  const size_t block = what->count * ncs_size_of(what->dtype);
   ncclResult_t status = ncclSuccess;
   for (int peer = 0; peer < comm->world_size; ++peer) {
     const char* send = (const char*)what->sends[r] + (size_t)peer * block;
     char* recv = (char*)what->recvs[r] + (size_t)peer * block;
-    status = nccl->ncclSend(send, what->count, what->dtype, peer, comm->comms[r], comm->streams[r]);
+    status = nccl->ncclSend(send, what->count, dtype, peer, comm->comms[r], comm->streams[r]);
     if (status != ncclSuccess && status != ncclInProgress) break;
-    status = nccl->ncclRecv(recv, what->count, what->dtype, peer, comm->comms[r], comm->streams[r]);
+    status = nccl->ncclRecv(recv, what->count, dtype, peer, comm->comms[r], comm->streams[r]);
     if (status != ncclSuccess && status != ncclInProgress) break;
   }
   return status;
 }
 
-static ncclResult_t call_rank(const ncs_nccl_comm* comm, const collective* what, int r) {
+static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
   const ncs_nccl* nccl = comm->nccl;
+  const ncclDataType_t dtype = (ncclDataType_t)what->dtype;
   switch (what->kind) {
-    case ALL_REDUCE:
-      return nccl->ncclAllReduce(what->sends[r], what->recvs[r], what->count, what->dtype, (ncclRedOp_t)what->op,
+    case NCS_ALL_REDUCE:
+      return nccl->ncclAllReduce(what->sends[r], what->recvs[r], what->count, dtype, (ncclRedOp_t)what->op,
                                  comm->comms[r], comm->streams[r]);
-    case BROADCAST:
-      return nccl->ncclBroadcast(what->sends[r], what->recvs[r], what->count, what->dtype, what->root, comm->comms[r],
+    case NCS_BROADCAST:
+      return nccl->ncclBroadcast(what->sends[r], what->recvs[r], what->count, dtype, what->root, comm->comms[r],
                                  comm->streams[r]);
     default:
       return send_to_all(comm, what, r);
   }
 }
 
-static ncclResult_t run_group(const ncs_nccl_comm* comm, const collective* what, ncs_failure* failure) {
+/* Collective by collective, so that every rank makes its calls in the same order: NCCL matches them by it. */
+static ncclResult_t launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                 ncs_failure* failure) {
   static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend"};
   const ncs_nccl* nccl = comm->nccl;
   ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
   if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    status = call_rank(comm, what, r);
-    if (status == ncclInProgress) status = ncclSuccess;
-    ncs_check_nccl(nccl, status, names[what->kind], failure);
+  for (int i = 0; i < n_collectives && status == ncclSuccess; ++i) {
+    for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
+      status = call_rank(comm, &collectives[i], r);
+      if (status == ncclInProgress) status = ncclSuccess;
+      ncs_check_nccl(nccl, status, names[collectives[i].kind], failure);
+    }
+    if (status != ncclSuccess && failure != NULL) failure->index = i;
   }
   /* Closed in any case: an open group would swallow every later call of this thread. After a failure inside, NCCL
    * launches nothing and returns that failure again. */
@@ -150,54 +120,14 @@ static ncclResult_t run_group(const ncs_nccl_comm* comm, const collective* what,
   return status;
 }
 
-static ncclResult_t run_collective(ncs_nccl_comm* comm, const collective* what, double slice_s, ncs_failure* failure) {
-  const ncs_cuda* cuda = &comm->cuda;
+ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                double slice_s, ncs_failure* failure) {
   CUcontext current = NULL;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
   if (status != ncclSuccess) return status;
-  status = wait_for_devices(comm, failure);
   comm->is_launching = comm->is_on_streams = 1;
   comm->n_done = 0;
-  if (status == ncclSuccess) status = run_group(comm, what, failure);
-  cuda->cuCtxSetCurrent(current);
+  status = launch_group(comm, collectives, n_collectives, failure);
+  comm->cuda.cuCtxSetCurrent(current);
   return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
-}
-
-static size_t size_of(int dtype) {
-  const char* name;
-  int value;
-  size_t size = 0;
-  for (int i = 0; ncs_dtype_describe(i, &name, &value, &size) == ncclSuccess; ++i)
-    if (value == dtype) return size;
-  return 0;
-}
-
-ncclResult_t ncs_nccl_all_reduce(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, int op, double slice_s, ncs_failure* failure) {
-  const collective what = {ALL_REDUCE, sends, recvs, count, 0, (ncclDataType_t)dtype, op, 0};
-  if (comm == NULL || op < ncclSum || op > ncclAvg) {
-    ncs_set_failure(failure, "ncs_nccl_all_reduce", "expected a communicator and an operation of NCCL's");
-    return ncclInvalidArgument;
-  }
-  return run_collective(comm, &what, slice_s, failure);
-}
-
-ncclResult_t ncs_nccl_broadcast(ncs_nccl_comm* comm, void* const* buffers, size_t count, int dtype, int root,
-                                double slice_s, ncs_failure* failure) {
-  const collective what = {BROADCAST, (const void* const*)buffers, buffers, count, 0, (ncclDataType_t)dtype, 0, root};
-  if (comm == NULL || root < 0 || root >= comm->world_size) {
-    ncs_set_failure(failure, "ncs_nccl_broadcast", "expected a communicator and one of its ranks as root");
-    return ncclInvalidArgument;
-  }
-  return run_collective(comm, &what, slice_s, failure);
-}
-
-ncclResult_t ncs_nccl_all_to_all(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, double slice_s, ncs_failure* failure) {
-  const collective what = {ALL_TO_ALL, sends, recvs, count, size_of(dtype), (ncclDataType_t)dtype, 0, 0};
-  if (comm == NULL || what.size == 0) {
-    ncs_set_failure(failure, "ncs_nccl_all_to_all", "expected a communicator and a dtype of NCCL's");
-    return ncclInvalidArgument;
-  }
-  return run_collective(comm, &what, slice_s, failure);
 }

@@ -153,6 +153,7 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ struc
 typedef struct ncs_failure {
   char call[64];
   char message[960];
+  int index; /* of the group's collective that it failed in; -1: in none of them */
 } ncs_failure;
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
@@ -175,9 +176,9 @@ ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* fai
 ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
 
 /* Begins to join n_devices GPUs of this process (CUDA ordinals) as `ranks` of `world_size` ranks, with one stream on
- * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
- * outlive it. On failure everything made so far is released and *comm is NULL. The thread's current CUDA context is
- * the same afterwards, here and in all that follows. */
+ * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it
+ * by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must outlive it. On failure everything made so far is released and
+ * *comm is NULL. The thread's current CUDA context is the same afterwards, here and in all that follows. */
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
                              int world_size, const int* ranks, const int* devices, int n_devices,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
@@ -195,29 +196,58 @@ typedef enum {
 } ncs_progress;
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
-/* As ncs_cpu_all_reduce, over device memory: sends[r] and recvs[r] lie on the r-th device; recvs[r] may be sends[r].
- * First waits for all work queued on these devices (whoever produced the buffers need not be waited for), however
- * long that takes; then launches, and waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then
- * the buffers must stay. The group of calls is opened and closed here, also when a call inside fails. */
-ncclResult_t ncs_nccl_all_reduce(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, int op, double slice_s, /*outputs*/ ncs_failure* failure);
+/* NCS_ALL_REDUCE and NCS_BROADCAST as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. NCS_ALL_TO_ALL:
+ * each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
+ * own; world_size blocks each. */
+typedef enum { NCS_ALL_REDUCE = 0, NCS_BROADCAST = 1, NCS_ALL_TO_ALL = 2 } ncs_kind;
 
-/* buffers[r][:] = the root's, a rank of the world, of this process or not; otherwise as ncs_nccl_all_reduce. */
-ncclResult_t ncs_nccl_broadcast(ncs_nccl_comm* comm, void* const* buffers, size_t count, int dtype, int root,
+/* One collective: sends[r] and recvs[r] lie on this process' r-th device. */
+typedef struct {
+  int kind;
+  const void* const* sends; /* of a broadcast: the same as recvs */
+  void* const* recvs;       /* recvs[r] may be sends[r], but in an all-to-all */
+  size_t count;
+  int dtype;
+  int op;   /* of an all-reduce */
+  int root; /* of a broadcast: a rank of the world, of this process or not */
+} ncs_collective;
+
+/* Whether a group can be run: ncclInvalidArgument and a sentence if a kind, dtype, op or root is unknown, or if a
+ * buffer (of more than nothing) is NULL, misaligned, or by the driver's account neither on its rank's device nor
+ * managed; or if one that is written overlaps another one of the group (the collectives of a group happen at once),
+ * other than a recvs[r] that is sends[r]. Launches and waits for nothing. */
+ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                  /*outputs*/ ncs_failure* failure);
+
+/* Waits, at most slice_s seconds, for the GPUs' own work: all that was queued on these devices, by whom and on which
+ * stream whatsoever, when this wait began; ncclInProgress if that has not ended: then call it again. To be called
+ * before ncs_nccl_run_group, whose streams wait for nobody: behind it the buffers that are sent have been written, and
+ * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
+ * its stream was pending). What is queued during the wait is not waited for.
+ *
+ * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that
+ * work, and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event
+ * on a stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread
+ * calls cudaDeviceSynchronize; if the work never ends, that thread stays behind. */
+ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
+
+/* While that wait is under way: of which ranks' devices it is known that their work has not ended (1, else 0). */
+ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
+
+/* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
+ * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and
+ * waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
+ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
-
-/* Each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
- * own; world_size blocks each. Otherwise as ncs_nccl_all_reduce, but not in place. */
-ncclResult_t ncs_nccl_all_to_all(ncs_nccl_comm* comm, const void* const* sends, void* const* recvs, size_t count,
-                                 int dtype, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. */
+/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. May block, here and below,
+ * until the GPUs' own work has ended: freeing memory waits for it. */
 ncclResult_t ncs_nccl_destroy(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* The same for any other: does not wait for what is under way, nor for other processes. */
+/* The same for any other: does not wait for collectives under way, nor for other processes. */
 ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
 /* Makes a piece of memory on the communicator's index-th device, in place of an earlier one; it is freed with the

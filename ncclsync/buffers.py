@@ -32,7 +32,8 @@ _DLPACK_CODES = {
     for bits in widths
 }
 _NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name != "bfloat16"}
-_BYTES, _POINTER = ffi.typeof("char[]"), ffi.typeof("void*")
+_BYTES, _POINTER, _BYTE_POINTER = ffi.typeof("char[]"), ffi.typeof("void*"), ffi.typeof("char*")
+_TENSOR = ffi.typeof("ncs_dlpack_tensor*")
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -76,7 +77,7 @@ class Buffers:
                 ``(pointer, count, dtype)``. The same object may stand for several ranks.
             what: the argument's name, for messages.
             devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell
-                where it points to: that is the caller's word.
+                where it points to: for GPUs CUDA is asked, later, on which one it is.
             writable: refuse read-only buffers. DLPack's own form has no such mark.
 
         Raises:
@@ -210,7 +211,7 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: dict[int, str]) -> 
         )
     # Not renamed to "used_dltensor": the capsule still owns the tensor and frees it in the end.
     capsule = buffer.__dlpack__()
-    tensor = ffi.cast("ncs_dlpack_tensor*", _capsule_pointer(capsule, b"dltensor"))
+    tensor = ffi.cast(_TENSOR, _capsule_pointer(capsule, b"dltensor"))
     shape = [tensor.shape[i] for i in range(tensor.ndim)]
     dtype = _DLPACK_CODES.get((tensor.dtype.code, tensor.dtype.bits))
     if dtype is None or tensor.dtype.lanes != 1:
@@ -221,11 +222,13 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: dict[int, str]) -> 
         )
     if tensor.strides != ffi.NULL:
         strides = [tensor.strides[i] for i in range(tensor.ndim)]
-        dense = [math.prod(shape[i + 1 :]) for i in range(tensor.ndim)]
-        if any(n > 1 and s != d for n, s, d in zip(shape, strides, dense, strict=True)):
-            raise ValueError(
-                f"Expected {what}[{rank}] to be contiguous (C order). "
-                f"Received: shape {shape}, strides {strides} in elements"
-            )
-    pointer = ffi.cast("char*", tensor.data) + tensor.byte_offset
+        dense = 1
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if length > 1 and stride != dense:
+                raise ValueError(
+                    f"Expected {what}[{rank}] to be contiguous (C order). "
+                    f"Received: shape {shape}, strides {strides} in elements"
+                )
+            dense *= length
+    pointer = ffi.cast(_BYTE_POINTER, tensor.data) + tensor.byte_offset
     return pointer, math.prod(shape), dtype, capsule

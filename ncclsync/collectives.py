@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ncclsync import native
 from ncclsync.errors import NcclSyncError
+
+
+class AllReduce(NamedTuple):
+    """An all-reduce of a group; its fields are the arguments of ``Communicator.all_reduce``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    op: str = "sum"
+    label: str = ""
+
+
+class Broadcast(NamedTuple):
+    """A broadcast of a group; its fields are the arguments of ``Communicator.broadcast``."""
+
+    buffers: Sequence[Any]
+    root: int = 0
+    label: str = ""
 
 
 class Communicator(abc.ABC):
@@ -15,7 +32,7 @@ class Communicator(abc.ABC):
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
-    shapes do not matter. Kinds may be mixed.
+    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU.
 
     Attributes:
         size: number of ranks of this process.
@@ -34,12 +51,8 @@ class Communicator(abc.ABC):
         return self.size
 
     @abc.abstractmethod
-    def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int, label: str) -> None:
-        """Do it; the arguments' lengths and the operation are checked."""
-
-    @abc.abstractmethod
-    def _broadcast(self, buffers: Sequence[Any], root: int, label: str) -> None:
-        """Do it; the arguments' lengths and the root are checked."""
+    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+        """Do it; there is one at least, and the arguments' lengths, operations and roots are checked."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -67,14 +80,7 @@ class Communicator(abc.ABC):
                 then aborted.
             NcclSyncError: the communicator is closed.
         """
-        if self.closed:
-            self.raise_closed()
-        code = native.OPS.get(op)
-        if code is None:
-            raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
-        if len(sends) != self.size or len(recvs) != self.size:
-            self._raise_length("sends and recvs", f"{len(sends)} and {len(recvs)}")
-        self._all_reduce(sends, recvs, code, label)
+        self.run_group([AllReduce(sends, recvs, op, label)])
 
     def broadcast(self, buffers: Sequence[Any], root: int = 0, *, label: str = "") -> None:
         """Copy the root's buffer into every other rank's. Collective; blocks until done.
@@ -87,13 +93,42 @@ class Communicator(abc.ABC):
         Raises:
             As ``all_reduce``.
         """
+        self.run_group([Broadcast(buffers, root, label)])
+
+    def run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+        """Run collectives of any dtypes, sizes and operations as one; blocks until all are done.
+
+        They happen at once or in any order: what one of them writes no other may read or write. NCCL
+        runs them as one group, which costs one launch and one wait.
+
+        Args:
+            collectives: ``AllReduce`` and ``Broadcast`` in any mix; of several processes, all give the
+                same ones in the same order.
+
+        Raises:
+            As ``all_reduce``; a NcclError or NcclTimeoutError ends all of them.
+        """
         if self.closed:
             self.raise_closed()
-        if len(buffers) != self.size:
-            self._raise_length("buffers", str(len(buffers)))
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
-        self._broadcast(buffers, root, label)
+        for collective in collectives:
+            self._check(collective)
+        if collectives:
+            self._run_group(collectives)
+
+    def _check(self, collective: AllReduce | Broadcast) -> None:
+        if isinstance(collective, AllReduce):
+            sends, recvs, op, _ = collective
+            if op not in native.OPS:
+                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
+            if len(sends) != self.size or len(recvs) != self.size:
+                self._raise_length("sends and recvs", f"{len(sends)} and {len(recvs)}")
+            return
+        if len(collective.buffers) != self.size:
+            self._raise_length("buffers", str(len(collective.buffers)))
+        if not 0 <= collective.root < self.world_size:
+            raise ValueError(
+                f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {collective.root}"
+            )
 
     def reopen(self) -> None:
         """Join the ranks again after a failed collective; nothing to do where none can fail."""

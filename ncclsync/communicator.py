@@ -8,11 +8,12 @@ How a buffer is read is in ``buffers``; nothing here knows TensorFlow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ncclsync import native
 from ncclsync.buffers import HOST, Buffers
 from ncclsync.buffers import empty_aligned as empty_aligned
+from ncclsync.collectives import AllReduce as AllReduce
+from ncclsync.collectives import Broadcast as Broadcast
 from ncclsync.collectives import Communicator as Communicator
 from ncclsync.nccl_communicator import NcclCommunicator as NcclCommunicator
 
@@ -50,29 +51,37 @@ class CpuCommunicator(Communicator):
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""
         self._closed = True
 
-    def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int, label: str) -> None:
-        reads = Buffers(sends, "sends", HOST, writable=False)
-        writes = Buffers(recvs, "recvs", HOST, writable=True)
-        writes.check_like(reads)
-        status = native.cpu_all_reduce(
-            self._pool or native.process_pool(),
-            reads.pointers,
-            writes.pointers,
-            reads.count,
-            reads.dtype,
-            op,
-        )
-        if status != 0:  # C has checked, and written nothing: find out which buffer it was
-            for buffers in (reads, writes):
-                buffers.check_aligned()
-                writes.check_apart(buffers)
-            native.check(status, "ncs_cpu_all_reduce")
-
-    def _broadcast(self, buffers: Sequence[Any], root: int, label: str) -> None:
-        ranks = Buffers(buffers, "buffers", HOST, writable=True)
+    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+        """One after another: there is no launch to be saved."""
+        runs = [self._read(collective) for collective in collectives]
+        if len(runs) > 1:  # one alone is checked in C, before it writes
+            for reads, writes in runs:
+                _check(reads, writes)
         pool = self._pool or native.process_pool()
-        status = native.cpu_broadcast(pool, ranks.pointers, ranks.count, ranks.dtype, root)
-        if status != 0:
-            ranks.check_aligned()
-            ranks.check_apart(ranks)
-            native.check(status, "ncs_cpu_broadcast")
+        for collective, (reads, writes) in zip(collectives, runs, strict=True):
+            pointers, count, dtype = writes.pointers, writes.count, writes.dtype
+            if isinstance(collective, AllReduce):
+                op = native.OPS[collective.op]
+                status = native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
+            else:
+                status = native.cpu_broadcast(pool, pointers, count, dtype, collective.root)
+            if status != 0:
+                _check(reads, writes)  # C has written nothing: find out which buffer it was
+                native.check(status, "ncs_cpu_all_reduce or ncs_cpu_broadcast")
+
+    def _read(self, collective: AllReduce | Broadcast) -> tuple[Buffers, Buffers]:
+        """Return what it reads and what it writes."""
+        if isinstance(collective, Broadcast):
+            buffers = Buffers(collective.buffers, "buffers", HOST, writable=True)
+            return buffers, buffers
+        reads = Buffers(collective.sends, "sends", HOST, writable=False)
+        writes = Buffers(collective.recvs, "recvs", HOST, writable=True)
+        writes.check_like(reads)
+        return reads, writes
+
+
+def _check(reads: Buffers, writes: Buffers) -> None:
+    """Raise ValueError for a buffer that begins within an element, or overlaps one that is written."""
+    for buffers in (reads, writes):
+        buffers.check_aligned()
+        writes.check_apart(buffers)

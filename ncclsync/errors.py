@@ -42,6 +42,10 @@ class NcclError(NcclSyncError):
         during = f", during {self.during}" if self.during else ""
         return f"{self.call} returned {self.status_name} ({self.status}){words}{during}"
 
+    def within(self, during: str) -> NcclError:
+        """Return the same error, with what was under way, if it does not tell that already."""
+        return type(self)(self.status, self.call, self.last_error, self.status_name, self.during or during)
+
     def __reduce__(self):
         """Pickle by the attributes: ``Exception`` would pass the message alone."""
         return type(self), (self.status, self.call, self.last_error, self.status_name, self.during)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import host_ops
-from ncclsync.group_ops import group_all_reduce, group_broadcast
+from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
 from ncclsync.shard import Shards
@@ -179,16 +179,18 @@ def _exchange(
     if count == 1:
         return sent
     received: list[list[Any]] = [[None] * len(buckets) for _ in range(count)]
+    labels = [f"bucket {i + 1} of {len(buckets)}" for i in range(len(buckets))]
     for indices in together(buckets):
-        bucket = buckets[indices[0]]
+        chosen = [buckets[i] for i in indices]
         given = [[row[i] for i in indices] for row in sent]
-        if bucket.on_host:
-            weights = _weights(bucket, values, shards)
-            join = functools.partial(_join_on_host, given, weights, bucket.wire.op)
+        if chosen[0].on_host:
+            weights = _weights(chosen[0], values, shards)
+            join = functools.partial(_join_on_host, given, weights, chosen[0].wire.op)
         else:
-            label = f"bucket {indices[0] + 1} of {len(buckets)}"
-            join = functools.partial(_join, bucket.wire, given, towers, label)
-        joined = tf.cond(values[0][bucket.when], join, lambda g=given: g) if bucket.when else join()
+            wires = [bucket.wire for bucket in chosen]
+            join = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
+        when = chosen[0].when
+        joined = tf.cond(values[0][when], join, lambda g=given: g) if when else join()
         for row, tensors in zip(received, joined, strict=True):
             for i, tensor in zip(indices, tensors, strict=True):
                 row[i] = tensor
@@ -196,13 +198,21 @@ def _exchange(
 
 
 def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
-    """Return the indices of the buckets that one call joins: on the host all of one kind, else one by one."""
-    together: dict[Any, list[int]] = {}
+    """Return the indices of the buckets that one call joins.
+
+    By the host's op all of one kind and weight; by the communicator all that are reduced, in one group, but
+    for those with a condition.
+    """
+    joined: dict[Any, list[int]] = {}
     for i, bucket in enumerate(buckets):
         first = bucket.exchanges[0]
-        key = (bucket.wire, first.collective, first.dtype, first.when, first.scale) if bucket.on_host else i
-        together.setdefault(key, []).append(i)
-    return list(together.values())
+        key: Any = i
+        if bucket.on_host:
+            key = (bucket.wire, first.collective, first.dtype, first.when, first.scale)
+        elif bucket.wire.kind == "all_reduce" and bucket.when is None:
+            key = "one group"
+        joined.setdefault(key, []).append(i)
+    return list(joined.values())
 
 
 def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
@@ -226,15 +236,21 @@ def _join_on_host(
 
 
 def _join(
-    wire: Collective, sent: list[list[tf.Tensor]], towers: TowerState, label: str
+    wires: Sequence[Collective], sent: list[list[tf.Tensor]], towers: TowerState, labels: Sequence[str]
 ) -> list[list[tf.Tensor]]:
-    """Join one bucket of each tower; [N][1] in, [N][1] out."""
-    return [[tensor] for tensor in _join_one(wire, [row[0] for row in sent], towers, label)]
+    """Join buckets that are all reduced, or one of any kind; [N][B] in, [N][B] out."""
+    columns = [list(column) for column in zip(*sent, strict=True)]  # [B][N]
+    if wires[0].kind == "all_reduce":
+        columns = group_exchange(columns, towers.communicator, [wire.op for wire in wires], labels)
+    else:
+        columns = [_join_one(wires[0], columns[0], towers, labels[0])]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _join_one(
     wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str
 ) -> list[tf.Tensor]:
+    """Join one bucket that is sent, gathered, or reduced to one tower; [N] in, [N] out."""
     count = len(towers)
     if wire.root >= count:
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")

@@ -55,6 +55,7 @@ MOST_REGISTERS = ARITHMETIC.pop("MOST_REGISTERS")
 _STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
 INVALID_USAGE = _STATUSES["ncclInvalidUsage"]
+INVALID_ARGUMENT = _STATUSES["ncclInvalidArgument"]
 IN_PROGRESS = _STATUSES["ncclInProgress"]
 TIMEOUT = _STATUSES["ncclTimeout"]
 
@@ -78,7 +79,12 @@ def check_failure(status: int, failure: Any) -> None:
     """Raise NcclError unless a native call succeeded; its ``ncs_failure`` tells of the call."""
     if status != 0:
         call = ffi.string(failure.call).decode() or "malloc"
-        check(status, call, ffi.string(failure.message).decode(errors="replace"))
+        check(status, call, words(failure))
+
+
+def words(failure: Any) -> str:
+    """Return the message of an ``ncs_failure``."""
+    return ffi.string(failure.message).decode(errors="replace")
 
 
 class Pool:
@@ -240,7 +246,7 @@ class NcclLibrary:
                 self.path = path
                 self.handle = ffi.gc(handle[0], lib.ncs_nccl_close)  # frees a table of addresses
                 return
-            tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
+            tried.append(f"{path} ({words(failure)})")
         raise NcclUnavailableError(
             f"Expected NCCL's library {_NCCL[2]}. Received: none that can be used. {_places(*_NCCL, tried)} "
             "Install it by 'pip install nvidia-nccl-cu12'."

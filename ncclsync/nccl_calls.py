@@ -7,7 +7,7 @@ Nothing here waits for longer than it is told to: that is `watchdog`'s matter.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ncclsync import native
@@ -15,6 +15,9 @@ from ncclsync.errors import NcclError, NcclUnavailableError
 from ncclsync.native import ffi, lib
 
 UNIQUE_ID_BYTES = 128
+
+_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
+_COLLECTIVES = ffi.typeof("ncs_collective[]")
 
 # What NCCL and CUDA say, and what helps.
 _ADVICE = (
@@ -45,6 +48,10 @@ _ADVICE = (
 )
 
 
+ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
+_CALLS = {ALL_REDUCE: "ncclAllReduce", BROADCAST: "ncclBroadcast", ALL_TO_ALL: "ncclSend"}
+
+
 class Progress(enum.IntEnum):
     """Where a rank of this process is in what is under way."""
 
@@ -60,7 +67,7 @@ def _advice(words: str) -> str:
 
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return what ranks in several processes find each other by. Raises NcclError."""
-    failure, made = ffi.new("ncs_failure*"), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
     native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
     return bytes(ffi.buffer(made))
 
@@ -88,7 +95,7 @@ def create(
         NcclUnavailableError: no driver, or no CUDA runtime.
         NcclError: anything else that failed.
     """
-    failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl_comm**")
+    failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
     runtimes, driver = native.cuda_paths()
     tried: list[str] = []
@@ -102,7 +109,7 @@ def create(
         call = ffi.string(failure.call).decode()
         if call not in ("dlopen", "dlsym"):
             break
-        tried.append(f"{path} ({ffi.string(failure.message).decode(errors='replace')})")
+        tried.append(f"{path} ({native.words(failure)})")
     try:
         native.check_failure(status, failure)
     except NcclError as error:
@@ -115,7 +122,7 @@ def _raise_without_cuda(
     library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
 ) -> NoReturn:
     """CUDA's libraries are missing. NCCL has its own of the runtime, and may know of a deeper reason."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     try:
         native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
     except NcclError as deeper:
@@ -151,28 +158,81 @@ def _is_done(status: int, failure: Any) -> bool:
 
 def wait(comm: Any, slice_s: float) -> bool:
     """Wait for what is under way, for so many seconds; return whether it has ended. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
 
 
-def all_reduce(
-    comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int, slice_s: float
-) -> bool:
-    """Begin to all-reduce device memory, and wait as `wait` does; see ``ncs_nccl_all_reduce``."""
-    failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_all_reduce(comm, sends, recvs, count, dtype, op, slice_s, failure), failure)
+class Group:
+    """Collectives as the C library takes them; keeps alive what these point to, but not the buffers.
+
+    Attributes:
+        array, size: its ``ncs_collective`` structs, and how many there are.
+        failure: what the calls write into.
+        call: NCCL's name of the first one.
+    """
+
+    __slots__ = ("_alive", "array", "call", "failure", "size")
+
+    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
+        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
+        self._alive: list[Any] = []
+        structs = []
+        for kind, sends, recvs, *numbers in collectives:
+            received = ffi.new(_POINTERS, recvs)
+            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
+            self._alive += (sent, received)
+            structs.append((kind, sent, received, *numbers))
+        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
+        self.failure = ffi.new(_FAILURE)
+        self.call = _CALLS[collectives[0][0]]
 
 
-def broadcast(comm: Any, buffers: list[Any], count: int, dtype: int, root: int, slice_s: float) -> bool:
-    """Begin to broadcast device memory, and wait as `wait` does; see ``ncs_nccl_broadcast``."""
-    failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_broadcast(comm, buffers, count, dtype, root, slice_s, failure), failure)
+def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order.
+
+    Args:
+        comm: the communicator's handle.
+        group: what is to be run.
+        name: says which collective of the group is meant, by its index.
+    """
+    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
+    if status == native.INVALID_ARGUMENT:
+        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
+        raise ValueError(native.words(group.failure) + which)
+    native.check_failure(status, group.failure)
 
 
-def all_to_all(comm: Any, sends: list[Any], recvs: list[Any], count: int, dtype: int, slice_s: float) -> bool:
-    """Begin to send each rank its block, and wait as `wait` does; see ``ncs_nccl_all_to_all``."""
-    failure = ffi.new("ncs_failure*")
-    return _is_done(lib.ncs_nccl_all_to_all(comm, sends, recvs, count, dtype, slice_s, failure), failure)
+def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+
+    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
+
+    Raises:
+        NcclError: a call failed; it tells of which collective, if it was one's.
+    """
+    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
+    try:
+        return _is_done(status, group.failure)
+    except NcclError as error:
+        if group.failure.index < 0:
+            raise
+        raise error.within(name(group.failure.index)) from None
+
+
+def wait_for_devices(comm: Any, slice_s: float) -> bool:
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended.
+
+    See ``ncs_nccl_wait_for_devices``. Raises NcclError.
+    """
+    failure = ffi.new(_FAILURE)
+    return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+
+
+def busy(comm: Any, size: int) -> list[int]:
+    """Return for which of this process' `size` ranks that wait is known to wait."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
+    return [index for index, state in enumerate(states) if state]
 
 
 def progress(comm: Any, size: int) -> list[Progress]:
@@ -184,19 +244,19 @@ def progress(comm: Any, size: int) -> list[Progress]:
 
 def finalize(comm: Any) -> None:
     """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
 
 
 def destroy(comm: Any) -> None:
     """Free a finalized communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
 
 
 def abort(comm: Any) -> None:
     """Free any other communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
 
 
@@ -205,12 +265,12 @@ def scratch(comm: Any, index: int, size_bytes: int) -> Any:
 
     Raises NcclError.
     """
-    failure, pointer = ffi.new("ncs_failure*"), ffi.new("void**")
+    failure, pointer = ffi.new(_FAILURE), ffi.new("void**")
     native.check_failure(lib.ncs_nccl_scratch(comm, index, size_bytes, failure, pointer), failure)
     return pointer[0]
 
 
 def copy(comm: Any, index: int, to: Any, source: Any, size_bytes: int) -> None:
     """Copy to or from the index-th device's memory. Blocks. Raises NcclError."""
-    failure = ffi.new("ncs_failure*")
+    failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_copy(comm, index, to, source, size_bytes, failure), failure)

@@ -16,26 +16,30 @@ from typing import Any
 
 from ncclsync import native, nccl_calls, watchdog
 from ncclsync.buffers import CUDA, Buffers
-from ncclsync.collectives import Communicator
+from ncclsync.collectives import AllReduce, Broadcast, Communicator
 from ncclsync.errors import NcclError, NcclSyncError
 from ncclsync.nccl_calls import Progress
 from ncclsync.preflight import check_paths
 
 _DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
+_KINDS = {AllReduce: "all-reduce", Broadcast: "broadcast"}
+ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
+_LISTED = 6  # collectives of a group that a message names
 
 
 class NcclCommunicator(Communicator):
     """N ranks, each on a GPU of its own, joined by NCCL.
 
-    A collective first waits for all work queued on its GPUs, however long that takes, so buffers need not be
-    ready when it is called; it has written its results, on a stream of its own, when it returns. Inputs are
-    never written. It raises if it has not ended within ``timeout_s``. A failed collective aborts the
-    communicator: it never returns quietly without having happened. Threads take turns.
+    A collective first waits for all work queued on its GPUs, on any stream, so buffers need not be ready when
+    it is called; it has written its results, on a stream of its own, when it returns. Inputs are never
+    written. It raises if the GPUs' own work, or then the collective, has not ended within ``timeout_s``. A
+    failed collective aborts the communicator: it never returns quietly without having happened. Threads take
+    turns.
 
     Attributes:
         size, world_size: the number of ranks here, and in all processes.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
-        timeout_s: how long a collective may take; None for no limit.
+        timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
         failure: what ended the communicator, if a failure did.
     """
 
@@ -52,8 +56,9 @@ class NcclCommunicator(Communicator):
 
         Args:
             devices: CUDA ordinals; rank r is on ``devices[r]``.
-            timeout_s: how long joining them, and then any collective, may take, in seconds, before it is
-                given up with a NcclTimeoutError; None for no limit. A warning is logged after 60 s.
+            timeout_s: how long joining them, then any collective, and the GPUs' own work before it, may
+                take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
+                warning is logged after 60 s.
             preflight: whether to send known numbers over each pair's path first; see `preflight`.
 
         Raises:
@@ -138,6 +143,7 @@ class NcclCommunicator(Communicator):
         self._joined_by = joined_by
         self._is_closed = False
         self._count = 0
+        self._aborting: watchdog.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._library = native.NcclLibrary()
         self._join()
@@ -169,6 +175,8 @@ class NcclCommunicator(Communicator):
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
                     "Join all processes anew, by a new unique id."
                 )
+            if self._aborting is not None:
+                self._wait_for_abort(self._aborting)
             self._join()
 
     def close(self) -> None:
@@ -184,22 +192,25 @@ class NcclCommunicator(Communicator):
                 return nccl_calls.wait(handle, slice_s)
 
             with self._aborted_on_error(handle):
-                self._watch(handle, "the end of a communicator", "ncclCommFinalize", begin)
+                self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
             nccl_calls.destroy(handle)
 
     def _join(self) -> None:
         self._check_different()
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
-        what = f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
         with self._aborted_on_error(handle):
             try:
-                self._watch(handle, what, "ncclCommInitRankConfig", nccl_calls.wait)
+                self._watch(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
-                    watch = functools.partial(self._watch, handle)
-                    check_paths(handle, self.ranks, self._world_size, watch)
+                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+                    launch = functools.partial(self._launch, handle)
+                    check_paths(handle, self.ranks, self._world_size, launch)
             except NcclError as error:
                 nccl_calls.raise_explained(error, self.devices)
         self._handle, self.failure = handle, None
+
+    def _joining(self) -> str:
+        return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
 
     def _check_different(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -209,75 +220,82 @@ class NcclCommunicator(Communicator):
                 "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
             )
 
-    def _all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: int, label: str) -> None:
-        reads = Buffers(sends, "sends", self.memory, writable=False)
-        writes = Buffers(recvs, "recvs", self.memory, writable=True)
-        writes.check_like(reads)
-        self._check_own(writes)
-        reads.check_aligned()
-        writes.check_apart(reads)
-        read_at = reads.addresses()
-        for rank, address in enumerate(writes.addresses() if writes.count else []):
-            if address in read_at and read_at[rank] != address:
-                raise ValueError(
-                    f"Expected recvs[{rank}] to be sends[{rank}] or a buffer of its own. "
-                    f"Received: the one of sends[{read_at.index(address)}]"
+    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+        reads = [self._read(collective) for collective in collectives]
+        group = nccl_calls.Group(reads)
+        with self._lock:
+            handle = self._handle
+            if handle is None:  # closed by another thread meanwhile
+                self.raise_closed()
+            first = self._count + 1
+
+            def name(index: int) -> str:
+                _kind, _sends, _recvs, count, dtype, *_ = reads[index]
+                what, label = _KINDS[type(collectives[index])], collectives[index].label
+                size_bytes = count * native.DTYPE_SIZES[dtype]
+                return (
+                    f"{what} {first + index}{f' ({label})' if label else ''} of {size_bytes} bytes "
+                    f"({count} × {_DTYPE_NAMES[dtype]})"
                 )
 
-        def begin(handle, slice_s):
-            pointers = (reads.pointers, writes.pointers)
-            return nccl_calls.all_reduce(handle, *pointers, reads.count, reads.dtype, op, slice_s)
+            def begin(handle: Any, slice_s: float) -> bool:
+                return nccl_calls.run_group(handle, group, slice_s, name)
 
-        self._run("all-reduce", "ncclAllReduce", reads, label, begin)
+            nccl_calls.check_group(handle, group, name)
+            self._count += group.size
+            with self._aborted_on_error(handle):
+                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
-    def _broadcast(self, buffers: Sequence[Any], root: int, label: str) -> None:
-        ranks = Buffers(buffers, "buffers", self.memory, writable=True)
-        self._check_own(ranks)
+    def _read(
+        self, collective: AllReduce | Broadcast
+    ) -> tuple[int, list[Any], list[Any], int, int, int, int]:
+        """Return the fields of an ``ncs_collective``."""
+        if isinstance(collective, Broadcast):
+            buffers = Buffers(collective.buffers, "buffers", self.memory, writable=True)
+            pointers = buffers.pointers
+            numbers = (buffers.count, buffers.dtype, 0, collective.root)
+            return nccl_calls.BROADCAST, pointers, pointers, *numbers
+        reads = Buffers(collective.sends, "sends", self.memory, writable=False)
+        writes = Buffers(collective.recvs, "recvs", self.memory, writable=True)
+        writes.check_like(reads)
+        numbers = (reads.count, reads.dtype, native.OPS[collective.op], 0)
+        return nccl_calls.ALL_REDUCE, reads.pointers, writes.pointers, *numbers
 
-        def begin(handle, slice_s):
-            return nccl_calls.broadcast(handle, ranks.pointers, ranks.count, ranks.dtype, root, slice_s)
-
-        self._run("broadcast", "ncclBroadcast", ranks, label, begin)
-
-    def _check_own(self, buffers: Buffers) -> None:
-        """Raise ValueError unless every rank has a buffer to itself: each is on another GPU."""
-        buffers.check_aligned()
-        buffers.check_apart(buffers)
-        different = len(set(buffers.addresses()))
-        if buffers.count and different != self.size:
-            raise ValueError(
-                f"Expected {buffers.what} to be {self.size} buffers, one on each rank's GPU. "
-                f"Received: {different} different ones"
-            )
-
-    def _run(
-        self, name: str, call: str, buffers: Buffers, label: str, begin: Callable[[Any, float], bool]
+    def _launch(
+        self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
     ) -> None:
-        with self._lock:
-            if self._handle is None:  # closed by another thread meanwhile
-                self.raise_closed()
-            self._count += 1
-            size_bytes = buffers.count * native.DTYPE_SIZES[buffers.dtype]
-            kind = f"{size_bytes} bytes ({buffers.count} × {_DTYPE_NAMES[buffers.dtype]})"
-            what = f"{name} {self._count}{f' ({label})' if label else ''} of {kind}"
-            with self._aborted_on_error(self._handle):
-                self._watch(self._handle, what, call, begin)
+        """As `_watch`, behind the GPUs' own work, for which NCCL's streams do not wait."""
+        self._wait_for_devices(handle, what)
+        self._watch(handle, what, call, begin)
 
-    def _watch(self, handle: Any, what: str, call: str, begin: Callable[[Any, float], bool]) -> None:
+    def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
+        wait = nccl_calls.wait_for_devices
+        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._tell_busy(handle)
+        self._watch(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+
+    def _watch(
+        self,
+        handle: Any,
+        what: Callable[[], str],
+        call: str,
+        begin: Callable[[Any, float], bool],
+        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
+        arrived: Callable[[], str] | None = None,
+    ) -> None:
         """Do something and wait for its end; an error tells what it was."""
         try:
             watchdog.wait(
                 functools.partial(begin, handle),
-                functools.partial(nccl_calls.wait, handle),
+                functools.partial(go_on, handle),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=functools.partial(self._tell_progress, handle),
+                arrived=arrived or functools.partial(self._tell_progress, handle),
             )
         except NcclError as error:
             if error.during:
                 raise
-            raise NcclError(error.status, error.call, error.last_error, error.status_name, what) from None
+            raise error.within(what()) from None
 
     @contextlib.contextmanager
     def _aborted_on_error(self, handle: Any) -> Iterator[None]:
@@ -286,11 +304,32 @@ class NcclCommunicator(Communicator):
             yield
         except BaseException as error:
             self._handle, self.failure = None, error
-            try:
-                nccl_calls.abort(handle)
-            except NcclError as abort_error:
-                raise abort_error from error
+            self._abort(handle, error)
             raise
+
+    def _abort(self, handle: Any, cause: BaseException) -> None:
+        """Free it, aside: CUDA frees memory only behind the GPUs' own work, which may never end."""
+        aborting = watchdog.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
+        try:
+            self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
+        except NcclError as error:
+            raise error from cause
+
+    def _wait_for_abort(self, aborting: watchdog.Aside) -> None:
+        """Wait until an earlier failure's abort has given back what the communicator had."""
+        watchdog.wait(
+            aborting.wait,
+            aborting.wait,
+            call="ncclCommAbort",
+            what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
+            timeout_s=self.timeout_s,
+            arrived=lambda: "the GPUs' own work has to end first",
+        )
+        self._aborting = None
+
+    def _tell_busy(self, handle: Any) -> str:
+        """Say whose own work is known not to have ended."""
+        return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
 
     def _tell_progress(self, handle: Any) -> str:
         """Say which ranks have arrived, as far as it is known here."""
@@ -328,3 +367,13 @@ def _checked_numbers(numbers: Sequence[int], what: str, words: str) -> list[int]
     if not checked or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in checked):
         raise ValueError(f"Expected {what} to be {words}, at least one. Received: {numbers!r}")
     return checked
+
+
+def _list(size: int, name: Callable[[int], str]) -> str:
+    """Name the collectives of a group; of a large one the first ones and the last."""
+    if size == 1:
+        return name(0)
+    names = [name(i) for i in (range(size) if size <= _LISTED else range(_LISTED - 1))]
+    if size > _LISTED:
+        names += [f"{size - _LISTED} more", name(size - 1)]
+    return f"a group of {size} collectives ({'; '.join(names)})"

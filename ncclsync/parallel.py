@@ -72,10 +72,10 @@ def nccl_parallel(
             towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
             batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
             its own: reproducible for a given seed and number of towers.
-        timeout_s: how long a collective of NCCL's may take, in seconds. After 60 s a warning names what is
-            pending; after `timeout_s` the step fails with a `NcclTimeoutError` that names the collective and
-            the towers that are missing. None: no limit. Tower 0 keeps its weights, and the next `fit` joins
-            the GPUs anew.
+        timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
+            each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
+            `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
+            Tower 0 keeps its weights, and the next `fit` joins the GPUs anew.
         preflight: whether known numbers are sent over each pair of GPUs' path before the first collective,
             so that a host that corrupts them is an error.
         emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever

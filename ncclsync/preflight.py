@@ -18,7 +18,7 @@ from ncclsync.native import ffi
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
 
-Watch = Callable[[str, str, Callable[[Any, float], bool]], None]
+Watch = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
 
 _INT32 = native.DTYPES["int32"]
 
@@ -36,7 +36,8 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) 
         comm: a communicator's handle; it holds the device memory that is used, also behind a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
-        watch: runs a task (what it is, NCCL's function, what begins it) and waits for its end.
+        watch: runs a task (what says what it is, NCCL's function, what begins it) behind the GPUs' own work,
+            and waits for its end.
 
     Raises:
         NcclPreflightError: a rank received something else. Names the pair.
@@ -47,30 +48,31 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) 
     sends = [ffi.cast("char*", block) for block in memory]
     recvs = [block + size_bytes for block in sends]
 
-    def exchange(what, call, begin, sent):
+    def exchange(kind, what, sent):
+        during = f"the preflight's {what}"
+        group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
+
+        def begin(handle, slice_s):
+            return nccl_calls.run_group(handle, group, slice_s, lambda _: during)
+
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            watch(f"the preflight's {what}", call, begin)
+            watch(lambda: during, group.call, begin)
         except NcclTimeoutError as error:
+            if error.during != during:  # but the GPUs' own work before it
+                raise
             words = f"{error.last_error}. {_CAUSES}"
-            raise NcclTimeoutError(error.status, call, words, error.status_name, error.during) from None
+            raise NcclTimeoutError(error.status, error.call, words, error.status_name, during) from None
         received = [np.empty_like(numbers) for numbers in sent]
         for i, numbers in enumerate(received):
             nccl_calls.copy(comm, i, ffi.from_buffer(numbers), recvs[i], numbers.nbytes)
         return received
 
-    def reduce(handle, slice_s):
-        op = native.OPS["sum"]
-        return nccl_calls.all_reduce(handle, sends, recvs, COUNT, _INT32, op, slice_s)
-
-    def send_to_all(handle, slice_s):
-        return nccl_calls.all_to_all(handle, sends, recvs, COUNT, _INT32, slice_s)
-
-    sums = exchange("all-reduce", "ncclAllReduce", reduce, [_numbers(r, 0) for r in ranks])
+    sums = exchange(nccl_calls.ALL_REDUCE, "all-reduce", [_numbers(r, 0) for r in ranks])
     expected = np.sum([_numbers(r, 0) for r in range(world_size)], axis=0, dtype=np.int32)
     blocks = [np.stack([_numbers(r, p) for p in range(world_size)]) for r in ranks]
-    received = exchange("message from each rank to each other", "ncclSend", send_to_all, blocks)
+    received = exchange(nccl_calls.ALL_TO_ALL, "message from each rank to each other", blocks)
     for i in range(len(ranks)):
         nccl_calls.scratch(comm, i, 0)
 

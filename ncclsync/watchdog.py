@@ -1,5 +1,7 @@
 """Waiting without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
 
+What cannot be waited for in slices runs aside.
+
 Python handles signals in the main thread only, and only where that thread runs Python. `interruptible` is for
 a main thread that goes into native code which waits for other threads: these see the Ctrl-C in its place.
 """
@@ -40,16 +42,17 @@ def wait(
     go_on: Callable[[float], bool],
     *,
     call: str,
-    what: str,
+    what: Callable[[], str],
     timeout_s: float | None,
     arrived: Callable[[], str],
 ) -> None:
     """Begin something and wait until it has ended.
 
     Args:
-        begin: begins it, however long that takes, then waits for so many seconds; returns whether it ended.
+        begin: begins it and waits for so many seconds; returns whether it ended.
         go_on: waits again.
-        call, what: for messages.
+        call: NCCL's, for messages.
+        what: says what it is, for messages.
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived.
 
@@ -60,24 +63,48 @@ def wait(
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
+    began = time.monotonic()
     is_done = begin(slice_s)
-    # Not from before: a collective first waits for its GPUs' own work, which the limit is not about.
-    began = time.monotonic() - slice_s
     has_warned = False
     while not is_done:
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
-            raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
+            raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         if _is_interrupted():
             raise NcclSyncError(
-                f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
+                f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
             )
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
             limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
-            _logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived(), limit)
+            _logger.warning("%s has been pending for %.0f s: %s; %s", what(), waited_s, arrived(), limit)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
+
+
+class Aside:
+    """A task in a thread of its own, which goes on when nobody waits for it any more."""
+
+    def __init__(self, task: Callable[[], None], name: str) -> None:
+        """Begin it. An NcclSyncError that it raises is raised where it is waited for."""
+        self._task = task
+        self._error: NcclSyncError | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._task()
+        except NcclSyncError as error:
+            self._error = error
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds; return whether it has ended. Raises its error, once."""
+        self._thread.join(slice_s)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return not self._thread.is_alive()
 
 
 class _Interrupts:

@@ -63,7 +63,13 @@ def run(built_standin, tmp_path):
 
 DEVICES = (4, 0, 2)
 STREAMS_MADE = [
-    line for device in DEVICES for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithPriority -5")
+    line
+    for device in DEVICES
+    for line in (
+        f"cudaSetDevice {device}",
+        "cudaStreamCreateWithPriority -5",
+        "cudaEventCreateWithFlags 2",
+    )
 ]
 CREATED = [
     *STREAMS_MADE,
@@ -71,15 +77,12 @@ CREATED = [
     "ncclGroupStart 0",
     *(line for r, d in enumerate(DEVICES) for line in (f"cudaSetDevice {d}", f"ncclCommInitRankConfig {r}")),
     "ncclGroupEnd 0",
-    "cuCtxSetCurrent 5",
 ]
 ABORTED = [f"ncclCommAbort {rank}" for rank in (2, 1, 0)]
-STREAMS_GONE = [f"cudaStreamDestroy {device}" for device in (2, 0, 4)]
-WAITED = [
-    line for device in DEVICES for line in (f"cudaSetDevice {device}", f"cudaDeviceSynchronize {device}")
-]
+STREAMS_GONE = [f"cuda{kind}Destroy {device}" for device in (2, 0, 4) for kind in ("Event", "Stream")]
+WAITED = [f"cuCtxRecordEvent {device}" for device in DEVICES]
 FINALIZED = ["ncclGroupStart 0", *(f"ncclCommFinalize {rank}" for rank in range(3)), "ncclGroupEnd 0"]
-DESTROYED = [*FINALIZED, *(f"ncclCommDestroy {rank}" for rank in (2, 1, 0)), *STREAMS_GONE]
+DESTROYED = [*WAITED, *FINALIZED, *(f"ncclCommDestroy {rank}" for rank in (2, 1, 0)), *STREAMS_GONE]
 
 
 def test_life_of_a_communicator(run):
@@ -112,7 +115,6 @@ print("done")
             "ncclGroupStart 0",
             *(f"{name} {rank} on stream" for rank in range(3)),
             "ncclGroupEnd 3",
-            "cuCtxSetCurrent 5",
         ]
         for name in ("ncclAllReduce", "ncclBroadcast")
     ]
@@ -147,7 +149,8 @@ print("done")
         ("ncclGroupEnd:2", "ncclGroupEnd", None),
         ("cudaStreamQuery:2", "cudaStreamQuery", None),
         ("ncclCommGetAsyncError:9", "ncclCommGetAsyncError", None),
-        ("cudaDeviceSynchronize", "cudaDeviceSynchronize", None),
+        ("cuCtxRecordEvent", "cuCtxRecordEvent", None),
+        ("cudaEventQuery", "cudaEventQuery", None),
     ],
 )
 def test_failed_collective_closes_the_group_and_aborts(run, fail, raised, calls_before_abort):
@@ -172,7 +175,7 @@ except NcclSyncError:
 """,
         fail,
     )
-    groups = 1 if fail in ("ncclGroupStart:2", "cudaDeviceSynchronize") else 2
+    groups = 1 if fail in ("ncclGroupStart:2", "cuCtxRecordEvent", "cudaEventQuery") else 2
     assert len([c for c in calls if c.startswith("ncclGroupEnd")]) == groups
     assert calls[-len(ABORTED + STREAMS_GONE) :] == ABORTED + STREAMS_GONE
     if calls_before_abort is not None:
@@ -180,7 +183,6 @@ except NcclSyncError:
             *CREATED,
             *WAITED,
             *calls_before_abort,
-            "cuCtxSetCurrent 5",
             *ABORTED,
             *STREAMS_GONE,
         ]
@@ -237,9 +239,9 @@ except NcclError as error:
 """,
         fail,
     )
-    gone = [*ABORTED[3 - ranks :], *STREAMS_GONE[3 - streams :]]
+    gone = [*ABORTED[3 - ranks :], *STREAMS_GONE[6 - 2 * streams :]]
     assert calls[-len(gone) :] == gone
-    assert len([c for c in calls if c.startswith(("ncclCommAbort", "cudaStreamDestroy"))]) == len(gone)
+    assert len([c for c in calls if c.startswith("ncclCommAbort") or "Destroy" in c]) == len(gone)
     assert [c for c in calls if c.startswith("ncclGroupEnd")] == ["ncclGroupEnd 0"] * (ranks > 0)
 
 
@@ -276,7 +278,7 @@ print("done")
 """,
         "ncclCommFinalize:2",
     )
-    assert calls[-6:] == [*ABORTED, *STREAMS_GONE]
+    assert calls[-9:] == [*ABORTED, *STREAMS_GONE]
 
 
 def test_unclosed_communicator_warns_and_is_not_destroyed(run):
@@ -303,9 +305,9 @@ at = r[0][0]
 cases = {
     "sends[0] in memory of type kDLCUDA": (sends, r),
     "recvs[0] in memory of type kDLCUDA": (s, recvs),
-    "recvs to be 3 buffers, one on each rank's GPU": (s, [r[0]] * 3),
-    "recvs[0] to be apart from recvs[1]": (s, [r[0], (at + 4, 5, "float32"), r[2]]),
-    "recvs[0] to be sends[0] or a buffer of its own": (s, [s[1], s[0], r[2]]),
+    "recvs[1] to be apart from recvs[0]": (s, [r[0]] * 3),
+    "recvs[2] to be apart from recvs[0]": (s, [r[0], r[1], (at + 4, 5, "float32")]),
+    "sends[1] to be apart from recvs[0]": (s, [s[1], r[1], r[2]]),
     "sends[0] to begin at a multiple of 4": ([(at + 1, 5, "float32"), s[1], s[2]], r),
 }
 for message, (a, b) in cases.items():

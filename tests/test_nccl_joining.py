@@ -218,8 +218,18 @@ def test_context_of_a_thread_without_one(standin):
         cuda.cuCtxSetCurrent(None)
         with NcclCommunicator([4, 0, 2]) as comm:
             reduce_ones(comm)
+            comm.timeout_s = 0.05
+            for fail, words in (("working:0=300", "GPU 0) still busy"), ("slow:2=900", "arrived, waiting")):
+                standin.fail(fail)
+                with pytest.raises(NcclTimeoutError) as caught:
+                    reduce_ones(comm)
+                assert words in str(caught.value)
+                comm.timeout_s = 5.0
+                comm.reopen()
+                comm.timeout_s = 0.05
+            comm.timeout_s = 5.0
         cuda.cuCtxGetCurrent(ctypes.byref(current))
         seen.append(current.value)
+        return "done"
 
-    at_once(use)
-    assert seen == [None]
+    assert (at_once(use), seen) == (["done"], [None])

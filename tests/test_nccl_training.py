@@ -116,7 +116,7 @@ class TellToFail(keras.callbacks.Callback):
     [
         ("stuck:1", NcclTimeoutError, "rank 1 (GPU 1) not arrived", ".weights.h5"),
         ("async:2=6", NcclError, "ncclRemoteError", ".keras"),
-        ("cudaDeviceSynchronize:2", NcclError, "told to fail", ".weights.h5"),
+        ("cuCtxRecordEvent:2", NcclError, "told to fail", ".weights.h5"),
     ],
 )
 def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
@@ -150,6 +150,24 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
         variable.assign(value)
     assert_close([fit(model), arrays(model)], [fit(untouched), arrays(untouched)])
     assert_towers_agree(model)
+    model.towers.close()
+
+
+def test_buckets_travel_in_one_group(nccl):
+    """All that meets behind one part of a step is one NCCL group; an error tells which bucket it was in."""
+    model = on_towers(mlp, 2, backend="nccl", bucket_bytes=64)
+    model.train_on_batch(X, Y)
+    nccl.count("ncclGroupEnd", "ncclAllReduce", "cuCtxRecordEvent")
+    model.train_on_batch(X, Y)
+    groups, calls, waits = nccl.counted()
+    assert (groups, waits) == (1, 2) and calls >= 2 * 4
+    before = arrays(model)
+    nccl.fail("ncclAllReduce:4=5")
+    with pytest.raises(
+        NcclError, match=rf"ncclInvalidUsage \(5\).*\(bucket 2 of {calls // 2}\) of \d+ bytes"
+    ):
+        model.train_on_batch(X, Y)
+    assert_same(arrays(model), before)
     model.towers.close()
 
 
@@ -250,12 +268,12 @@ def test_failed_collective_keeps_no_memory(nccl, monkeypatch):
     """Neither what was to be reduced nor what was to hold the result waits for the next attempt."""
     seen = []
 
-    def fail(self, sends, recvs, op, *, label):
-        seen.extend(map(weakref.ref, [*sends, *recvs]))
+    def fail(self, collectives):
+        seen.extend(weakref.ref(t) for one in collectives for t in (*one.sends, *one.recvs))
         raise NcclError(2, "ncclAllReduce")
 
     with NcclCommunicator([0, 1]) as comm:
-        monkeypatch.setattr(NcclCommunicator, "all_reduce", fail)
+        monkeypatch.setattr(NcclCommunicator, "run_group", fail)
         reduce = tf.function(lambda a: group_all_reduce([a, a + 1.0], comm))
         with pytest.raises(tf.errors.UnknownError, match="ncclAllReduce"):
             reduce(tf.ones([5]))

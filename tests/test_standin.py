@@ -190,6 +190,29 @@ def test_stream_must_be_on_the_ranks_device(ranks):
     assert ranks.group(reduce_on(ranks)) == 0
 
 
+def test_event_of_a_context(ranks, standin):
+    """It captures what was queued on its own device by then, on any stream, and nothing else."""
+    cuda, event = ranks.cuda, ctypes.c_void_p()
+    context = [ctypes.c_void_p(1 + device) for device in range(3)]
+    cuda.cudaSetDevice(1)
+    assert cuda.cudaEventCreateWithFlags(ctypes.byref(event), 2) == 0
+    assert cuda.cuCtxRecordEvent(context[0], event) == 400
+    for fail, was, ended in (("slow:1=40", NOT_READY, 0), ("slow:0=40", NOT_READY, 0), ("", 0, 0)):
+        standin.fail(fail)
+        assert cuda.cuCtxRecordEvent(context[1], event) == 0
+        assert ranks.group(reduce_on(ranks)) == 0
+        assert cuda.cudaEventQuery(event) == 0  # what came later is not captured
+        assert cuda.cuCtxRecordEvent(context[1], event) == 0
+        assert (cuda.cudaEventQuery(event), *ranks.synchronized()) == (was, 0, 0, 0)
+        assert cuda.cudaEventQuery(event) == ended
+    standin.fail("working:1=40,working:2")
+    assert cuda.cudaEventQuery(event) == 0
+    assert cuda.cuCtxRecordEvent(context[1], event) == 0 and cuda.cudaEventQuery(event) == NOT_READY
+    assert cuda.cudaDeviceSynchronize() == 0 and cuda.cudaEventQuery(event) == 0
+    assert cuda.cudaEventDestroy(event) == 0
+    standin.fail("")
+
+
 def test_use_after_the_end(standin):
     """Of a communicator, and of a stream."""
     three = Ranks(standin, 3)

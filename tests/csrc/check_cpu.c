@@ -83,16 +83,6 @@ static void all_dtypes(ncs_pool* pool, size_t count, int n) {
     for (int op = ncclSum; op <= ncclMin; ++op) reduce_and_compare(pool, dtype, size, op, n, count, op % 2);
 }
 
-static void* call_repeatedly(void* pool) {
-  for (int round = 0; round < ROUNDS; ++round) {
-    reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
-    reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
-    reduce_weighted(pool, ncclFloat32, 4, 100003);
-    compute(pool, 70001);
-  }
-  return NULL;
-}
-
 /* Three tensors of three ranks; rank 1 counts double, or, where nothing can be scaled, takes no part. */
 static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count) {
   const int scales = dtype >= ncclFloat16;
@@ -161,6 +151,16 @@ static void compute(ncs_pool* pool, size_t count) {
     free(quotient[k]);
     free(product[k]);
   }
+}
+
+static void* call_repeatedly(void* pool) {
+  for (int round = 0; round < ROUNDS; ++round) {
+    reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
+    reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
+    reduce_weighted(pool, ncclFloat32, 4, 100003);
+    compute(pool, 70001);
+  }
+  return NULL;
 }
 
 static void bad_arguments(ncs_pool* pool) {

@@ -1,5 +1,5 @@
-/* Runs nccl.c, nccl_comm.c and nccl_group.c over the stand-in libraries under a sanitizer: every call, every failure
- * of creation, aborts in the middle, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
+/* Runs the files nccl*.c over the stand-in libraries under a sanitizer: every call, every failure of creation, aborts
+ * in the middle, GPUs that stay busy, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
  * Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -49,41 +49,57 @@ static float* make(float* at[N], int blocks) {
   return all;
 }
 
+static ncclResult_t run(ncs_nccl_comm* comm, const ncs_collective* collectives, int n, double slice_s,
+                        ncs_failure* failure) {
+  ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
+  if (status != ncclSuccess) return status;
+  EXPECT(ncs_nccl_check_group(comm, collectives, n, failure) == ncclSuccess);
+  return ncs_nccl_run_group(comm, collectives, n, slice_s, failure);
+}
+
+static ncs_collective of(int kind, float** sends, float** recvs) {
+  return (ncs_collective){kind, (const void* const*)sends, (void* const*)recvs, COUNT, ncclFloat32, ncclSum, 2};
+}
+
 static ncclResult_t reduce(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
   float* at[N];
   float* all = make(at, 1);
-  ncclResult_t status = ncs_nccl_all_reduce(comm, (const void* const*)at, (void* const*)at, COUNT, ncclFloat32,
-                                            ncclSum, slice_s, failure);
+  const ncs_collective what = of(NCS_ALL_REDUCE, at, at);
+  ncclResult_t status = run(comm, &what, 1, slice_s, failure);
   for (int r = 0; r < N && status == ncclSuccess; ++r) EXPECT(at[r][COUNT - 1] == 300.0f);
   free(all);
   return status;
 }
 
 static void check_collectives(ncs_nccl_comm* comm) {
-  float *sends[N], *recvs[N], got[2];
-  float *all = make(sends, N), *all_received = make(recvs, N);
+  float *sends[N], *recvs[N], *copies[N], got[2];
+  float *all = make(sends, N), *all_received = make(recvs, N), *all_copied = make(copies, 1);
+  const ncs_collective group[] = {of(NCS_ALL_TO_ALL, sends, recvs), of(NCS_BROADCAST, copies, copies)};
+  const ncs_collective twice[] = {of(NCS_BROADCAST, sends, sends), of(NCS_ALL_REDUCE, copies, sends)};
   ncs_failure failure;
   void* scratch;
   EXPECT(reduce(comm, 5.0, &failure) == ncclSuccess);
-  EXPECT(ncs_nccl_all_to_all(comm, (const void* const*)sends, (void* const*)recvs, COUNT, ncclFloat32, 5.0,
-                             &failure) == ncclSuccess);
-  for (int r = 0; r < N; ++r)
+  EXPECT(run(comm, group, 2, 5.0, &failure) == ncclSuccess);
+  for (int r = 0; r < N; ++r) {
     for (int p = 0; p < N; ++p) EXPECT(recvs[r][p * COUNT + COUNT - 1] == (float)(100 * p + r));
-  EXPECT(ncs_nccl_broadcast(comm, (void* const*)sends, COUNT, ncclFloat32, 2, 5.0, &failure) == ncclSuccess);
-  for (int r = 0; r < N; ++r) EXPECT(sends[r][0] == 200.0f);
+    EXPECT(copies[r][0] == 200.0f);
+  }
+  EXPECT(ncs_nccl_check_group(comm, twice, 2, &failure) == ncclInvalidArgument);
+  EXPECT(strncmp(failure.message, "Expected ", 9) == 0);
   EXPECT(ncs_nccl_scratch(comm, 1, sizeof(got), &failure, &scratch) == ncclSuccess);
-  EXPECT(ncs_nccl_copy(comm, 1, scratch, sends[0], sizeof(got), &failure) == ncclSuccess);
+  EXPECT(ncs_nccl_copy(comm, 1, scratch, copies[0], sizeof(got), &failure) == ncclSuccess);
   EXPECT(ncs_nccl_copy(comm, 1, got, scratch, sizeof(got), &failure) == ncclSuccess && got[0] == 200.0f);
   EXPECT(ncs_nccl_scratch(comm, 2, 16, &failure, &scratch) == ncclSuccess); /* freed with the communicator */
   free(all);
   free(all_received);
+  free(all_copied);
 }
 
 static void check_failures(void) {
   static const char* const calls[] = {"cudaSetDevice",   "cudaStreamCreateWithPriority", "ncclGetUniqueId",
                                       "ncclGroupStart",  "ncclCommInitRankConfig",       "ncclGroupEnd",
                                       "ncclCommGetAsyncError"};
-  int progress[N];
+  int progress[N], busy[N];
   ncs_nccl_comm* comm;
   ncs_failure failure;
   char told[64];
@@ -102,6 +118,17 @@ static void check_failures(void) {
   EXPECT(ncs_nccl_get_progress(comm, progress) == ncclSuccess);
   EXPECT(progress[0] == NCS_LAUNCHED && progress[1] == NCS_ABSENT && progress[2] == NCS_LAUNCHED);
   EXPECT(ncs_nccl_abort(comm, &failure) == ncclSuccess);
+  EXPECT(create(0, &comm) == ncclSuccess);
+  for (int is_awaited = 1; is_awaited >= 0; --is_awaited) {
+    standin_fail("working:1");
+    EXPECT(ncs_nccl_wait_for_devices(comm, 0.01, &failure) == ncclInProgress);
+    EXPECT(ncs_nccl_get_busy(comm, busy) == ncclSuccess);
+    EXPECT(!busy[0] && busy[1] && !busy[2]);
+    if (is_awaited) standin_fail("");
+    if (is_awaited) EXPECT(ncs_nccl_wait_for_devices(comm, 5.0, &failure) == ncclSuccess);
+  }
+  standin_fail("working:1=20"); /* the abort begins with the wait still under way */
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
   standin_fail("async:2=6");
   EXPECT(create(0, &comm) == ncclSuccess);
   EXPECT(reduce(comm, 5.0, &failure) == ncclRemoteError && strcmp(failure.call, "ncclCommGetAsyncError") == 0);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "standin_nccl.h"
 
@@ -20,7 +21,7 @@ static long n_ids;
 int ncclGetUniqueId(ncclUniqueId* id) {
   int status = standin_enter("ncclGetUniqueId", "%d", 0);
   memset(id, 0, sizeof(*id));
-  snprintf(id->internal, sizeof(id->internal), "stand-in %ld", ++n_ids);
+  snprintf(id->internal, sizeof(id->internal), "stand-in-%ld-%ld", (long)getpid(), ++n_ids);
   return standin_leave(status);
 }
 
@@ -63,6 +64,7 @@ static int join(ncclComm_t comm, clique* all, int n, int rank) {
   comm->rank = rank;
   all->members[rank] = comm;
   ++all->n_joined;
+  standin_announce(all, "joined", rank);
   comm->is_stuck = standin_is_told("stuck_init", rank, NULL);
   if (standin_is_told("async_init", rank, &comm->state)) standin_say("told to fail asynchronously");
   return 0;
@@ -168,7 +170,8 @@ int ncclCommGetAsyncError(ncclComm_t comm, int* error) {
   status = standin_check(comm, was_busy, 0);
   if (status == 0 && comm->state == ncclInProgress && comm->is_asked++ > 0 && !comm->is_stuck) {
     const clique* all = comm->clique;
-    if (all != NULL && all->n_joined == all->n && (!comm->is_finalized || all->n_finalized == all->n)) {
+    if (all != NULL && standin_announced(all, "joined", all->n_joined) == all->n &&
+        (!comm->is_finalized || standin_announced(all, "ended", all->n_finalized) == all->n)) {
       comm->state = 0;
       status = launch(comm);
       if (status != 0) comm->state = status;
@@ -194,6 +197,7 @@ static void end(ncclComm_t comm) {
   standin_progress();
   comm->is_alive = 0;
   if (!comm->is_finalized && comm->clique != NULL) ++comm->clique->n_finalized;
+  if (comm->clique != NULL) standin_announce(comm->clique, "ended", comm->rank);
   standin_count("comm", -1);
 }
 
@@ -205,6 +209,7 @@ int ncclCommFinalize(ncclComm_t comm) {
   if (status == 0) {
     comm->is_finalized = 1;
     ++comm->clique->n_finalized;
+    standin_announce(comm->clique, "ended", comm->rank);
     standin_wait_again(comm);
   }
   if (!was_busy) standin_release(comm);
@@ -219,6 +224,7 @@ static int is_unfinished(const clique* all, int rank) {
 
 int ncclCommDestroy(ncclComm_t comm) {
   const int was_busy = standin_occupy(comm);
+  standin_outwait(comm->device);
   int status = standin_enter("ncclCommDestroy", "%d", comm->rank);
   if (status == 0) status = standin_check(comm, was_busy, 0);
   if (status == 0 && *standin_depth() > 0) status = standin_refuse(ncclInvalidUsage, "a group is open");
@@ -236,6 +242,7 @@ int ncclCommDestroy(ncclComm_t comm) {
 
 int ncclCommAbort(ncclComm_t comm) {
   const int was_busy = standin_occupy(comm);
+  standin_outwait(comm->device);
   int status = standin_enter("ncclCommAbort", "%d", comm->rank);
   if (status == 0) status = standin_check(comm, was_busy, 0);
   if (comm->is_alive) {

@@ -4,20 +4,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "standin.h"
 
-enum { MAX_FAULTS = 8, KINDS = 3 };
+enum { MAX_FAULTS = 8, KINDS = 4 };
 
 typedef struct {
   char name[48];
   int rank, nth, value, seen;
+  double told_s;
 } fault;
 
 static fault faults[MAX_FAULTS];
 static int n_faults;
 static const char* log_path;
-static const char* const kinds[KINDS] = {"stream", "memory", "comm"};
+static const char* const kinds[KINDS] = {"stream", "event", "memory", "comm"};
 static int alive[KINDS];
 
 static void parse(const char* text) {
@@ -30,7 +32,7 @@ static void parse(const char* text) {
     char* equals = strchr(one, '=');
     char* first = strchr(one, ':');
     char* second = first != NULL ? strchr(first + 1, ':') : NULL;
-    *new = (fault){.rank = -1, .nth = 1, .value = -1};
+    *new = (fault){.rank = -1, .nth = 1, .value = -1, .told_s = standin_now_s()};
     if (equals != NULL) new->value = atoi(equals + 1);
     if (strncmp(one, "nccl", 4) == 0 || strncmp(one, "cu", 2) == 0) {
       if (first != NULL) new->nth = atoi(first + 1);
@@ -48,6 +50,14 @@ void standin_fail(const char* instructions) {
   standin_unlock();
 }
 
+int standin_seen(int index) {
+  int seen;
+  standin_lock();
+  seen = faults[index].seen;
+  standin_unlock();
+  return seen;
+}
+
 int standin_is_told(const char* name, int rank, int* value) {
   for (int i = 0; i < n_faults; ++i) {
     fault* one = &faults[i];
@@ -57,6 +67,23 @@ int standin_is_told(const char* name, int rank, int* value) {
     return 1;
   }
   return 0;
+}
+
+int standin_is_working(int device) {
+  for (int i = 0; i < n_faults; ++i)
+    if (strcmp(faults[i].name, "working") == 0 && faults[i].rank == device &&
+        (faults[i].value < 0 || standin_now_s() < faults[i].told_s + 1e-3 * faults[i].value))
+      return 1;
+  return 0;
+}
+
+void standin_outwait(int device) {
+  for (int is_working = 1; is_working;) {
+    standin_lock();
+    is_working = standin_is_working(device);
+    standin_unlock();
+    if (is_working) nanosleep(&(struct timespec){0, 1000000}, NULL);
+  }
 }
 
 int standin_is_corrupt(int from, int to) {

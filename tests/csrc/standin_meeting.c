@@ -5,7 +5,7 @@
 
 #include "standin_nccl.h"
 
-static size_t size_of(int dtype) {
+size_t standin_size_of(int dtype) {
   const char* name;
   int value;
   size_t size = 0;
@@ -66,6 +66,7 @@ static int reduce(const meeting* at, size_t count, void* result) {
 static int exchange_messages(const meeting* at) {
   const int n = at->clique->n;
   for (int to = 0; to < n; ++to) {
+    if (at->clique->members[to] == NULL) continue; /* another process' */
     for (int from = 0; from < n; ++from) {
       const message* sent = find(&at->requests[from], 1, to);
       const message* taken = find(&at->requests[to], 0, from);
@@ -74,7 +75,7 @@ static int exchange_messages(const meeting* at) {
         standin_say("rank %d's send to %d and that rank's receive do not match", from, to);
         return ncclInvalidUsage;
       }
-      memmove(taken->buffer, sent->buffer, sent->count * size_of(sent->dtype));
+      memmove(taken->buffer, sent->buffer, sent->count * standin_size_of(sent->dtype));
       if (sent->count > 0) corrupt(taken->buffer, from, to);
     }
   }
@@ -84,7 +85,7 @@ static int exchange_messages(const meeting* at) {
 static int run(const meeting* at) {
   const int n = at->clique->n;
   const request* first = &at->requests[0];
-  const size_t size = size_of(first->dtype), bytes = first->count * size;
+  const size_t size = standin_size_of(first->dtype), bytes = first->count * size;
   char* whole = malloc(n_sent(first, n) * size * (size_t)n + 1);
   int status = 0;
   if (first->kind == MESSAGES) status = exchange_messages(at);
@@ -95,13 +96,19 @@ static int run(const meeting* at) {
     for (int r = 0; r < n; ++r) memcpy(whole + (size_t)r * bytes, at->requests[r].send, bytes);
   for (int r = 0; r < n && status == 0 && first->kind != MESSAGES && bytes > 0; ++r) {
     void* recv = at->requests[r].recv;
-    if (first->kind == REDUCE && r != first->root) continue;
+    if (recv == NULL || (first->kind == REDUCE && r != first->root)) continue;
     if (first->kind == REDUCE_SCATTER) memcpy(recv, whole + (size_t)r * bytes, bytes);
     else memcpy(recv, whole, first->kind == ALL_GATHER ? bytes * (size_t)n : bytes);
     for (int from = 0; from < n; ++from) corrupt(recv, from, r);
   }
   free(whole);
   return status;
+}
+
+static int all_fit(const meeting* at) {
+  for (int r = 1; r < at->clique->n; ++r)
+    if (!standin_fit(&at->requests[0], &at->requests[r])) return 0;
+  return 1;
 }
 
 /* A rank's stream has come to the meeting; whether it may go on behind it. */
@@ -115,12 +122,20 @@ static int attend(void* what) {
     return 1;
   }
   if (standin_now_s() < at->not_before[mine->rank]) return 0;
+  if (!at->has_arrived[mine->rank]) standin_send_request(at, mine->rank);
   at->has_arrived[mine->rank] = 1;
-  for (int r = 0; r < n; ++r) n_arrived += at->has_arrived[r];
+  for (int r = 0; r < n; ++r) {
+    if (!at->has_arrived[r] && at->clique->members[r] == NULL) at->has_arrived[r] = standin_receive_request(at, r);
+    n_arrived += at->has_arrived[r];
+  }
   if (at->is_broken || n_arrived < n) return 0;
-  status = run(at);
-  for (int r = 0; r < n && status != 0; ++r) at->clique->members[r]->state = status;
-  for (int r = 0; r < n && status == 0; ++r) standin_is_told("late", r, &at->clique->members[r]->state);
+  status = all_fit(at) ? run(at) : ncclInvalidUsage;
+  for (int r = 0; r < n; ++r) {
+    ncclComm_t member = at->clique->members[r];
+    if (member != NULL && status != 0) member->state = status;
+    else if (member != NULL) standin_is_told("late", r, &member->state);
+  }
+  standin_forget_requests(at);
   at->is_broken = status != 0;
   at->is_done = status == 0;
   if (at->is_done) free(mine);
@@ -148,7 +163,8 @@ int standin_meet(const request* asked) {
   for (int r = 0; r < all->n; ++r) {
     if (!at->is_asked[r] || standin_fit(asked, &at->requests[r])) continue;
     standin_say("collective %ld of ranks %d and %d do not match", at->number, r, rank);
-    for (int member = 0; member < all->n; ++member) all->members[member]->state = ncclInvalidUsage;
+    for (int member = 0; member < all->n; ++member)
+      if (all->members[member] != NULL) all->members[member]->state = ncclInvalidUsage;
     return ncclInvalidUsage;
   }
   at->requests[rank] = *asked;

@@ -7,7 +7,7 @@
 #include "ncclsync.h"
 #include "standin.h"
 
-enum { MAX_RANKS = 16, MAX_QUEUE = 64, MAX_MESSAGES = 2 * MAX_RANKS, MAX_SCALED = 4, FIRST_SCALED = 16 };
+enum { MAX_RANKS = 16, MAX_QUEUE = 1024, MAX_MESSAGES = 2 * MAX_RANKS, MAX_SCALED = 4, FIRST_SCALED = 16 };
 enum { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, MESSAGES };
 
 typedef struct ncclComm* ncclComm_t;
@@ -73,6 +73,15 @@ struct ncclComm {
   int n_unlaunched;
   struct { double scalar; int dtype; } scaled[MAX_SCALED];
 };
+
+/* Ranks in other processes; all this is nothing without STANDIN_FOLDER. */
+void standin_announce(const clique* of, const char* what, int rank);
+int standin_announced(const clique* of, const char* what, int n_here); /* by how many ranks in all */
+void standin_send_request(const meeting* at, int rank);
+int standin_receive_request(meeting* at, int rank); /* whether it has come */
+void standin_forget_requests(meeting* at);
+
+size_t standin_size_of(int dtype);
 
 /* Not ncclGetVersion, which may be TensorFlow's where both are loaded. */
 int standin_version(void);

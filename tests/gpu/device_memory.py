@@ -37,16 +37,22 @@ def check(runtime: ctypes.CDLL, call: str, *arguments: object) -> None:
         raise OSError(f"{call} returned {error}: {runtime.cudaGetErrorString(error).decode()}")
 
 
+def count_gpus() -> int:
+    """Return how many GPUs CUDA sees. Raises OSError."""
+    count = ctypes.c_int()
+    check(open_runtime(), "cudaGetDeviceCount", ctypes.byref(count))
+    return count.value
+
+
 @functools.cache
 def missing() -> str:
     """Say what these tests need and this machine lacks; "" if nothing."""
-    count = ctypes.c_int()
     try:
-        check(open_runtime(), "cudaGetDeviceCount", ctypes.byref(count))
+        count = count_gpus()
         version = native.nccl_version()
     except (OSError, NcclUnavailableError) as error:
         return f"no GPU that CUDA and NCCL could use: {error}"
-    if count.value < 1:
+    if count < 1:
         return "no GPU: cudaGetDeviceCount tells of 0"
     if version < (2, 30, 0):
         return f"ranks that share a GPU need NCCL 2.30 or newer; this is {'.'.join(map(str, version))}"
@@ -65,10 +71,10 @@ class RuntimeMemory:
         self._runtime = open_runtime()
         self._pointers: list[ctypes.c_void_p] = []
 
-    def put(self, array: np.ndarray) -> "Placed":
-        """Copy an array to the GPU."""
+    def put(self, array: np.ndarray, device: int = 0) -> "Placed":
+        """Copy an array to a GPU."""
         pointer = ctypes.c_void_p()
-        check(self._runtime, "cudaSetDevice", 0)
+        check(self._runtime, "cudaSetDevice", device)
         check(self._runtime, "cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(max(array.nbytes, 1)))
         self._pointers.append(pointer)
         self._copy(pointer, array.ctypes.data, array.nbytes)

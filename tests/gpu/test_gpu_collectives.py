@@ -1,14 +1,15 @@
 """Two and three ranks on one GPU: every dtype, operation and size, in place or not, in buckets."""
 
+import ctypes
 import itertools
 
 import isolated
 import numpy as np
 import pytest
-from device_memory import open_memory
+from device_memory import check, count_gpus, open_memory, open_runtime
 
 from ncclsync import native
-from ncclsync.communicator import NcclCommunicator
+from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
 
 RANKS = (2, 3)
 COUNTS = (0, 1, 7, 1000, 30_011)
@@ -90,6 +91,30 @@ def buckets_of_one_buffer(ranks):
                 np.testing.assert_array_equal(recv.get(), expected)
 
 
+def one_group_of_all(ranks):
+    """Every dtype and operation, and broadcasts between them, at once."""
+    rows = [(dtype, op) for dtype in native.DTYPES for op in (*native.OPS, "broadcast")]
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm, open_memory() as memory:
+        for count in (1000, 30_011):
+            group, received = [], []
+            for dtype, op in rows:
+                placed = [memory.put(numbers(rank, count, dtype)) for rank in range(ranks)]
+                if op == "broadcast":
+                    group.append(Broadcast([p.buffer for p in placed], ranks - 1))
+                else:
+                    recvs = [memory.put(np.zeros(count, numpy_dtype(dtype))) for _ in range(ranks)]
+                    group.append(AllReduce([p.buffer for p in placed], [r.buffer for r in recvs], op))
+                received.append(placed if op == "broadcast" else recvs)
+            comm.run_group(group)
+            for (dtype, op), placed in zip(rows, received, strict=True):
+                arrays = [numbers(rank, count, dtype) for rank in range(ranks)]
+                expected = arrays[-1] if op == "broadcast" else reduced(arrays, op, dtype)
+                rounding = ROUNDING.get(dtype, 0) if op == "avg" else 0
+                for one in placed:
+                    got = one.get().astype(expected.dtype)
+                    np.testing.assert_allclose(got, expected, rtol=rounding, err_msg=f"{op} of {dtype}")
+
+
 def preflight(ranks):
     """Known numbers over every pair's path, and then a communicator that works."""
     with NcclCommunicator([0] * ranks, timeout_s=60.0) as comm, open_memory() as memory:
@@ -98,6 +123,32 @@ def preflight(ranks):
         expected = sum(numbers(rank, 1000, "int32") for rank in range(ranks))
         for one in placed:
             np.testing.assert_array_equal(one.get(), expected)
+
+
+def refused_memory():
+    """The host's, which a GPU could reach, and another GPU's where there is one."""
+    runtime, cases = open_runtime(), []
+    with NcclCommunicator([0, 0], timeout_s=60.0) as comm, open_memory() as memory:
+        good = [memory.put(np.ones(5, np.float32)).buffer for _ in range(2)]
+        for device, call, words in (
+            (0, "cudaMallocHost", "host memory"),
+            (1, "cudaMalloc", "memory of GPU 1"),
+        ):
+            if device >= count_gpus():
+                continue
+            pointer = ctypes.c_void_p()
+            check(runtime, "cudaSetDevice", device)
+            check(runtime, call, ctypes.byref(pointer), ctypes.c_size_t(20))
+            cases.append((call.replace("Malloc", "Free"), pointer))
+            try:
+                comm.all_reduce([good[0], (pointer.value, 5, "float32")], good)
+            except ValueError as error:
+                assert str(error) == f"Expected sends[1] on GPU 0. Received: {words}", error
+            else:
+                raise AssertionError(f"{words} was taken")
+        comm.all_reduce(good, good)
+    for call, pointer in cases:
+        check(runtime, call, pointer)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -116,6 +167,17 @@ def test_broadcast(ranks):
 def test_buckets(ranks):
     """Collectives follow each other over parts of one buffer."""
     isolated.run(buckets_of_one_buffer, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_group(ranks):
+    """One launch of sixty collectives: every dtype and operation gives what it gives alone."""
+    isolated.run(one_group_of_all, ranks=ranks)
+
+
+def test_refused_memory():
+    """What is not on a rank's GPU is refused, and the communicator stays."""
+    isolated.run(refused_memory)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import time
 import isolated
 import numpy as np
 import pytest
-from device_memory import is_standin, open_memory, open_runtime
+from device_memory import check, is_standin, open_memory, open_runtime
 
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.errors import NcclSyncError, NcclTimeoutError
@@ -130,6 +131,51 @@ def aborted_in_full_flight(ranks):
     comm.close()
 
 
+@contextlib.contextmanager
+def busy_gpu():
+    """GPU 0 has work that does not end while this is open: a stream that waits for the host."""
+    runtime, libc = open_runtime(), ctypes.CDLL(None)
+    if is_standin():
+        runtime.standin_fail(b"working:0")
+        yield
+        runtime.standin_fail(b"")
+        return
+    semaphore, stream = ctypes.create_string_buffer(64), ctypes.c_void_p()
+    libc.sem_init(semaphore, 0, 0)
+    check(runtime, "cudaSetDevice", 0)
+    check(runtime, "cudaStreamCreateWithFlags", ctypes.byref(stream), 1)
+    check(runtime, "cudaLaunchHostFunc", stream, libc.sem_wait, semaphore)
+    yield
+    libc.sem_post(semaphore)
+    check(runtime, "cudaStreamSynchronize", stream)
+    check(runtime, "cudaStreamDestroy", stream)
+
+
+def own_work_never_ends(ranks):
+    """The wait for it has the limit; what the communicator had comes back with its end."""
+    comm = NcclCommunicator([0] * ranks, timeout_s=60.0)
+    with open_memory() as memory:
+        buffers = [memory.put(np.ones(1000, np.float32)).buffer for _ in range(ranks)]
+        comm.timeout_s = 1.0
+        with busy_gpu():
+            began = time.monotonic()
+            try:
+                comm.all_reduce(buffers, buffers)
+            except NcclTimeoutError as error:
+                words = str(error)
+            else:
+                raise AssertionError("a collective did not wait for its GPU's own work")
+            took_s = time.monotonic() - began
+        assert "the GPUs' own work before all-reduce 1 of 4000 bytes (1000 × float32)" in words, words
+        assert "rank 0 (GPU 0)" in words and "still busy" in words, words
+        assert 1.0 <= took_s < 20.0, took_s
+        assert comm.closed
+        comm.timeout_s = 60.0
+        comm.reopen()
+        comm.all_reduce(buffers, buffers)
+    comm.close()
+
+
 def sleep(seconds):
     """What hangs, for the test of the limit itself."""
     time.sleep(seconds)
@@ -157,6 +203,11 @@ def test_interrupt(connected):
 def test_abort_in_full_flight(ranks):
     """Ended while all ranks move data; joined anew, they give right results."""
     isolated.run(aborted_in_full_flight, ranks=ranks)
+
+
+def test_own_work_that_never_ends():
+    """A GPU that is busy for ever is an error within the limit, and no collective runs before its work."""
+    isolated.run(own_work_never_ends, ranks=2)
 
 
 def test_a_hang_is_a_failure():

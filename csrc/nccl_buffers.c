@@ -1,0 +1,139 @@
+/* What a group of collectives may be given: checked before anything is called, since NCCL would hang, or give wrong
+ * numbers, or write where somebody else reads. Refusals are whole sentences: the binding passes them on. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "nccl_api.h"
+
+size_t ncs_size_of(int dtype) {
+  const char* name;
+  int value;
+  size_t size = 0;
+  for (int i = 0; ncs_dtype_describe(i, &name, &value, &size) == ncclSuccess; ++i)
+    if (value == dtype) return size;
+  return 0;
+}
+
+/* One buffer: where it lies, and what it is called in messages. */
+typedef struct {
+  uintptr_t begin, end;
+  const char* name;
+  int rank, index, is_written;
+} extent;
+
+static ncclResult_t refuse(ncs_failure* failure, int index) {
+  if (failure != NULL) {
+    snprintf(failure->call, sizeof(failure->call), "ncs_nccl_check_group");
+    failure->index = index;
+  }
+  return ncclInvalidArgument;
+}
+
+#define NCS_REFUSE(index, ...) \
+  (failure != NULL ? (void)snprintf(failure->message, sizeof(failure->message), __VA_ARGS__) : (void)0, \
+   refuse(failure, index))
+
+static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* what, int index, ncs_failure* failure) {
+  if (ncs_size_of(what->dtype) == 0)
+    return NCS_REFUSE(index, "Expected a dtype of NCCL's. Received: %d", what->dtype);
+  if (what->kind == NCS_ALL_REDUCE && (what->op < ncclSum || what->op > ncclAvg))
+    return NCS_REFUSE(index, "Expected an operation of NCCL's. Received: %d", what->op);
+  if (what->kind == NCS_BROADCAST && (what->root < 0 || what->root >= comm->world_size))
+    return NCS_REFUSE(index, "Expected a root below %d. Received: %d", comm->world_size, what->root);
+  if (what->kind < NCS_ALL_REDUCE || what->kind > NCS_ALL_TO_ALL)
+    return NCS_REFUSE(index, "Expected a kind of collective. Received: %d", what->kind);
+  return ncclSuccess;
+}
+
+/* Appends a collective's buffers. A buffer that is sent and received in place is one, which is written. */
+static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, int index, extent* next) {
+  const int is_broadcast = what->kind == NCS_BROADCAST;
+  const size_t size = what->count * ncs_size_of(what->dtype) *
+                      (what->kind == NCS_ALL_TO_ALL ? (size_t)comm->world_size : 1);
+  for (int r = 0; r < comm->n && size > 0; ++r) {
+    const uintptr_t send = (uintptr_t)what->sends[r], recv = (uintptr_t)what->recvs[r];
+    *next++ = (extent){recv, recv + size, is_broadcast ? "buffers" : "recvs", r, index, 1};
+    if (is_broadcast || (send == recv && what->kind == NCS_ALL_REDUCE)) continue;
+    *next++ = (extent){send, send + size, "sends", r, index, 0};
+  }
+  return next;
+}
+
+static int compare(const void* one, const void* other) {
+  const extent *a = one, *b = other;
+  return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+static ncclResult_t refuse_overlap(const extent* one, const extent* other, ncs_failure* failure) {
+  char where[48] = "";
+  if (one->index != other->index) snprintf(where, sizeof(where), " of collective %d of the group", other->index + 1);
+  return NCS_REFUSE(one->index,
+                    "Expected %s[%d] to be apart from %s[%d]%s; only recvs[r] may be sends[r]. Received: %zu and %zu "
+                    "bytes, %zu bytes apart",
+                    one->name, one->rank, other->name, other->rank, where, (size_t)(one->end - one->begin),
+                    (size_t)(other->end - other->begin), (size_t)(one->begin - other->begin));
+}
+
+/* In the order of their addresses it is enough to look at what reaches farthest so far. */
+static ncclResult_t check_apart(extent* all, size_t n, ncs_failure* failure) {
+  const extent *last = NULL, *last_written = NULL;
+  qsort(all, n, sizeof(*all), compare);
+  for (size_t i = 0; i < n; ++i) {
+    const extent *one = &all[i], *before = one->is_written ? last : last_written;
+    if (before != NULL && one->begin < before->end) return refuse_overlap(one, before, failure);
+    if (last == NULL || one->end > last->end) last = one;
+    if (one->is_written && (last_written == NULL || one->end > last_written->end)) last_written = one;
+  }
+  return ncclSuccess;
+}
+
+/* Where a buffer lies, by the driver's own books: some 100 ns. Managed memory is on all GPUs. */
+static ncclResult_t check_place(const ncs_nccl_comm* comm, const extent* one, ncs_failure* failure) {
+  int attributes[] = {NCS_CU_MEMORY_TYPE, NCS_CU_IS_MANAGED, NCS_CU_DEVICE_ORDINAL};
+  int type = 0, is_managed = 0, device = -1;
+  void* data[] = {&type, &is_managed, &device};
+  const int expected = comm->devices[one->rank];
+  char where[64];
+  const ncclResult_t status =
+      ncs_check_cuda(&comm->cuda, comm->cuda.cuPointerGetAttributes(3, attributes, data, one->begin),
+                     "cuPointerGetAttributes", failure);
+  if (status != ncclSuccess || is_managed) return status;
+  if (type != NCS_CU_NO_MEMORY && type != NCS_CU_HOST && device == expected) return ncclSuccess;
+  if (type == NCS_CU_NO_MEMORY) snprintf(where, sizeof(where), "memory that CUDA does not know");
+  else if (type == NCS_CU_HOST) snprintf(where, sizeof(where), "host memory");
+  else snprintf(where, sizeof(where), "memory of GPU %d", device);
+  return NCS_REFUSE(one->index, "Expected %s[%d] on GPU %d. Received: %s", one->name, one->rank, expected, where);
+}
+
+static ncclResult_t check_extent(const ncs_nccl_comm* comm, const extent* one, int dtype, ncs_failure* failure) {
+  const size_t alignment = ncs_size_of(dtype);
+  if (one->begin == 0 || one->begin % alignment != 0)
+    return NCS_REFUSE(one->index, "Expected %s[%d] to begin at a multiple of %zu bytes. Received: address 0x%zx",
+                      one->name, one->rank, alignment, (size_t)one->begin);
+  return check_place(comm, one, failure);
+}
+
+ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                  ncs_failure* failure) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncclSuccess;
+  extent *all, *next;
+  for (int i = 0; i < n_collectives && status == ncclSuccess; ++i)
+    status = check_kind(comm, &collectives[i], i, failure);
+  if (status != ncclSuccess) return status;
+  all = next = malloc(((size_t)n_collectives * (size_t)comm->n * 2 + 1) * sizeof(*all));
+  if (all == NULL) return ncclSystemError;
+  for (int i = 0; i < n_collectives; ++i) next = collect(comm, &collectives[i], i, next);
+  status = ncs_enter(comm, 0, failure, &current);
+  if (status == ncclSuccess) {
+    for (extent* one = all; one < next && status == ncclSuccess; ++one)
+      status = check_extent(comm, one, collectives[one->index].dtype, failure);
+    comm->cuda.cuCtxSetCurrent(current);
+  }
+  if (status == ncclSuccess) status = check_apart(all, (size_t)(next - all), failure);
+  free(all);
+  return status;
+}

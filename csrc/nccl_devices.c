@@ -1,0 +1,197 @@
+/* The GPUs' own work: how a collective waits for what is queued on its devices. Why, and for what, is in ncclsync.h. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "nccl_api.h"
+
+/* ---- Time ---- */
+
+/* A collective of some kilobytes takes tens of microseconds: so long it is worth to keep asking. */
+#define NCS_SPIN_S 200e-6
+#define NCS_LONGEST_NAP_S 1e-3
+
+double ncs_now_s(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The longer it has taken, the longer it may yet take: naps of an eighth of it. */
+void ncs_nap(double waited_s) {
+  double length_s = waited_s / 8;
+  struct timespec length = {0, 0};
+  if (waited_s < NCS_SPIN_S) return;
+  if (length_s > NCS_LONGEST_NAP_S) length_s = NCS_LONGEST_NAP_S;
+  length.tv_nsec = (long)(length_s * 1e9);
+  nanosleep(&length, NULL);
+}
+
+/* Whatever asks CUDA's runtime is between this and cuCtxSetCurrent: in a thread without a context the runtime would make
+ * one, which takes memory, on the first GPU. */
+ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before) {
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) return status;
+  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(comm->contexts[r]), "cuCtxSetCurrent", failure);
+}
+
+/* ---- By events ---- */
+
+static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = ncclSuccess;
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r)
+    status = ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(comm->contexts[r], comm->events[r]), "cuCtxRecordEvent",
+                            failure);
+  return status;
+}
+
+static ncclResult_t look_at_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
+  for (int r = 0; r < comm->n; ++r) {
+    cudaError_t error = cuda->cudaEventQuery(comm->events[r]);
+    if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
+    if (error != 0) return ncs_check_cuda(cuda, error, "cudaEventQuery", failure);
+  }
+  return ncclSuccess;
+}
+
+/* ---- By a thread ---- */
+
+/* Shared with the thread, which may outlive the communicator: whoever is last frees it. */
+typedef struct ncs_waiter {
+  pthread_mutex_t mutex;
+  ncs_cuda cuda;
+  int n, n_idle; /* the first so many devices are through */
+  int has_ended, is_abandoned;
+  ncs_failure failure;
+  ncclResult_t status;
+  int devices[];
+} ncs_waiter;
+
+static void free_waiter(ncs_waiter* waiter) {
+  pthread_mutex_destroy(&waiter->mutex);
+  free(waiter);
+}
+
+static void* synchronize(void* argument) {
+  ncs_waiter* waiter = argument;
+  const ncs_cuda* cuda = &waiter->cuda;
+  ncclResult_t status = ncclSuccess;
+  int is_abandoned;
+  for (int i = 0; i < waiter->n && status == ncclSuccess; ++i) {
+    ncs_failure failure;
+    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(waiter->devices[i]), "cudaSetDevice", &failure);
+    if (status == ncclSuccess)
+      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", &failure);
+    pthread_mutex_lock(&waiter->mutex);
+    if (status == ncclSuccess) ++waiter->n_idle;
+    else waiter->failure = failure;
+    waiter->status = status;
+    pthread_mutex_unlock(&waiter->mutex);
+  }
+  pthread_mutex_lock(&waiter->mutex);
+  waiter->has_ended = 1;
+  is_abandoned = waiter->is_abandoned;
+  pthread_mutex_unlock(&waiter->mutex);
+  if (is_abandoned) free_waiter(waiter);
+  return NULL;
+}
+
+static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
+  pthread_t thread;
+  sigset_t all, callers;
+  int failed;
+  ncs_waiter* waiter = calloc(1, sizeof(*waiter) + (size_t)comm->n * sizeof(int));
+  if (waiter == NULL) return ncclSystemError;
+  pthread_mutex_init(&waiter->mutex, NULL);
+  waiter->cuda = comm->cuda;
+  waiter->n = comm->n;
+  memcpy(waiter->devices, comm->devices, (size_t)comm->n * sizeof(int));
+  /* Signals stay with the program's own threads. */
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &callers);
+  failed = pthread_create(&thread, NULL, synchronize, waiter);
+  pthread_sigmask(SIG_SETMASK, &callers, NULL);
+  if (failed) {
+    ncs_set_failure(failure, "pthread_create", "no thread to wait for the GPUs' own work");
+    free_waiter(waiter);
+    return ncclSystemError;
+  }
+  pthread_detach(thread);
+  comm->waiter = waiter;
+  return ncclSuccess;
+}
+
+static ncclResult_t look_at_thread(const ncs_nccl_comm* comm, ncs_failure* failure) {
+  ncs_waiter* waiter = comm->waiter;
+  ncclResult_t status;
+  pthread_mutex_lock(&waiter->mutex);
+  status = waiter->has_ended ? waiter->status : ncclInProgress;
+  if (waiter->has_ended && status != ncclSuccess && failure != NULL) *failure = waiter->failure;
+  pthread_mutex_unlock(&waiter->mutex);
+  return status;
+}
+
+/* ---- Either way ---- */
+
+void ncs_stop_waiting(ncs_nccl_comm* comm) {
+  ncs_waiter* waiter = comm->waiter;
+  int has_ended;
+  comm->waiter = NULL;
+  comm->is_waiting = 0;
+  if (waiter == NULL) return;
+  pthread_mutex_lock(&waiter->mutex);
+  has_ended = waiter->has_ended;
+  waiter->is_abandoned = 1;
+  pthread_mutex_unlock(&waiter->mutex);
+  if (has_ended) free_waiter(waiter);
+}
+
+static ncclResult_t wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
+  const int has_events = comm->cuda.cuCtxRecordEvent != NULL;
+  const double begin = ncs_now_s();
+  ncclResult_t status = ncclSuccess;
+  if (!comm->is_waiting) status = has_events ? record_events(comm, failure) : start_thread(comm, failure);
+  if (status != ncclSuccess) return status;
+  comm->is_waiting = 1;
+  for (;;) {
+    const double waited_s = ncs_now_s() - begin;
+    status = has_events ? look_at_events(comm, failure) : look_at_thread(comm, failure);
+    if (status != ncclInProgress) ncs_stop_waiting(comm);
+    if (status != ncclInProgress || waited_s >= slice_s) return status;
+    ncs_nap(waited_s);
+  }
+}
+
+ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  if (status != ncclSuccess) return status;
+  status = wait_for_devices(comm, slice_s, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
+}
+
+ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
+  ncs_waiter* waiter = comm->waiter;
+  CUcontext current = NULL;
+  int n_idle = 0;
+  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  if (status != ncclSuccess) return status;
+  if (waiter != NULL) {
+    pthread_mutex_lock(&waiter->mutex);
+    n_idle = waiter->n_idle;
+    pthread_mutex_unlock(&waiter->mutex);
+  }
+  for (int r = 0; r < comm->n; ++r)
+    busy[r] = comm->is_waiting &&
+              (waiter != NULL ? r == n_idle : comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY);
+  comm->cuda.cuCtxSetCurrent(current);
+  return ncclSuccess;
+}

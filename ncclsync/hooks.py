@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync import ops, private, private_keras
+from ncclsync.compression import ErrorFeedback
 from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
 
@@ -25,9 +26,9 @@ _nested = threading.local()
 
 
 @contextlib.contextmanager
-def step_hooks() -> Iterator[None]:
+def step_hooks(compression: ErrorFeedback | None = None) -> Iterator[None]:
     """What every step on towers needs: gradients of the whole batch, and scalars that count once."""
-    with gradients_taped(), gradients_reduced(), scalars_weighed():
+    with gradients_taped(), gradients_reduced(compression), scalars_weighed():
         yield
 
 
@@ -101,10 +102,13 @@ def _addends(target: tf.Tensor, context: Context) -> list[tf.Tensor]:
     return [addend for part in target.op.inputs for addend in _addends(part, context)]
 
 
-def gradients_reduced() -> contextlib.AbstractContextManager[None]:
+def gradients_reduced(compression: ErrorFeedback | None = None) -> contextlib.AbstractContextManager[None]:
     """Let every optimizer all-reduce its gradients before `apply`.
 
     Before, not within: clipping, loss scaling and weight decay then see the global gradient.
+
+    Args:
+        compression: what adds up gradients that come as a tape gave them; None: as they are.
     """
 
     def reducing(apply: Callable) -> Callable:
@@ -122,9 +126,15 @@ def gradients_reduced() -> contextlib.AbstractContextManager[None]:
                 others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
                 add_up = _adds_rows_up(self)
                 with context.implied():
-                    added = ops.add_gradients(parts, rows_add_up=add_up)
+                    added = [None] * len(parts)
+                    if compression is not None:
+                        variables = private_keras.built_for(self, trainable_variables)
+                        added = compression.add_up(parts, variables, context)
+                        parts = [p if a is None else None for p, a in zip(parts, added, strict=True)]
+                    rest = ops.add_gradients(parts, rows_add_up=add_up)
                     means = _means(others, context, add_up)
-                reduced = [m if a is None else a for a, m in zip(added, means, strict=True)]
+                sums = zip(added, rest, means, strict=True)
+                reduced = [next((one for one in given if one is not None), None) for given in sums]
                 return apply(self, reduced, trainable_variables, **kwargs)
 
         return reducing_apply

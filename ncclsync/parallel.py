@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ncclsync import private_keras
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
+from ncclsync.compression import check_compression
 from ncclsync.devices import check_arguments
 from ncclsync.errors import NcclSyncError
 from ncclsync.loop import Towers
@@ -33,6 +34,7 @@ def nccl_parallel(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     sync_batch_norm: bool = False,
     batch_invariant_random: bool = False,
+    compression: str | None = None,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     preflight: bool = True,
     emergency_checkpoint: str | os.PathLike[str] | None = None,
@@ -48,6 +50,7 @@ def nccl_parallel(
     bucket_bytes=DEFAULT_BUCKET_BYTES,
     sync_batch_norm=False,
     batch_invariant_random=False,
+    compression=None,
     timeout_s=DEFAULT_TIMEOUT_S,
     preflight=True,
     emergency_checkpoint=None,
@@ -72,6 +75,9 @@ def nccl_parallel(
             towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
             batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
             its own: reproducible for a given seed and number of towers.
+        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. What rounding
+            takes from a tower's gradient is added to its next one, so that training is close to that of one
+            device, though not equal.
         timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
             each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
             `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
@@ -98,6 +104,7 @@ def nccl_parallel(
         )
     check_arguments(towers, devices, backend, bucket_bytes)
     check_timeout(timeout_s)
+    check_compression(compression)
     checkpoint = _checked_path(emergency_checkpoint)
     flags = {
         "sync_batch_norm": sync_batch_norm,
@@ -114,6 +121,7 @@ def nccl_parallel(
             devices=devices,
             backend=backend,
             bucket_bytes=bucket_bytes,
+            compression=compression,
             timeout_s=timeout_s,
             emergency_checkpoint=emergency_checkpoint,
             **flags,
@@ -134,6 +142,7 @@ def nccl_parallel(
             backend=backend,
             bucket_bytes=bucket_bytes,
             batch_invariant_random=batch_invariant_random,
+            compression=compression,
             timeout_s=timeout_s,
             preflight=preflight,
         )

@@ -80,7 +80,7 @@ class TowerStep(abc.ABC):
     def hooks(self) -> Iterator[None]:
         """What the Python of a step does differently on towers, while it is traced or runs eagerly."""
         draws = draws_of_whole_batch if self.towers.batch_invariant_random else contextlib.nullcontext
-        with step_hooks(), whole_batch_hooks(), draws():
+        with step_hooks(self.towers.compression), whole_batch_hooks(), draws():
             yield
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ncclsync import host_ops, native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
+from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
@@ -36,6 +37,7 @@ class TowerState:
         backend: "nccl" or "cpu".
         bucket_bytes: size at which a gradient bucket is closed.
         batch_invariant_random: whether random numbers are those of one device.
+        compression: what gradients are compressed by, if they are.
         communicator: the N ranks, owned by this object.
     """
 
@@ -49,6 +51,7 @@ class TowerState:
         batch_invariant_random: bool = False,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         preflight: bool = True,
+        compression: str | None = None,
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -61,6 +64,7 @@ class TowerState:
             timeout_s: how long a collective of NCCL's may take, in seconds, before the step fails with a
                 `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
             preflight: whether known numbers are sent over each pair's path when GPUs are joined.
+            compression: "bfloat16": gradients travel as such; see `compression.ErrorFeedback`.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -73,11 +77,13 @@ class TowerState:
             count = cast("int | None", towers)
         check_arguments(count, devices, backend, bucket_bytes)
         check_timeout(timeout_s)
+        check_compression(compression)
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend
         self.bucket_bytes = bucket_bytes
         self.batch_invariant_random = batch_invariant_random
+        self.compression = None if compression is None else ErrorFeedback()
         self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
         self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable

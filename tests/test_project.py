@@ -28,7 +28,7 @@ LAYERS = (
     ("communicator",),
     ("group_ops", "host_ops", "ops"),
     ("bucket", "devices", "private", "shard"),
-    ("private_keras", "variables"),
+    ("compression", "private_keras", "variables"),
     ("kinds",),
     ("program",),
     ("hooks", "randomness", "whole_batch"),

@@ -1,4 +1,4 @@
-"""Gradients that travel as bfloat16, half the bytes; what rounding takes from them goes with the next ones."""
+"""Gradients that travel as bfloat16, half the bytes; what rounding takes from them goes with the next."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -18,6 +18,7 @@ import numpy as np
 from ncclsync.bench.turns import BenchError
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
 
+_CHAINED = 20  # all-reduces in one call of a graph, one after another, so that the call counts little
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 
 
@@ -188,19 +189,20 @@ class NcclReducer(Reducer):
 
 
 class TensorFlowReducer(Reducer):
-    """In a graph, the call of which is timed too: ncclsync's op, `CollectiveReduceV2` and `tf.add_n`.
+    """In a graph: ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
 
-    `CollectiveReduceV2` needs N logical CPUs, and gives each its result. The others work on one, where all
-    towers get the same result.
+    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
+    others work on one, where all towers get the same result, many times in each call of their graph.
     """
 
-    libraries = ("ncclsync op", "tf collective", "tf add_n")
+    libraries: tuple[str, ...] = ("ncclsync op", "ncclsync py op", "tf collective", "tf add_n")
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""
         super().__init__(towers)
         import tensorflow as tf
 
+        from ncclsync import host_ops
         from ncclsync.group_ops import group_all_reduce
 
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -232,9 +234,26 @@ class TensorFlowReducer(Reducer):
             return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
 
         self._wrap = wrap
-        self._functions = {
-            "ncclsync op": tf.function(lambda *tensors: group_all_reduce(tensors, communicator)),
-            "tf add_n": tf.function(lambda *tensors: [tf.add_n(tensors)] * towers),
+        ones = [tf.ones([], tf.float64)] * towers
+        on_one: dict[str, Callable[..., list[Any]]] = {
+            "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
+            "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
+        }
+        if host_ops.available():
+            on_one["ncclsync op"] = lambda *tensors: (
+                host_ops.all_reduce([[tensor] for tensor in tensors], ones, "sum") * towers
+            )
+        self.libraries = (*on_one, "tf collective")
+
+        def chain(reduce, *tensors):
+            for _ in range(_CHAINED):
+                tensors = reduce(*tensors)
+            return tensors[0]
+
+        self._functions = {name: tf.function(reduce, autograph=False) for name, reduce in on_one.items()}
+        self._chains = {
+            name: tf.function(functools.partial(chain, reduce), autograph=False)
+            for name, reduce in on_one.items()
         }
         self._inputs: list[Any] = []
         self._on_one: list[Any] = []
@@ -257,7 +276,11 @@ class TensorFlowReducer(Reducer):
 
     def run(self, library: str, iterations: int) -> float:
         """As `Reducer.run`."""
-        return timed(lambda: self._reduce(library), iterations)
+        if library not in self._chains or iterations < _CHAINED:
+            return timed(lambda: self._reduce(library), iterations)
+        calls = iterations // _CHAINED
+        seconds = timed(lambda: self._chains[library](*self._on_one), calls)
+        return seconds * iterations / (calls * _CHAINED)
 
     def wrong(self, library: str) -> int:
         """As `Reducer.wrong`."""

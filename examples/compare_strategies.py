@@ -1,5 +1,4 @@
-"""Train one model by ten ways to use several devices, side by side, and tell how each differs from one
-device.
+"""Train one model in ten ways on several devices; tell how each differs from one device.
 
 The ways are the files of strategies/: shared layers, parameter servers, replicated towers, a ring of
 processes, tf.distribute, and so on, written afresh on Keras 3 and TensorFlow 2. All train the same small CNN

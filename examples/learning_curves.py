@@ -47,8 +47,7 @@ def plot(histories, file):
             for place, (towers, history) in enumerate(histories.items()):
                 epochs = range(1, len(history[log]) + 1)
                 colour, width = colours[place % len(colours)], 8.0 / 2**place
-                label = f"{towers} towers" if towers > 1 else "1 tower: plain Keras"
-                axis.plot(epochs, history[log], color=colour, lw=max(width, 0.8), label=label)
+                axis.plot(epochs, history[log], color=colour, lw=max(width, 0.8), label=count(towers))
             axis.set(title=title, xlabel="epoch")
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_yscale("log")
@@ -56,6 +55,11 @@ def plot(histories, file):
         figure.tight_layout()
         figure.savefig(file, dpi=110, transparent=True)
         plt.close(figure)
+
+
+def count(towers):
+    """Return a number of towers in words."""
+    return "1 tower" if towers == 1 else f"{towers} towers"
 
 
 def tell(name, history, reference):
@@ -82,7 +86,7 @@ def main():
     first = next(iter(histories))
     control = train(first, options.epochs, brighter=np.finfo("float32").eps)
     for towers, history in histories.items():
-        tell(f"{towers} towers", history, histories[first])
+        tell(count(towers), history, histories[first])
     tell("control", control, histories[first])
     if options.plot:
         plot(histories, options.plot)

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from strategies.conditions import CONDITIONS, EQUAL
+from strategies.conditions import EQUAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def compare(name, figures, found, reference, dropped):
     Args:
         name: of the strategy.
         figures: what its `Session.start`, `round` and `finish` have answered, in one dictionary.
-        found: by condition, what its `Session.condition` has answered.
+        found: by condition, what its `Session.condition` has answered; any of the conditions.
         reference: the same of one device.
         dropped: one device's weights' file for a last batch without the rows that do not divide.
 
@@ -87,7 +87,7 @@ def compare(name, figures, found, reference, dropped):
         ValueError: it did not start with the same weights as one device.
     """
     distances, raised = {}, {}
-    for condition in CONDITIONS:
+    for condition in found:
         if "raised" in found[condition]:
             distances[condition], raised[condition] = None, found[condition]["raised"]
             continue
@@ -97,7 +97,7 @@ def compare(name, figures, found, reference, dropped):
         weights, target = (read_weights(each[condition]["weights"]) for each in (found, reference))
         distances[condition] = distance(weights, target, start)
     drops = False
-    if distances["last batch"] is not None:
+    if distances.get("last batch") is not None:
         start = read_weights(reference["last batch"]["start"])
         weights = read_weights(found["last batch"]["weights"])
         drops = distance(weights, read_weights(dropped), start) <= EQUAL

@@ -9,7 +9,7 @@ Here: the towers share the global batch in equal parts, where the tutorial deque
 What it got wrong:
 - A tower's batch has a fixed size, so what does not fill N of them is left out.
 - The mean gives each tower the same weight, whatever its number of samples.
-- The tutorial's batch size is per GPU: with N GPUs a step takes N · 128 samples, at the same learning rate.
+- The batch size is per GPU: with N GPUs a step takes N · 128 samples, at the same learning rate.
   The schedule counts steps, but not the N: rates fall N times too late, in epochs.
 - The loss it prints, and its summaries, are the last tower's.
 - All weights go out to, and all gradients come in from, every GPU: the CPU's link carries 2·N times the

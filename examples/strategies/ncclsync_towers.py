@@ -20,7 +20,7 @@ from strategies.task import compiled
 class Strategy(TrainingStrategy):
     """The decorator, and `fit`."""
 
-    SYSTEM = "ncclsync"
+    SYSTEM = "ncclsync, sync_batch_norm=True"
     THROUGH = "host memory, peer to peer; NCCL on GPUs"
     FORMULA = (
         "2·(N − 1)·(P + 3·S), as a ring: a normalisation's sums are three times as large as its averages"

@@ -12,8 +12,8 @@ What it got wrong:
 - Each tower takes a batch of its own from the queue, and the mean gives each the same weight: towers with
   different numbers of samples give a mean of means.
 - Moving averages are the towers' own and drift apart; tower 0's are saved. Batches are normalised by tower.
-- A log says "Fallback to mode='cpu'" where gradients are not floats; several such messages name a mode other
-  than the one that is set.
+- Where NCCL cannot be used (a gradient that is not a float) the mean is taken on one device instead, with no
+  more than a line in the log.
 - Towers are told apart by the prefix of their variables' names; a name that the prefix occurs in twice is
   left out of the synchronisation, with a warning.
 """

@@ -3,11 +3,11 @@
 System: Horovod (A. Sergeev, M. Del Balso 2018, https://arxiv.org/abs/1802.05799;
 https://github.com/horovod/horovod), whose ring is Patarasuk's and Yuan's (2009) by way of Baidu.
 Idea: each GPU has a process that runs the script unchanged. `DistributedOptimizer` averages the gradients
-over all ranks before they are applied; a hook broadcasts rank 0's variables at the start. A ring moves 2·(N
-− 1)/N times the model through each link, however many ranks there are.
-Here: plain processes, joined in a ring by local sockets. Horovod 0.28, the last release, does not build with
-TensorFlow 2.16 and newer (horovod#4290), which Keras 3 needs. With mpi4py the same scheme runs on MPI:
-`MpiRing`, chosen if it is installed and `mpirun` is found.
+over all ranks before they are applied; a hook broadcasts rank 0's variables at the start. A ring moves
+2·(N − 1)/N times the model through each link, however many ranks there are.
+Here: plain processes, joined in a ring by local sockets; where mpi4py is installed and `mpirun` is found, the
+same on MPI. Horovod 0.28, its last release, does not build with the TensorFlow that Keras 3 needs
+(horovod#4290).
 
 What it got wrong:
 - Every rank counts the same: ranks with different numbers of samples give a mean of means. With different
@@ -21,56 +21,15 @@ What it got wrong:
 import multiprocessing
 from typing import ClassVar
 
-from strategies.strategy import TrainingStrategy
+import numpy as np
+import tensorflow as tf
 
-LIMIT_S = 120.0  # for a message of another rank
+from strategies.mpi_rank import MpiGroup
+from strategies.ring import Ring
+from strategies.strategy import TrainingStrategy, batch_signature, flatten, shard_gradients, unflatten
+from strategies.task import make_optimizer
+
 _SPAWN = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
-
-
-class Ring:
-    """All-reduce and broadcast of float32 vectors among ranks, each with a process of its own."""
-
-    def __init__(self, rank, ranks, predecessor, successor):
-        """Join the neighbours, connections of which each serves one direction."""
-        self.rank, self.ranks, self._predecessor, self._successor = rank, ranks, predecessor, successor
-
-    def all_reduce(self, vector):
-        """Add up all ranks' vectors, in place: N − 1 steps that add, N − 1 that hand the sums on."""
-        import numpy as np
-
-        chunks = np.array_split(vector, self.ranks)
-        for step in range(self.ranks - 1):
-            chunks[(self.rank - step - 1) % self.ranks] += self._exchange(
-                chunks[(self.rank - step) % self.ranks]
-            )
-        for step in range(self.ranks - 1):
-            chunks[(self.rank - step) % self.ranks][:] = self._exchange(
-                chunks[(self.rank - step + 1) % self.ranks]
-            )
-
-    def broadcast(self, vector):
-        """Give all ranks rank 0's vector, in place: it is handed on around the ring."""
-        if self.rank > 0:
-            vector[:] = self._receive()
-        if self.rank < self.ranks - 1:
-            self._successor.send_bytes(vector.tobytes())
-
-    def _exchange(self, chunk):
-        """Send to the successor, receive from the predecessor; some rank receives first, so that none
-        waits."""
-        if self.rank % 2:
-            received = self._receive()
-            self._successor.send_bytes(chunk.tobytes())
-            return received
-        self._successor.send_bytes(chunk.tobytes())
-        return self._receive()
-
-    def _receive(self):
-        import numpy as np
-
-        if not self._predecessor.poll(LIMIT_S):
-            raise TimeoutError(f"Expected a message of another rank in {LIMIT_S:.0f} s. Received: none")
-        return np.frombuffer(self._predecessor.recv_bytes(), "float32")
 
 
 class Rank:
@@ -78,12 +37,6 @@ class Rank:
 
     def __init__(self, build, ring):
         """Build them, and take rank 0's weights."""
-        import numpy as np
-        import tensorflow as tf
-
-        from strategies.strategy import batch_signature, flatten, shard_gradients, unflatten
-        from strategies.task import make_optimizer
-
         self.model, self._ring, optimizer = build(), ring, make_optimizer()
         variables = self.model.trainable_variables
         optimizer.build(variables)
@@ -103,8 +56,6 @@ class Rank:
 
     def train(self, x, y, batch_size):
         """Train on this rank's part of every batch."""
-        import numpy as np
-
         for begin in range(0, len(x), batch_size):
             batch = x[begin : begin + batch_size], y[begin : begin + batch_size]
             mine = [np.array_split(rows, self._ring.ranks)[self._ring.rank] for rows in batch]
@@ -113,9 +64,9 @@ class Rank:
             self._apply(gradient / np.float32(self._ring.ranks))
 
 
-def follow(control, build, rank, ranks, predecessor, successor):
+def follow(control, build, ring):
     """Train when rank 0 says so, until it has ended. A rank's main function."""
-    follower = Rank(build, Ring(rank, ranks, predecessor, successor))
+    follower = Rank(build, ring)
     while True:
         try:
             follower.train(*control.recv())
@@ -123,11 +74,16 @@ def follow(control, build, rank, ranks, predecessor, successor):
             return
 
 
+def follow_by_sockets(control, build, rank, ranks, predecessor, successor):
+    """Join the neighbours, then `follow`."""
+    follow(control, build, Ring(rank, ranks, predecessor, successor))
+
+
 class Strategy(TrainingStrategy):
     """Rank 0, and whoever starts the others."""
 
     SYSTEM = "Process per tower, ring (Horovod)"
-    THROUGH = "local sockets, rank to rank"
+    THROUGH = "MPI, rank to rank" if MpiGroup.available() else "local sockets, rank to rank"
     FORMULA = "2·(N − 1)·P: each rank sends, and receives, 2·(N − 1)/N·P"
     WHY: ClassVar = {
         "batch norm": "each rank normalises by its own part; the moving averages are rank 0's",
@@ -137,20 +93,8 @@ class Strategy(TrainingStrategy):
 
     def __init__(self, build, towers):
         """As `TrainingStrategy`."""
-        links = [_SPAWN.Pipe() for _ in range(towers)]  # link i leads from rank i to its successor
-        self._processes, self._controls, theirs = [], [], []
-        for rank in range(1, towers):
-            control, other = _SPAWN.Pipe()
-            ends = other, links[rank - 1][1], links[rank][0]
-            arguments = (other, build, rank, towers, *ends[1:])
-            self._processes.append(_SPAWN.Process(target=follow, args=arguments, daemon=True))
-            self._processes[-1].start()
-            self._controls.append(control)
-            theirs += ends
-        for connection in theirs:
-            connection.close()  # theirs alone, so that they meet its end when we close ours
-        self._ends = links[-1][1], links[0][0]
-        self._leader = Rank(build, Ring(0, towers, *self._ends))
+        self._group = MpiGroup(build, towers) if MpiGroup.available() else SocketGroup(build, towers)
+        self._leader = Rank(build, self._group.ring)
         self.model = self._leader.model
 
     @staticmethod
@@ -160,16 +104,49 @@ class Strategy(TrainingStrategy):
 
     def train(self, x, y, batch_size):
         """As `TrainingStrategy.train`."""
-        for control in self._controls:
-            control.send((x, y, batch_size))
+        self._group.send((x, y, batch_size))
         self._leader.train(x, y, batch_size)
 
     def processes(self):
         """As `TrainingStrategy.processes`."""
+        return self._group.processes()
+
+    def close(self):
+        """End the other ranks: they end when rank 0 is gone."""
+        self._group.close()
+
+
+class SocketGroup:
+    """Processes of multiprocessing's, joined in a ring. `ring` is rank 0's end."""
+
+    def __init__(self, build, ranks):
+        """Start all ranks but the first, which is this process."""
+        links = [_SPAWN.Pipe() for _ in range(ranks)]  # link i leads from rank i to its successor
+        self._processes, self._controls, theirs = [], [], []
+        for rank in range(1, ranks):
+            control, other = _SPAWN.Pipe()
+            ends = links[rank - 1][1], links[rank][0]
+            arguments = (other, build, rank, ranks, *ends)
+            self._processes.append(_SPAWN.Process(target=follow_by_sockets, args=arguments, daemon=True))
+            self._processes[-1].start()
+            self._controls.append(control)
+            theirs += [other, *ends]
+        for connection in theirs:
+            connection.close()  # theirs alone, so that they meet its end when we close ours
+        self._ends = links[-1][1], links[0][0]
+        self.ring = Ring(0, ranks, *self._ends)
+
+    def send(self, request):
+        """Tell all other ranks."""
+        for control in self._controls:
+            control.send(request)
+
+    def processes(self):
+        """Return the ids of the other ranks' processes."""
         return [process.pid for process in self._processes]
 
     def close(self):
-        """End the other ranks: they end when nobody is connected."""
+        """End them. Idempotent."""
         for connection in [*self._controls, *self._ends]:
             connection.close()
         for process in self._processes:

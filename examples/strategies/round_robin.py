@@ -5,9 +5,9 @@ TensorFlow around it: https://www.tensorflow.org/api_docs/python/tf/compat/v1/tr
 Idea: each worker builds a graph of its own. The setter puts variable i on the task i modulo the number of
 parameter servers, everything else on the worker. A worker reads the variables, computes, and sends
 gradients; the server applies each as it comes.
-Here: plain processes over local sockets, since Keras 3 does not run under
-`tf.distribute.ParameterServerStrategy`: two servers, and a worker per tower, the first of them, the chief,
-in this process. The workers share each batch.
+Here: plain processes over local sockets, since Keras 3 has left `tf.distribute.ParameterServerStrategy` and
+its coordinator behind: two servers, and a worker per tower. The first worker, the chief, is this process. The
+workers share each batch.
 
 What it got wrong:
 - Nothing waits: a gradient is applied to weights that others have changed since it was computed (staleness),
@@ -23,8 +23,11 @@ What it got wrong:
 import multiprocessing
 from typing import ClassVar
 
+import numpy as np
+import tensorflow as tf
+
 from strategies import parameter_server
-from strategies.strategy import TrainingStrategy
+from strategies.strategy import TrainingStrategy, batch_signature, shard_gradients
 from strategies.task import LEARNING_RATE, MOMENTUM
 
 SERVERS = 2
@@ -48,10 +51,6 @@ class Worker:
     """One worker's graph. `servers` are connections to the tasks that hold the variables."""
 
     def __init__(self, model, rank, workers, servers):
-        import tensorflow as tf
-
-        from strategies.strategy import batch_signature, shard_gradients
-
         self.model, self._rank, self._workers, self._servers = model, rank, workers, servers
         gradients = lambda x, y: shard_gradients(model, x, y)  # noqa: E731 - the graph's only line
         self._gradients = tf.function(gradients, input_signature=batch_signature(model))
@@ -67,8 +66,6 @@ class Worker:
 
     def train(self, x, y, batch_size):
         """Train on this worker's part of every batch, without a look at the others."""
-        import numpy as np
-
         for begin in range(0, len(x), batch_size):
             batch = x[begin : begin + batch_size], y[begin : begin + batch_size]
             mine = [np.array_split(rows, self._workers)[self._rank] for rows in batch]

@@ -12,8 +12,8 @@ outputs; the gradients are added up on the parameter device. Moving averages com
 What it got wrong:
 - The last slice gets the rest of an indivisible batch; the source itself worries that its gradient may be an
   outlier. Under one loss it is none.
-- The broadcast runs once, on variables that all towers share, where it changes nothing; gradients are not
-  synchronised unless `syncopt=True`.
+- The broadcast runs once, on variables that all towers share, where it changes nothing. The optimizers that
+  synchronise gradients are off unless `syncopt=True`, and needless under one loss.
 - Passing on by name: `__getattribute__` catches every attribute with "load" or "save" in it, and no other. A
   callback that reads `model.layers` or `get_weights` meets the parallel model.
 - `contrib.nccl` and StagingArea did not work, and were taken out again (tensorflow#17908).

@@ -3,7 +3,7 @@
 System: F. Chollet's tutorial "Keras as a simplified interface to TensorFlow" (April 2016,
 https://blog.keras.io/keras-as-a-simplified-interface-to-tensorflow-tutorial.html); `make_parallel` of kuza55
 (https://github.com/kuza55/keras-extras, utils/multi_gpu.py); `keras.utils.multi_gpu_model` (Keras 2.0.9,
-removed from TensorFlow in 2.4).
+since removed).
 Idea: the towers are calls of the same layers, so there is one set of weights; the outputs are concatenated on
 the CPU, and one loss over the whole batch gives the mean over all samples. Keras needs no change.
 Here: `multi_gpu_model`'s slices. Keras 3 does not record device scopes in a functional model, so a layer

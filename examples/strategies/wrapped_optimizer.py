@@ -10,7 +10,7 @@ Here: what was meant. `tf.raw_ops.Stage` is what StagingArea was made of.
 What it got wrong:
 - The published mean is of no use: `K.mean(K.stack(tower_grads, 0))` has no axis. It never ran: the wrapper's
   `get_updates` calls the inner optimizer's, which calls its own `get_gradients`. There the list of losses
-  goes to `tf.gradients`, which adds them up: the sum of the towers' gradients, a step N times too long.
+  goes to `tf.gradients`, which adds them up: a step N times too long. `reduce="sum"` does the same here.
 - The wrapper's `get_config` and `weights` return nothing. The authors call the model an incomplete sketch,
   and left it when Keras came to distribute gradients by itself.
 - Slices are kuza55's: what does not divide is left out of the losses.

@@ -39,7 +39,7 @@ def plot(histories, file):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = ("#e9a23b", "#2a9d76", "#5470c6", "#241a00")
+    colours = ("#e9a23b", "#2a9d76", "#5470c6", "#b5446e")
     ink = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#7d8590")
     with plt.rc_context({"font.size": 9, "axes.edgecolor": "#7d8590", **ink}):
         figure, axes = plt.subplots(1, 2, figsize=(8, 3))

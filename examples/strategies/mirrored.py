@@ -35,7 +35,7 @@ class Strategy(TrainingStrategy):
     FORMULA = "2·(N − 1)·P: each replica sends, and receives, 2·(N − 1)/N·P"
     WHY: ClassVar = {
         "batch norm": "each replica normalises by its own part; the moving averages are the first replica's",
-        "last batch": "a mean of means: replicas with 2 and with 3 samples have the same weight",
+        "last batch": "a mean of means: replicas count the same, whatever their numbers of samples",
     }
 
     def __init__(self, build, towers):

@@ -64,7 +64,7 @@ class Strategy(TrainingStrategy):
     WHY: ClassVar = {
         "batch norm": "each tower normalises by its own part; the moving averages are tower 0's",
         "synchronized": "the towers are no replicas that Keras knows of: synchronized=True does nothing",
-        "last batch": "a mean of means: towers with 2 and with 3 samples have the same weight",
+        "last batch": "a mean of means: towers count the same, whatever their numbers of samples",
     }
 
     def __init__(self, build, towers):

@@ -88,7 +88,7 @@ class Strategy(TrainingStrategy):
     WHY: ClassVar = {
         "batch norm": "each rank normalises by its own part; the moving averages are rank 0's",
         "synchronized": "the ranks know nothing of each other: synchronized=True does nothing",
-        "last batch": "a mean of means: ranks with 2 and with 3 samples have the same weight",
+        "last batch": "a mean of means: ranks count the same, whatever their numbers of samples",
     }
 
     def __init__(self, build, towers):

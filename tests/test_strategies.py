@@ -72,8 +72,9 @@ def train_all(folder):
         if name == "one_device":
             dropped = trained.condition("last batch", str(own), last_rows=4)["weights"]
         results[name] = dataclasses.asdict(comparison.compare(name, figures, found, reference, dropped))
-        children = [" ".join(child.cmdline()) for child in psutil.Process().children()]
-        results[name]["left"] = [child for child in children if "resource_tracker" not in child]
+        alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+        commands = [" ".join(one.cmdline()) for one in alive]
+        results[name]["left"] = [command for command in commands if "resource_tracker" not in command]
 
     x, _, y, _ = task.load_data("digits")
     start, weights = (comparison.read_weights(reference["plain"][file]) for file in ("start", "weights"))

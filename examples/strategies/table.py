@@ -76,8 +76,8 @@ def plot(rows, file, towers):
     import matplotlib.pyplot as plt
 
     with plt.rc_context({"font.size": 8, "text.color": _INK}):
-        figure, axis = plt.subplots(figsize=(13.5, 0.9 + 0.3 * len(rows)))
-        axis.set(xlim=(0, 109), ylim=(len(rows) - 0.4, -1.7))
+        figure, axis = plt.subplots(figsize=(13, 0.9 + 0.28 * len(rows)))
+        axis.set(xlim=(0, 107), ylim=(len(rows) - 0.4, -1.7))
         axis.axis("off")
         for head, left in HEADS.items():
             axis.text(left, -0.7, head, va="bottom", fontweight="bold")
@@ -91,7 +91,7 @@ def plot(rows, file, towers):
                 axis.text(HEADS[head], place, text, va="center", color=colour)
         axis.set_title(f"{towers} CPU towers; distance from one device, in units of its own way", fontsize=9)
         figure.tight_layout(pad=0.4)
-        figure.savefig(file, transparent=True, dpi=110)
+        figure.savefig(file, transparent=True, dpi=88, pil_kwargs={"optimize": True})
         plt.close(figure)
 
 

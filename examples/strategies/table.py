@@ -37,7 +37,9 @@ def show(rows, towers):
         table.add_row(*cells(row).values())
     console.print(table, markup=False, highlight=False)
     for row in rows:
-        causes = [f"{condition}: {row.why[condition]}" for condition in row.distances if condition in row.why]
+        causes = [
+            f"{condition}: {cause}" for condition, cause in row.why.items() if condition in row.distances
+        ]
         if causes:
             console.print(f"{row.system}\n    " + "\n    ".join(causes), markup=False, highlight=False)
 

@@ -7,10 +7,9 @@ on a thread, which meet where values are merged. All-reduce is NCCL's on GPUs, a
 CPUs.
 
 What it got wrong, with Keras 3.15 and TensorFlow 2.21:
-- The batch is cut by `tf.data`. Where the first batch has an odd row, `fit` raises, since the replicas'
-  graphs disagree on a shape (keras#19246). A later batch that is odd is taken, and each replica's mean loss
-  counts the
-  same: a mean of means (tensorflow#36224).
+- The batch is cut by `tf.data`. Where the first batch has an odd row, `fit` raises: to learn the shapes it
+  adds up the replicas' parts (keras#19246). A later batch that is odd is taken, and each replica's mean loss
+  counts the same: a mean of means (tensorflow#36224).
 - `BatchNormalization` normalises by replica unless it is told `synchronized=True`; then it is exact. If not
   told, its moving averages have no aggregation: each replica goes its own way, `predict` gives a row the
   result of whichever replica it falls to, and the first one's are saved.

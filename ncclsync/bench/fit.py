@@ -125,19 +125,19 @@ def peak_memory(requests: Requests, library: str, model: str, towers: int, steps
     """
     x, y = MODELS[model].data(1)
     requests.next()
-    imported = _status_bytes("VmRSS")
+    imported = status_bytes("VmRSS")
     trained = build(library, model, towers)
     trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
     variables = [*trained.weights, *trained.optimizer.variables]
     state = sum(
         int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables
     )
-    requests.answer(bytes=_status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
+    requests.answer(bytes=status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
 
 
-def _status_bytes(name: str) -> int:
-    """Read a size of this process as Linux tells it: VmRSS is held now, VmHWM was held at most."""
-    with open("/proc/self/status", encoding="utf-8") as file:
+def status_bytes(name: str, process: int | str = "self") -> int:
+    """Read a size of a process as Linux tells it: VmRSS is held now, VmHWM was held at most."""
+    with open(f"/proc/{process}/status", encoding="utf-8") as file:
         found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

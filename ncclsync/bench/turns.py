@@ -66,19 +66,21 @@ class Side:
         arguments: Mapping[str, Any],
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        module: str = "ncclsync.bench.worker",
     ) -> None:
         """Start the process; it is ready when its first answer comes.
 
         Args:
             name: for messages.
-            kind: one of `bench.worker.FUNCTIONS` or `REDUCERS`.
+            kind: what the process is to do; of `bench.worker`: one of its `FUNCTIONS` or `REDUCERS`.
             arguments: of that kind.
             launcher: a command to run the process by, such as mpirun's.
             environment: variables that it gets beside those of this process.
+            module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
         """
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
-        worker = [sys.executable, "-m", "ncclsync.bench.worker", kind, json.dumps(dict(arguments))]
+        worker = [sys.executable, "-m", module, kind, json.dumps(dict(arguments))]
         self._process = subprocess.Popen(
             [*launcher, *worker],
             stdin=subprocess.PIPE,

@@ -15,8 +15,10 @@ import tensorflow as tf
 from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
 from ncclsync.step_graph import StepGraph, op_name
 
-# Of the variables in one call, which holds their new values beside the old ones until it ends.
-_MOST_ELEMENTS = 1 << 20
+# A call holds its variables' new values beside the old ones until it ends: of several variables together up to
+# so many elements, and of one alone. TensorFlow updates larger ones in place, op by op.
+_MOST_TOGETHER = 1 << 20
+_MOST_ALONE = 1 << 22
 
 _WRITES = {"AssignVariableOp": None, "AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 
@@ -107,6 +109,7 @@ def _fits(graph: StepGraph, name: str, needed: Collection[str]) -> bool:
         variable.dtype in (tf.float32, tf.float64)
         and bool(variable.shape.rank)
         and variable.shape.is_fully_defined()
+        and variable.shape.num_elements() <= _MOST_ALONE
         and spec.shape == variable.shape
         and spec.dtype == variable.dtype
     )
@@ -206,7 +209,7 @@ def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> lis
         if stage is None:
             continue
         group, elements = open_group.get((stage, update.kind), ([], 0))
-        if not group or elements + update.elements > _MOST_ELEMENTS:
+        if not group or elements + update.elements > _MOST_TOGETHER:
             group, elements = [], 0
             groups.append(group)
         group.append(update)

@@ -15,8 +15,8 @@ import tensorflow as tf
 from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
 from ncclsync.step_graph import StepGraph, op_name
 
-# A call holds its variables' new values beside the old ones until it ends: of several variables together up to
-# so many elements, and of one alone. TensorFlow updates larger ones in place, op by op.
+# A call holds its variables' new values beside the old ones until it ends: of several variables together up
+# to so many elements, and of one alone. TensorFlow updates larger ones in place, op by op.
 _MOST_TOGETHER = 1 << 20
 _MOST_ALONE = 1 << 22
 

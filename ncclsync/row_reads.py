@@ -1,24 +1,25 @@
 """Let ops that take some rows of a variable, as an embedding does, take them from the variable itself.
 
 Keras reads the whole variable and then takes rows of what it read. From a variable's first sparse update on,
-TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. Source:
-tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariableAccess.
+TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. A variable
+that rows are taken from copies in the same way what is read from it later, and is therefore left alone if it
+is not updated sparsely. Source: tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariableAccess.
 """
 
 import collections
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 
 import tensorflow as tf
 
 
 def read_rows_only(
-    definition: tf.compat.v1.GraphDef, shape_of: Callable[[str], tf.TensorShape], needed: Collection[str]
+    definition: tf.compat.v1.GraphDef, shapes: Mapping[str, tf.TensorShape], needed: Collection[str]
 ) -> None:
     """Replace, in place, reads of variables that only rows are taken of.
 
     Args:
         definition: the nodes of a segment.
-        shape_of: a function from the name of a node that reads a variable to that variable's static shape.
+        shapes: by name of a node that reads a variable that is updated sparsely, the variable's static shape.
         needed: names of nodes that must stay.
     """
     nodes = {node.name: node for node in definition.node}
@@ -26,12 +27,12 @@ def read_rows_only(
     for node in definition.node:
         for name in {_op_name(source) for source in node.input if not source.startswith("^")}:
             consumers[name].append(node)
-    for read in [node for node in definition.node if node.op == "ReadVariableOp"]:
+    for read in [node for node in definition.node if node.name in shapes]:
         takers = [node for node in consumers[read.name] if _takes_rows(node, read.name, nodes)]
         others = [node for node in consumers[read.name] if node not in takers]
         if not takers or read.name in needed or any(node.op != "Shape" for node in others):
             continue
-        shape = shape_of(read.name)
+        shape = shapes[read.name]
         if not shape.is_fully_defined():
             continue
         for node in takers:

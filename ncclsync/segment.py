@@ -5,6 +5,7 @@ Neighbours: `cut.py` decides what belongs to a segment, `layout.py` calls it on 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -44,7 +45,7 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses:
     fusions = find_fusions(graph, plan.ops, needed) if fuses else []
     definition, outside = _graph_def(graph, plan, fusions)
     if not jit_compile:  # XLA makes no copies
-        read_rows_only(definition, lambda name: graph.spec(f"{name}:0").shape, needed)
+        read_rows_only(definition, _sparse_reads(graph, plan.ops), needed)
 
     def body(*args):
         fraction, is_root = args[-2:]
@@ -118,6 +119,22 @@ def _graph_def(
         definition.node.extend(fused_nodes(graph, group, f"fused_{i}", own, lambda n: outside.get(n, n)))
     _add_functions(graph, definition)
     return definition, outside
+
+
+def _sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
+    """The reads among `ops` of variables that the step updates sparsely, and these variables' shapes."""
+    sparse = {
+        handle
+        for op in graph.ops
+        if op.type.startswith("ResourceScatter")
+        for handle in graph.writes[op.name]
+    }
+    reads = [name for name in ops if graph.by_name[name].type == "ReadVariableOp"]
+    return {
+        name: graph.variable_of[graph.inputs[name][0]].shape
+        for name in reads
+        if graph.inputs[name][0] in sparse
+    }
 
 
 def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
+    from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DivergenceError": "errors",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",

@@ -116,7 +116,7 @@ class _FunctionStep(TowerStep):
     """A user's function, on all towers."""
 
     def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
-        super().__init__(towers)
+        super().__init__(towers, trains=True)
         self._function = function
         self._results = results
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ncclsync import private_keras
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments
+from ncclsync.drift import Sentinel
 from ncclsync.errors import NcclSyncError
 from ncclsync.loop import Towers
 from ncclsync.trainer import attach
@@ -36,6 +37,8 @@ def nccl_parallel(
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     preflight: bool = True,
     emergency_checkpoint: str | os.PathLike[str] | None = None,
+    check_every: int | None = None,
+    on_divergence: str = "raise",
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -51,6 +54,8 @@ def nccl_parallel(
     timeout_s=DEFAULT_TIMEOUT_S,
     preflight=True,
     emergency_checkpoint=None,
+    check_every=None,
+    on_divergence="raise",
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -80,6 +85,11 @@ def nccl_parallel(
             so that a host that corrupts them is an error.
         emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
             a collective has failed, before the error is raised.
+        check_every: after every so many training steps, a fold of the bits of each variable that must be the
+            same on all towers is computed where it lies, and compared. Any single flipped bit is found. A
+            `DivergenceError` names variables, towers and the step. None: never.
+        on_divergence: "raise" that error; or "repair": log it as a warning and send tower 0's values to all,
+            unless it is tower 0 that differs from most others.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -98,6 +108,7 @@ def nccl_parallel(
         )
     check_arguments(towers, devices, backend, bucket_bytes)
     check_timeout(timeout_s)
+    Sentinel(check_every, on_divergence)
     checkpoint = _checked_path(emergency_checkpoint)
     flags = {
         "sync_batch_norm": sync_batch_norm,
@@ -116,6 +127,8 @@ def nccl_parallel(
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             emergency_checkpoint=emergency_checkpoint,
+            check_every=check_every,
+            on_divergence=on_divergence,
             **flags,
         )
     if not callable(factory):
@@ -136,6 +149,8 @@ def nccl_parallel(
             batch_invariant_random=batch_invariant_random,
             timeout_s=timeout_s,
             preflight=preflight,
+            check_every=check_every,
+            on_divergence=on_divergence,
         )
         try:
             with tf.device(f"/{replicas.devices[0]}"):

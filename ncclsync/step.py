@@ -48,9 +48,15 @@ class TowerStep(abc.ABC):
 
     steps_per_execution = 1
 
-    def __init__(self, towers: TowerState) -> None:
-        """Prepare; nothing is traced before the first batch."""
+    def __init__(self, towers: TowerState, trains: bool) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            towers: where it runs.
+            trains: whether it counts as a training step.
+        """
         self.towers = towers
+        self._trains = trains
         self._programs: dict[str, Program] = {}  # by the specs of a shard
         self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
 
@@ -91,15 +97,25 @@ class TowerStep(abc.ABC):
             NcclSyncError: the towers are closed.
             Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
                 those from before that step or from after it.
+            DivergenceError: towers hold different values; see `TowerState`.
         """
         graph, plan = self._graph_of(iterator.element_spec, iterated=True)
-        return self.guarded(functools.partial(graph, iterator), plan)
+        done, results = self.guarded(functools.partial(graph, iterator), plan)
+        self.count(done)
+        return results
 
     def run_on_batch(self, batch: Any) -> Any:
         """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         graph, plan = self._graph_of(open_specs(batch), iterated=False)
-        return self.guarded(functools.partial(graph, *leaves_of(batch)), plan)
+        results = self.guarded(functools.partial(graph, *leaves_of(batch)), plan)
+        self.count(None)
+        return results
+
+    def count(self, steps: tf.Tensor | None) -> None:
+        """Tell the towers of `steps` that have run, None for one, if that is of interest to them."""
+        if self._trains and self.towers.counts_steps:
+            self.towers.count_steps(1 if steps is None else int(steps))
 
     def _graph_of(self, batch_specs: Any, iterated: bool) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.
@@ -178,11 +194,14 @@ class TowerStep(abc.ABC):
             raise
 
     def _steps_on_iterator(self, plan: "_Plan", iterator: tf.data.Iterator) -> Any:
-        """In a graph: run `steps_per_execution` steps, or as many as there are batches for."""
+        """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
+
+        Returns how many have run, None where it can only be one, and the results of the last.
+        """
         logs = self._on_towers(plan, iterator.get_next())
         steps = self.steps_per_execution
         if steps == 1:
-            return logs
+            return None, logs
         flat = tf.nest.flatten(logs)
 
         def fetch_if_needed(done):
@@ -201,10 +220,10 @@ class TowerStep(abc.ABC):
 
         with tf.control_dependencies(leaves_of(logs)):
             done = tf.constant(1)
-        _, _, flat = tf.while_loop(
+        done, _, flat = tf.while_loop(
             lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), flat)
         )
-        return tf.nest.pack_sequence_as(logs, flat)
+        return done, tf.nest.pack_sequence_as(logs, flat)
 
     def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
         """In a graph: one step on all towers."""

@@ -7,7 +7,7 @@ Python writes into tower 0, and compares them. It knows nothing of models beyond
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,8 @@ import tensorflow as tf
 from ncclsync import host_ops, native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments, choose_placement, connect
-from ncclsync.errors import NcclSyncError
+from ncclsync.drift import Sentinel, fold, outliers
+from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
@@ -49,6 +50,8 @@ class TowerState:
         batch_invariant_random: bool = False,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         preflight: bool = True,
+        check_every: int | None = None,
+        on_divergence: str = "raise",
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -61,6 +64,11 @@ class TowerState:
             timeout_s: how long a collective of NCCL's may take, in seconds, before the step fails with a
                 `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
             preflight: whether known numbers are sent over each pair's path when GPUs are joined.
+            check_every: after every so many training steps, compare a fold of the bits of all that must be
+                identical, over the towers; see `drift`. None: never.
+            on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
+                as it is; or "repair": send tower 0's values to all and log a warning, unless it is tower 0
+                that differs from most others, which is an error.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -73,6 +81,7 @@ class TowerState:
             count = cast("int | None", towers)
         check_arguments(count, devices, backend, bucket_bytes)
         check_timeout(timeout_s)
+        self._sentinel = Sentinel(check_every, on_divergence)
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend
@@ -86,6 +95,7 @@ class TowerState:
         self._save: Callable[[], None] | None = None
         self._saved_after: BaseException | None = None
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
+        self._paths: Callable[[], Mapping[int, str]] = dict
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -154,6 +164,45 @@ class TowerState:
     def order_weights_by(self, weights: Callable[[], Sequence[Any]]) -> None:
         """Let `weights()` decide which variables `get_weights` returns, and in what order."""
         self._weights = weights
+
+    def name_variables_by(self, paths: Callable[[], Mapping[int, str]]) -> None:
+        """Let `paths()` tell, by the id of tower 0's variable, the names that messages give to them."""
+        self._paths = paths
+
+    def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
+        """Return what messages call tower 0's variables: their Keras paths where known."""
+        paths = self._paths()
+        return [paths.get(id(variable), variable.name) for variable in variables]
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether `count_steps` is to be told of each training step."""
+        return self._sentinel.active
+
+    def count_steps(self, steps: int) -> None:
+        """Note that training steps have run, and compare the towers if that is due.
+
+        Raises:
+            DivergenceError: towers differ, and are not to be repaired or cannot be.
+        """
+        if not self._sentinel.is_due(steps):
+            return
+        self.sync()
+        kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
+        # All are started before the first is waited for, each on its own device.
+        folds = [[_fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        found = [outliers([int(one) for one in row]) for row in folds]
+        differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
+        if not differing:
+            return
+        names = self.names_of([variable for variable, _ in differing])
+        error = DivergenceError(
+            self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True))
+        )
+        if not self._sentinel.repairs or any(0 in odd for _, odd in differing):
+            raise error
+        logger.warning("%s. Repaired: tower 0's values were sent to all", error)
+        self._send([id(variable) for variable, _ in differing])
 
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
@@ -361,6 +410,11 @@ class _Replicas:
             # Somebody's tf.function, which will write again without telling.
             self.written_by_graph = True
             self._pending.add(self._key)
+
+
+def _fold_in_place(variable: tf.Variable) -> tf.Tensor:
+    with tf.device(variable.device):
+        return fold(variable.value())
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:

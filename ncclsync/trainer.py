@@ -45,6 +45,7 @@ def attach(
         # Not by a bound method of the towers' own: they must not keep the model alive.
         towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
     towers.order_weights_by(lambda: model.weights)
+    towers.name_variables_by(lambda: private_keras.paths_of(model))
     if len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 
@@ -100,7 +101,7 @@ class ModelStep(TowerStep):
             name: "train_step", "test_step" or "predict_step": the method of the model.
             sync_batch_norm: see `attach`; here for layers that are made only when the model is built.
         """
-        super().__init__(towers)
+        super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
         self._sync_batch_norm = sync_batch_norm
@@ -142,7 +143,9 @@ class ModelStep(TowerStep):
             return self.run_on_batch(batch)
         eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
         with self.hooks():
-            return self.guarded(eagerly, None)
+            results = self.guarded(eagerly, None)
+        self.count(None)
+        return results
 
     def make_program(self, specs: Any) -> Program:
         """Trace the model's method, having built what it needs, and cut it."""

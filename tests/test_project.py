@@ -27,7 +27,7 @@ LAYERS = (
     ("nccl_communicator",),
     ("communicator",),
     ("group_ops", "host_ops", "ops"),
-    ("bucket", "devices", "private", "shard"),
+    ("bucket", "devices", "drift", "private", "shard"),
     ("private_keras", "variables"),
     ("kinds",),
     ("program",),

@@ -19,6 +19,7 @@ from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment
 from ncclsync.step_graph import StepGraph, op_name
+from ncclsync.updates import find_updates
 from ncclsync.variables import Role
 
 
@@ -59,6 +60,7 @@ def cut(
         results=results,
         doubts=tuple(dict.fromkeys(trace.doubts)),
         rollback=_rollback(graph, levels),
+        updates=tuple(find_updates(graph).items()),
     )
 
 

@@ -158,6 +158,13 @@ class TowerStep(abc.ABC):
             logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
         return self._programs.setdefault(repr(shard), program)
 
+    def last(self) -> tuple[Program, Any] | None:
+        """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
+        if not self._graphs:
+            return None
+        _, plan = list(self._graphs.values())[-1]
+        return plan.program, plan.kept.batch()
+
     def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
 

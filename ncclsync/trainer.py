@@ -17,18 +17,23 @@ import tensorflow as tf
 from ncclsync import private, private_keras
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
+from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
+from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.loop import Towers
 from ncclsync.program import Program, Results
+from ncclsync.random_data import fixed_batch_size, random_data
 from ncclsync.step import TowerStep, to_tensor, without_optionals
-from ncclsync.towers import TowerState
 from ncclsync.whole_batch import synchronize_batch_norm
+
+_BATCH_SIZE = 32  # Keras' own
 
 _logger = logging.getLogger("ncclsync")
 
 
 def attach(
     model: keras.Model,
-    towers: TowerState,
+    towers: Towers,
     sync_batch_norm: bool = False,
     emergency_checkpoint: pathlib.Path | None = None,
 ) -> None:
@@ -46,6 +51,7 @@ def attach(
         towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: private_keras.paths_of(model))
+    towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
     if len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 
@@ -75,6 +81,30 @@ def attach(
     model.train_function = model.test_function = model.predict_function = None
 
 
+def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
+    """See `Towers.explain`."""
+    if not model.compiled or model.optimizer is None:
+        raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
+    model.make_train_function()
+    step = getattr(model.train_function, "__self__", None)
+    if not isinstance(step, ModelStep):  # one tower, which runs Keras' own
+        step = ModelStep(model, towers, "train_step", sync_batch_norm)
+    if batch is None and (last := step.last()) is not None:
+        program, ran = last
+        return explain_program(program, towers, rows_of(ran))
+    if batch is None:
+        batch = fixed_batch_size(model) or _BATCH_SIZE
+    if isinstance(batch, int):
+        if isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+        batch = random_data(model, batch, batch_size=batch)
+    if not isinstance(batch, (tuple, list)):
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+    batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
+    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+    return explain_program(step.program_of(specs), towers, rows_of(batch))
+
+
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     """Save a model, or its weights, as the suffix says; an earlier file stays until this one is complete."""
     model = borrowed()
@@ -92,7 +122,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
 class ModelStep(TowerStep):
     """One of a Keras model's steps, on all towers."""
 
-    def __init__(self, model: keras.Model, towers: TowerState, name: str, sync_batch_norm: bool) -> None:
+    def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
         """Prepare; nothing is traced before the first batch.
 
         Args:

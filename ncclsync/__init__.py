@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclSyncError as NcclSyncError
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
+    from ncclsync.errors import NonFiniteError as NonFiniteError
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
@@ -26,6 +27,7 @@ _HOMES = {
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
+    "NonFiniteError": "errors",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

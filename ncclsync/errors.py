@@ -97,6 +97,31 @@ class DivergenceError(NcclSyncError):
         return type(self), (self.step, self.variables)
 
 
+class NonFiniteError(NcclSyncError):
+    """A tower's own gradient holds a NaN or an infinity.
+
+    Attributes:
+        towers: by tower, the rows of the batch that it had, from ``begin`` to ``end`` - 1, and the names of
+            the variables: (begin, end, names).
+        file: a NumPy archive (.npz) of these towers' rows, under the names of the batch's structure, and
+            ``indices``, where in the batch they were; None if it was not saved.
+    """
+
+    def __init__(self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None) -> None:
+        self.towers = {tower: (begin, end, tuple(names)) for tower, (begin, end, names) in towers.items()}
+        self.file = file
+        told = []
+        for tower, (begin, end, names) in self.towers.items():
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            told.append(f"tower {tower}, rows {begin} to {end - 1}, for {', '.join(names[:_NAMED])}{more}")
+        saved = f"These rows are saved in {file}" if file else "These rows are not saved, since many are"
+        super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(told)}. {saved}")
+
+    def __reduce__(self):
+        """Pickle by the attributes: ``Exception`` would pass the message alone."""
+        return type(self), (self.towers, self.file)
+
+
 _NAMED = 10  # so many variables at most in a message
 
 

@@ -15,6 +15,7 @@ from ncclsync.devices import check_arguments
 from ncclsync.drift import Sentinel
 from ncclsync.errors import NcclSyncError
 from ncclsync.loop import Towers
+from ncclsync.nonfinite import OnNonFinite
 from ncclsync.trainer import attach
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
@@ -39,6 +40,7 @@ def nccl_parallel(
     emergency_checkpoint: str | os.PathLike[str] | None = None,
     check_every: int | None = None,
     on_divergence: str = "raise",
+    on_nonfinite: str | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -56,6 +58,7 @@ def nccl_parallel(
     emergency_checkpoint=None,
     check_every=None,
     on_divergence="raise",
+    on_nonfinite=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -90,6 +93,13 @@ def nccl_parallel(
             `DivergenceError` names variables, towers and the step. None: never.
         on_divergence: "raise" that error; or "repair": log it as a warning and send tower 0's values to all,
             unless it is tower 0 that differs from most others.
+        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
+            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
+            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
+            words. Either way no weight, moving average or optimizer state of any tower changes, nor
+            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
+            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
+            itself, and nothing is done about those. None: Keras' behaviour.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -109,6 +119,7 @@ def nccl_parallel(
     check_arguments(towers, devices, backend, bucket_bytes)
     check_timeout(timeout_s)
     Sentinel(check_every, on_divergence)
+    OnNonFinite(on_nonfinite)
     checkpoint = _checked_path(emergency_checkpoint)
     flags = {
         "sync_batch_norm": sync_batch_norm,
@@ -129,6 +140,7 @@ def nccl_parallel(
             emergency_checkpoint=emergency_checkpoint,
             check_every=check_every,
             on_divergence=on_divergence,
+            on_nonfinite=on_nonfinite,
             **flags,
         )
     if not callable(factory):
@@ -151,6 +163,7 @@ def nccl_parallel(
             preflight=preflight,
             check_every=check_every,
             on_divergence=on_divergence,
+            on_nonfinite=on_nonfinite,
         )
         try:
             with tf.device(f"/{replicas.devices[0]}"):

@@ -112,7 +112,10 @@ class Program:
         results: what becomes of the towers' results.
         doubts: what cannot be exact on towers, in words.
         rollback: names of the handles of variables to restore if a step fails on the way: all that it
-            writes, if it may fail when it has written some of them, else none.
+            writes, if it may fail when it has written some of them or may be undone, else none.
+        finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
+            which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
+        gradients: names of the variables of these gradients.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
     """
 
@@ -126,6 +129,8 @@ class Program:
     doubts: tuple[str, ...]
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
+    finite: str | None = None
+    gradients: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

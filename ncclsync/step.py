@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync import private
@@ -18,6 +19,7 @@ from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
+from ncclsync.nonfinite import Watch
 from ncclsync.program import Program, Results, trace
 from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
@@ -68,11 +70,18 @@ class TowerStep(abc.ABC):
         self, step: Callable[[Any], Any], specs: Any, results: Results, jit_compile: bool
     ) -> Program:
         """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
-        with self.hooks(), tf.device(f"/{self.towers.devices[0]}"):
-            traced = trace(python_step(step), specs)
+        watch = Watch() if self._trains and self.towers.on_nonfinite.mode else None
+        step = python_step(step)
+        with contextlib.ExitStack() as stack:
+            if watch is not None:
+                step = watch.around(step)
+                stack.enter_context(watch.hooks())
+            stack.enter_context(self.hooks())
+            stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
+            traced = trace(step, specs)
         same_seeds = self.towers.batch_invariant_random
         check_draws(traced.function, batch_invariant=same_seeds)
-        return cut(
+        program = cut(
             traced,
             home_device=self.towers.devices[0],
             bucket_bytes=self.towers.bucket_bytes,
@@ -80,7 +89,20 @@ class TowerStep(abc.ABC):
             jit_compile=jit_compile,
             same_seeds=same_seeds,
             on_host=self.towers.on_host,
+            undone=watch is not None,
         )
+        if watch is None:
+            return program
+        if watch.scaled:
+            self.towers.warn_once(
+                "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                "gradients are not finite, and lowers its scale by them."
+            )
+        structure, finite = program.structure
+        program = dataclasses.replace(program, structure=structure, gradients=tuple(watch.names))
+        if finite is None:
+            return program
+        return dataclasses.replace(program, outputs=program.outputs[:-1], finite=program.outputs[-1][0])
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -98,6 +120,7 @@ class TowerStep(abc.ABC):
             Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
                 those from before that step or from after it.
             DivergenceError: towers hold different values; see `TowerState`.
+            NonFiniteError: a gradient is not finite; see `TowerState`.
         """
         graph, plan = self._graph_of(iterator.element_spec, iterated=True)
         done, results = self.guarded(functools.partial(graph, iterator), plan)
@@ -130,7 +153,9 @@ class TowerStep(abc.ABC):
                 self.towers.copies(variable)
             for doubt in program.doubts:
                 self.towers.warn_once(doubt)
-            plan = _Plan(program, Rollback(program, self.towers), KeptBatch(specs))
+            kept = KeptBatch(specs)
+            tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
+            plan = _Plan(program, Rollback(program, self.towers, tell), kept)
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
             else:
@@ -178,12 +203,19 @@ class TowerStep(abc.ABC):
             raise
         except BaseException as error:
             self._mend(plan)
+            nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
+            if nonfinite is not None:
+                raise nonfinite from None
             failure = self.towers.failed_collective() if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
             if plan is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(plan)
             raise
+
+    def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
+        """Called by the graph of a step, whose batch is kept."""
+        self.towers.on_nonfinite.tell(finite, names, kept.batch(), len(self.towers))
 
     def _mend(self, plan: "_Plan | None") -> None:
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""

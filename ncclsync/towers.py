@@ -18,6 +18,7 @@ from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.drift import Sentinel, fold, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.nonfinite import OnNonFinite
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
@@ -38,6 +39,7 @@ class TowerState:
         bucket_bytes: size at which a gradient bucket is closed.
         batch_invariant_random: whether random numbers are those of one device.
         communicator: the N ranks, owned by this object.
+        on_nonfinite: what happens when a gradient is not finite.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TowerState:
         preflight: bool = True,
         check_every: int | None = None,
         on_divergence: str = "raise",
+        on_nonfinite: str | None = None,
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -69,6 +72,10 @@ class TowerState:
             on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
                 as it is; or "repair": send tower 0's values to all and log a warning, unless it is tower 0
                 that differs from most others, which is an error.
+            on_nonfinite: what happens if a tower's own gradient of a training step, as a tape gives it, holds
+                a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
+                the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
+                a warning in the same words. None: nothing is looked at.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -82,6 +89,7 @@ class TowerState:
         check_arguments(count, devices, backend, bucket_bytes)
         check_timeout(timeout_s)
         self._sentinel = Sentinel(check_every, on_divergence)
+        self.on_nonfinite = OnNonFinite(on_nonfinite)
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend

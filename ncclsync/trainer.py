@@ -52,7 +52,8 @@ def attach(
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: private_keras.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
-    if len(towers) == 1 and towers.devices[0] == default_device():
+    plain = towers.on_nonfinite.mode is None
+    if plain and len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 
     def make_train_function(force=False):
@@ -171,6 +172,10 @@ class ModelStep(TowerStep):
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
             return self.run_on_batch(batch)
+        if self.towers.on_nonfinite.mode is not None:
+            raise NcclSyncError(
+                "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
+            )
         eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
         with self.hooks():
             results = self.guarded(eagerly, None)

@@ -31,7 +31,7 @@ LAYERS = (
     ("private_keras", "variables"),
     ("kinds",),
     ("program",),
-    ("hooks", "randomness", "whole_batch"),
+    ("hooks", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
     ("exchanges", "fusion", "row_reads", "updates"),
     ("segment",),

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
+    from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
+    from ncclsync.errors import NonFiniteError as NonFiniteError
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DivergenceError": "errors",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
+    "NonFiniteError": "errors",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

@@ -19,6 +19,7 @@ from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment
 from ncclsync.step_graph import StepGraph, op_name
+from ncclsync.updates import find_updates
 from ncclsync.variables import Role
 
 
@@ -30,6 +31,7 @@ def cut(
     jit_compile: bool,
     same_seeds: bool = False,
     on_host: bool = False,
+    undone: bool = False,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -42,6 +44,7 @@ def cut(
         jit_compile: whether XLA compiles the segments.
         same_seeds: whether random state is equal on all towers.
         on_host: whether `host_ops` may be used.
+        undone: whether a step may have to be undone when it has written all it writes.
     """
     graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
@@ -58,7 +61,8 @@ def cut(
         structure=graph.structure,
         results=results,
         doubts=tuple(dict.fromkeys(trace.doubts)),
-        rollback=_rollback(graph, levels),
+        rollback=_rollback(graph, levels, undone),
+        updates=tuple(find_updates(graph).items()),
     )
 
 
@@ -151,7 +155,7 @@ def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
     return levels.get(origin, 0) + hops
 
 
-def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
+def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[str, ...]:
     last = max(levels.values(), default=0)
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
@@ -162,7 +166,7 @@ def _rollback(graph: StepGraph, levels: dict[str, int]) -> tuple[str, ...]:
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    return tuple(sorted({handle for handle, _ in written})) if early or exposed else ()
+    return tuple(sorted({handle for handle, _ in written})) if early or exposed or undone else ()
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class NcclSyncError(Exception):
     """Root of every error that is ncclsync's own."""
@@ -72,3 +74,60 @@ class NcclPreflightError(NcclError):
 
     def _sentence(self) -> str:
         return f"Expected each GPU to receive what the others sent it. Received: {self.last_error}"
+
+
+class DivergenceError(NcclSyncError):
+    """Towers hold different values of a variable that must be the same on all.
+
+    Attributes:
+        step: training steps that these towers had made, the last one included.
+        variables: by name, the towers that differ from most of the others; where none are most, those that
+            differ from tower 0.
+    """
+
+    def __init__(self, step: int, variables: Mapping[str, Sequence[int]]) -> None:
+        self.step = step
+        self.variables = {name: tuple(towers) for name, towers in variables.items()}
+        named = [f"{name} on tower {_listed(towers)}" for name, towers in self.variables.items()]
+        if len(named) > _NAMED:
+            named[_NAMED:] = [f"and {len(named) - _NAMED} more variables"]
+        super().__init__(
+            "Expected all towers to hold the same weights and optimizer state. "
+            f"Received, after step {step}, others than the rest: {', '.join(named)}"
+        )
+
+    def __reduce__(self):
+        """Pickle by the attributes: ``Exception`` would pass the message alone."""
+        return type(self), (self.step, self.variables)
+
+
+class NonFiniteError(NcclSyncError):
+    """A tower's own gradient holds a NaN or an infinity.
+
+    Attributes:
+        towers: by tower, the rows of the batch that it had, from ``begin`` to ``end`` - 1, and the names of
+            the variables: (begin, end, names).
+        file: a NumPy archive (.npz) of these towers' rows, under the names of the batch's structure, and
+            ``indices``, where in the batch they were; None if it was not saved.
+    """
+
+    def __init__(self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None) -> None:
+        self.towers = {tower: (begin, end, tuple(names)) for tower, (begin, end, names) in towers.items()}
+        self.file = file
+        told = []
+        for tower, (begin, end, names) in self.towers.items():
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            told.append(f"tower {tower}, rows {begin} to {end - 1}, for {', '.join(names[:_NAMED])}{more}")
+        saved = f"These rows are saved in {file}" if file else "These rows are not saved, since many are"
+        super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(told)}. {saved}")
+
+    def __reduce__(self):
+        """Pickle by the attributes: ``Exception`` would pass the message alone."""
+        return type(self), (self.towers, self.file)
+
+
+_NAMED = 10  # so many variables at most in a message
+
+
+def _listed(towers: Sequence[int]) -> str:
+    return " and ".join(map(str, towers))

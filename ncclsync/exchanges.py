@@ -9,7 +9,7 @@ from ncclsync.kinds import AFFINE, UNKNOWN
 from ncclsync.kinds import MEAN_OF_ALL as MEAN
 from ncclsync.kinds import SUM_OF_ALL as SUM
 from ncclsync.ops import Collective
-from ncclsync.program import Exchange, Results
+from ncclsync.program import Exchange, Results, user_line
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
 
@@ -91,7 +91,7 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             repeatable = collective.op in ("mean", "max", "min") and collective.kind == "all_reduce"
             for source, output in zip(inputs, outputs, strict=False):
                 settled = source not in differs and (repeatable or collective.kind == "broadcast")
-                renamed[output] = source if settled else graph.exchange(source, collective, when)
+                renamed[output] = source if settled else graph.exchange(source, collective, when, mark.line)
                 if collective.kind == "reduce":
                     differs.add(renamed[output])
             continue
@@ -291,7 +291,10 @@ def _find_folds(graph: StepGraph, drifting: set[str], result_reads: set[str]) ->
             collective = SUM if role is Role.SUM else _fold_collective(variable.dtype)
             source = f"@fold_{len(graph.folds)}:0"
             result = f"@folded_{len(graph.folds)}:0"
-            graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype)
+            line = user_line(graph.by_name[names[-1]].traceback)
+            graph.exchanges[result] = Exchange(
+                source, result, collective, variable.shape, variable.dtype, line=line
+            )
             graph.folds.append(Fold(handle, source, result, tuple(names), role is Role.SUM))
 
 

@@ -72,8 +72,8 @@ def model_and_data(
     """
     import keras
 
-    from ncclsync.random_data import random_data
-    from ncclsync.verification import fixed_batch_size, undecorated
+    from ncclsync.random_data import fixed_batch_size, random_data
+    from ncclsync.verification import undecorated
 
     keras.utils.set_random_seed(seed)
     model = undecorated(factory)()

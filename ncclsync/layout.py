@@ -5,9 +5,10 @@ outside one to run the same parts one after another. `program.py` says what is l
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync import host_ops
@@ -71,13 +72,24 @@ class Rollback:
     The saved values share memory with tower 0's variables until a step writes those.
     """
 
-    def __init__(self, program: Program, towers: TowerState) -> None:
+    def __init__(
+        self, program: Program, towers: TowerState, tell: Callable[[np.ndarray], None] | None = None
+    ) -> None:
+        """Prepare for a program.
+
+        Args:
+            program: what is run.
+            towers: where.
+            tell: is called with the values of `program.finite` if one is False, before the step is undone;
+                what it raises fails the step. Needed if the program tells that.
+        """
         variables = dict(program.variables)
+        self._tell = tell
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
-                (variable, tf.Variable(variable.value(), trainable=False))
+                (group[0], tf.Variable(group[0].value(), trainable=False), group)
                 for name in program.rollback
-                for variable in _restored(variables[name], towers)
+                for group in _restored(variables[name], towers)
             ]
             self._open = tf.Variable(False, trainable=False) if self._saved else None
 
@@ -85,12 +97,17 @@ class Rollback:
         """Save, in the graph of the step; the step must wait for what is returned."""
         if self._open is None:
             return []
-        saves = [saved.assign(variable.read_value()) for variable, saved in self._saved]
+        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
         with tf.control_dependencies(_ops(saves)):
             return _ops([self._open.assign(True)])
 
-    def end(self, done: tf.Operation) -> tf.Operation:
-        """Note, in the graph of the step, that it is complete."""
+    def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
+        """Note, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
+        if finite is not None:
+            with tf.control_dependencies([done]):
+                done = tf.cond(
+                    tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite)
+                )
         if self._open is None:
             return done
         with tf.control_dependencies([done]):
@@ -99,15 +116,33 @@ class Rollback:
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
         if self._open is not None and self._open.numpy():
-            for variable, saved in self._saved:
+            for variable, saved, _ in self._saved:
                 variable.assign(saved)
             self._open.assign(False)
 
+    def _undo(self, finite: tf.Tensor) -> tf.Tensor:
+        """In a branch of the graph of a step: give every tower what it had before the step."""
+        with tf.device("/CPU:0"):
+            told = tf.numpy_function(self._tell, [finite], [])
+        writes = []
+        with tf.control_dependencies([] if tf.executing_eagerly() else [told]):
+            for _, saved, group in self._saved:
+                for copy in group:
+                    with tf.device(copy.device):
+                        writes.append(
+                            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=saved.read_value())
+                        )
+        with tf.control_dependencies([] if tf.executing_eagerly() else writes):
+            return tf.constant(0.0)
 
-def _restored(variable: tf.Variable, towers: TowerState) -> list[tf.Variable]:
-    """What a failed step must be undone in: tower 0's variable, and the copies if those hold parts of it."""
+
+def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
+    """What a failed step must be undone in, by what has one value: all towers', or each that holds a part.
+
+    The first of a group is what is saved.
+    """
     copies = towers.copies(variable)
-    return copies if role_of(variable) is Role.PARTIAL else copies[:1]
+    return [[copy] for copy in copies] if role_of(variable) is Role.PARTIAL else [copies]
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
@@ -143,7 +178,8 @@ def lay_out(program: Program, towers: TowerState, shards: Shards, rollback: Roll
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens)]
         received = _exchange(segment.outgoing, sent, values, shards, towers)
-    with tf.control_dependencies([rollback.end(before[0])]):
+    finite = None if program.finite is None else values[0][program.finite]
+    with tf.control_dependencies([rollback.end(before[0], finite)]):
         return _results(program, values, shards)
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.errors import NcclSyncError
+from ncclsync.explanation import Explanation, explain_program, rows_of
 from ncclsync.program import Program, Results
 from ncclsync.shard import shard_sizes
 from ncclsync.step import TowerStep, leaves_of, to_tensor
@@ -43,6 +44,7 @@ class Towers(TowerState):
         super().__init__(*args, **kwargs)
         self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
+        self._explain: Callable[[Any], Explanation] | None = None
 
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
         """Run one step on one batch, a shard of it on each tower.
@@ -92,6 +94,42 @@ class Towers(TowerState):
         sizes = shard_sizes(rows, len(self))
         return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
 
+    def explain(self, batch: Any = None) -> Explanation:
+        """Tell what a training step is on these towers: before the first one, or of the last that ran.
+
+        Per variable its bytes, and in which bucket and how the towers' parts of its update become one; where
+        the step is cut, and which line asks for it; the rows of a batch that each tower gets. Nothing is
+        trained.
+
+        Args:
+            batch: of a model of the decorator's: a batch size, for a model whose input shapes are known; or a
+                batch, `(x, y)` or `(x, y, sample_weight)` of arrays. None: that of the last step, or, before
+                there was one, the size that the model's inputs declare, or 32.
+
+        Returns:
+            Tables that can be printed, with their rows as dataclasses.
+
+        Raises:
+            TypeError, ValueError: no batch of this model.
+            NcclSyncError: the towers are closed, or there is no step to explain: no compiled model, and none
+                that `run` has run.
+        """
+        self.require_open()
+        if self._explain is not None:
+            return self._explain(batch)
+        last = [step.last() for step in self._steps.values()]
+        if batch is not None or not last or last[-1] is None:
+            raise NcclSyncError(
+                "Expected a step that Towers.run has run, and no batch. "
+                f"Received: {len(last)} steps and the batch {batch!r}"
+            )
+        program, ran = last[-1]
+        return explain_program(program, self, rows_of(ran))
+
+    def explain_by(self, explain: Callable[[Any], Explanation]) -> None:
+        """Let `explain(batch)` explain the training step of the model that these towers are for."""
+        self._explain = explain
+
     def close(self) -> None:
         """Free the other towers' copies and end the communicator. Idempotent.
 
@@ -116,7 +154,7 @@ class _FunctionStep(TowerStep):
     """A user's function, on all towers."""
 
     def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
-        super().__init__(towers)
+        super().__init__(towers, trains=True)
         self._function = function
         self._results = results
 

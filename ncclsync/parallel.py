@@ -13,8 +13,10 @@ from ncclsync import private_keras
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import check_compression
 from ncclsync.devices import check_arguments
+from ncclsync.drift import Sentinel
 from ncclsync.errors import NcclSyncError
 from ncclsync.loop import Towers
+from ncclsync.nonfinite import OnNonFinite
 from ncclsync.trainer import attach
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
@@ -38,6 +40,9 @@ def nccl_parallel(
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     preflight: bool = True,
     emergency_checkpoint: str | os.PathLike[str] | None = None,
+    check_every: int | None = None,
+    on_divergence: str = "raise",
+    on_nonfinite: str | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -54,6 +59,9 @@ def nccl_parallel(
     timeout_s=DEFAULT_TIMEOUT_S,
     preflight=True,
     emergency_checkpoint=None,
+    check_every=None,
+    on_divergence="raise",
+    on_nonfinite=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -86,6 +94,18 @@ def nccl_parallel(
             so that a host that corrupts them is an error.
         emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
             a collective has failed, before the error is raised.
+        check_every: after every so many training steps, a fold of the bits of each variable that must be the
+            same on all towers is computed where it lies, and compared. Any single flipped bit is found. A
+            `DivergenceError` names variables, towers and the step. None: never.
+        on_divergence: "raise" that error; or "repair": log it as a warning and send tower 0's values to all,
+            unless it is tower 0 that differs from most others.
+        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
+            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
+            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
+            words. Either way no weight, moving average or optimizer state of any tower changes, nor
+            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
+            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
+            itself, and nothing is done about those. None: Keras' behaviour.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -105,6 +125,8 @@ def nccl_parallel(
     check_arguments(towers, devices, backend, bucket_bytes)
     check_timeout(timeout_s)
     check_compression(compression)
+    Sentinel(check_every, on_divergence)
+    OnNonFinite(on_nonfinite)
     checkpoint = _checked_path(emergency_checkpoint)
     flags = {
         "sync_batch_norm": sync_batch_norm,
@@ -124,6 +146,9 @@ def nccl_parallel(
             compression=compression,
             timeout_s=timeout_s,
             emergency_checkpoint=emergency_checkpoint,
+            check_every=check_every,
+            on_divergence=on_divergence,
+            on_nonfinite=on_nonfinite,
             **flags,
         )
     if not callable(factory):
@@ -145,6 +170,9 @@ def nccl_parallel(
             compression=compression,
             timeout_s=timeout_s,
             preflight=preflight,
+            check_every=check_every,
+            on_divergence=on_divergence,
+            on_nonfinite=on_nonfinite,
         )
         try:
             with tf.device(f"/{replicas.devices[0]}"):

@@ -159,6 +159,20 @@ def variables_of(model: keras.Model) -> list[tf.Variable]:
     return list(found.values())
 
 
+def paths_of(model: keras.Model) -> dict[int, str]:
+    """Return, by the id of the `tf.Variable`, the Keras paths of a model's and its optimizer's variables.
+
+    To those of a metric's state Keras gives no path that names the metric; here they have one.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    named = [(variable, variable.path) for variable in variables]
+    named += [
+        (state, f"{metric.name}/{state.name}") for metric in metrics_of(model) for state in metric.variables
+    ]
+    return {id(private.backend_variable(variable)): name for variable, name in named}
+
+
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
     return owner._flatten_layers(include_self=False)

@@ -34,6 +34,7 @@ class Exchange:
         when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
             same. None: always.
         scale: name of a scalar, each tower's own, that its source is multiplied by on the way. None: nothing.
+        line: the user's that asks for it, as `user_line` names it.
     """
 
     source: str
@@ -43,6 +44,7 @@ class Exchange:
     dtype: tf.DType
     when: str | None = None
     scale: str | None = None
+    line: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,11 @@ class Program:
         results: what becomes of the towers' results.
         doubts: what cannot be exact on towers, in words.
         rollback: names of the handles of variables to restore if a step fails on the way: all that it
-            writes, if it may fail when it has written some of them, else none.
+            writes, if it may fail when it has written some of them or may be undone, else none.
+        finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
+            which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
+        gradients: names of the variables of these gradients.
+        updates: (name of a variable's handle, the exchange's result that its new value rests on).
     """
 
     segments: tuple[Segment, ...]
@@ -122,6 +128,9 @@ class Program:
     results: Results
     doubts: tuple[str, ...]
     rollback: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...]
+    finite: str | None = None
+    gradients: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +142,14 @@ class Mark:
         collective: what it stands for.
         conditional: whether its last tensor tells if the collective happens.
         explicit: whether the step itself asks for it: then each tower's own value is meant to go in.
+        line: the user's that does, or calls what does.
     """
 
     name: str
     collective: Collective
     conditional: bool
     explicit: bool
+    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +211,8 @@ class _Marking:
             )
         conditions = [] if when is None else [when]
         outputs = tf.identity_n([*tensors, *conditions], name="ncclsync_mark")
-        mark = Mark(outputs[0].op.name, collective, when is not None, explicit=not self._implied)
+        line = user_line(outputs[0].op.traceback)
+        mark = Mark(outputs[0].op.name, collective, when is not None, not self._implied, line)
         self.marks.append((self.graph, mark))
         results = outputs[: len(tensors)]
         if collective.concatenates:

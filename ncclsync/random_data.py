@@ -54,6 +54,11 @@ def random_data(
     return x, keras.tree.pack_sequence_as(outputs, targets)
 
 
+def fixed_batch_size(model: keras.Model) -> int | None:
+    """Return the batch size that a model's inputs declare, if one does."""
+    return next((one.shape[0] for one in getattr(model, "inputs", None) or () if one.shape[0]), None)
+
+
 def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rng: Any) -> Any:
     shape = (rows, *(open_size if size is None else size for size in tensor.shape[1:]))
     if tensor.dtype == "string":

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync import private
@@ -18,6 +19,7 @@ from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
+from ncclsync.nonfinite import Watch
 from ncclsync.program import Program, Results, trace
 from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
@@ -48,9 +50,15 @@ class TowerStep(abc.ABC):
 
     steps_per_execution = 1
 
-    def __init__(self, towers: TowerState) -> None:
-        """Prepare; nothing is traced before the first batch."""
+    def __init__(self, towers: TowerState, trains: bool) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            towers: where it runs.
+            trains: whether it counts as a training step.
+        """
         self.towers = towers
+        self._trains = trains
         self._programs: dict[str, Program] = {}  # by the specs of a shard
         self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
 
@@ -62,11 +70,18 @@ class TowerStep(abc.ABC):
         self, step: Callable[[Any], Any], specs: Any, results: Results, jit_compile: bool
     ) -> Program:
         """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
-        with self.hooks(), tf.device(f"/{self.towers.devices[0]}"):
-            traced = trace(python_step(step), specs)
+        watch = Watch() if self._trains and self.towers.on_nonfinite.mode else None
+        step = python_step(step)
+        with contextlib.ExitStack() as stack:
+            if watch is not None:
+                step = watch.around(step)
+                stack.enter_context(watch.hooks())
+            stack.enter_context(self.hooks())
+            stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
+            traced = trace(step, specs)
         same_seeds = self.towers.batch_invariant_random
         check_draws(traced.function, batch_invariant=same_seeds)
-        return cut(
+        program = cut(
             traced,
             home_device=self.towers.devices[0],
             bucket_bytes=self.towers.bucket_bytes,
@@ -74,7 +89,20 @@ class TowerStep(abc.ABC):
             jit_compile=jit_compile,
             same_seeds=same_seeds,
             on_host=self.towers.on_host,
+            undone=watch is not None,
         )
+        if watch is None:
+            return program
+        if watch.scaled:
+            self.towers.warn_once(
+                "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                "gradients are not finite, and lowers its scale by them."
+            )
+        structure, finite = program.structure
+        program = dataclasses.replace(program, structure=structure, gradients=tuple(watch.names))
+        if finite is None:
+            return program
+        return dataclasses.replace(program, outputs=program.outputs[:-1], finite=program.outputs[-1][0])
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -91,15 +119,26 @@ class TowerStep(abc.ABC):
             NcclSyncError: the towers are closed.
             Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
                 those from before that step or from after it.
+            DivergenceError: towers hold different values; see `TowerState`.
+            NonFiniteError: a gradient is not finite; see `TowerState`.
         """
         graph, plan = self._graph_of(iterator.element_spec, iterated=True)
-        return self.guarded(functools.partial(graph, iterator), plan)
+        done, results = self.guarded(functools.partial(graph, iterator), plan)
+        self.count(done)
+        return results
 
     def run_on_batch(self, batch: Any) -> Any:
         """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         graph, plan = self._graph_of(open_specs(batch), iterated=False)
-        return self.guarded(functools.partial(graph, *leaves_of(batch)), plan)
+        results = self.guarded(functools.partial(graph, *leaves_of(batch)), plan)
+        self.count(None)
+        return results
+
+    def count(self, steps: tf.Tensor | None) -> None:
+        """Tell the towers of `steps` that have run, None for one, if that is of interest to them."""
+        if self._trains and self.towers.counts_steps:
+            self.towers.count_steps(1 if steps is None else int(steps))
 
     def _graph_of(self, batch_specs: Any, iterated: bool) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.
@@ -114,7 +153,9 @@ class TowerStep(abc.ABC):
                 self.towers.copies(variable)
             for doubt in program.doubts:
                 self.towers.warn_once(doubt)
-            plan = _Plan(program, Rollback(program, self.towers), KeptBatch(specs))
+            kept = KeptBatch(specs)
+            tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
+            plan = _Plan(program, Rollback(program, self.towers, tell), kept)
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
             else:
@@ -142,6 +183,13 @@ class TowerStep(abc.ABC):
             logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
         return self._programs.setdefault(repr(shard), program)
 
+    def last(self) -> tuple[Program, Any] | None:
+        """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
+        if not self._graphs:
+            return None
+        _, plan = list(self._graphs.values())[-1]
+        return plan.program, plan.kept.batch()
+
     def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
 
@@ -155,12 +203,19 @@ class TowerStep(abc.ABC):
             raise
         except BaseException as error:
             self._mend(plan)
+            nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
+            if nonfinite is not None:
+                raise nonfinite from None
             failure = self.towers.failed_collective() if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
             if plan is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(plan)
             raise
+
+    def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
+        """Called by the graph of a step, whose batch is kept."""
+        self.towers.on_nonfinite.tell(finite, names, kept.batch(), len(self.towers))
 
     def _mend(self, plan: "_Plan | None") -> None:
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
@@ -178,11 +233,14 @@ class TowerStep(abc.ABC):
             raise
 
     def _steps_on_iterator(self, plan: "_Plan", iterator: tf.data.Iterator) -> Any:
-        """In a graph: run `steps_per_execution` steps, or as many as there are batches for."""
+        """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
+
+        Returns how many have run, None where it can only be one, and the results of the last.
+        """
         logs = self._on_towers(plan, iterator.get_next())
         steps = self.steps_per_execution
         if steps == 1:
-            return logs
+            return None, logs
         flat = tf.nest.flatten(logs)
 
         def fetch_if_needed(done):
@@ -201,10 +259,10 @@ class TowerStep(abc.ABC):
 
         with tf.control_dependencies(leaves_of(logs)):
             done = tf.constant(1)
-        _, _, flat = tf.while_loop(
+        done, _, flat = tf.while_loop(
             lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), flat)
         )
-        return tf.nest.pack_sequence_as(logs, flat)
+        return done, tf.nest.pack_sequence_as(logs, flat)
 
     def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
         """In a graph: one step on all towers."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.kinds import SAME, Kind
 from ncclsync.ops import Collective
-from ncclsync.program import Exchange, Trace
+from ncclsync.program import Exchange, Trace, user_line
 from ncclsync.variables import Role, role_of
 
 
@@ -172,8 +172,17 @@ class StepGraph:
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 
-    def exchange(self, source: str, collective: Collective, when: str | None = None) -> str:
-        """Put an exchange behind the tensor `source`, if there is none yet; return the result's name."""
+    def exchange(
+        self, source: str, collective: Collective, when: str | None = None, line: str | None = None
+    ) -> str:
+        """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
+
+        Args:
+            source: name of a tensor.
+            collective: what happens to it.
+            when: see `Exchange`.
+            line: the user's that asks for it; None: the one that `source` comes from.
+        """
         if result := self._result_of.get((source, collective, when)):
             return result
         spec = self.spec(source)
@@ -181,7 +190,9 @@ class StepGraph:
         shape = spec.shape
         if collective.concatenates:
             shape = tf.TensorShape([None, *shape[1:]])
-        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when)
+        if line is None:
+            line = user_line(self.by_name[self.origin(source)[0]].traceback)
+        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)
         self._result_of[source, collective, when] = result
         return result
 

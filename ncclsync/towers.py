@@ -7,7 +7,7 @@ Python writes into tower 0, and compares them. It knows nothing of models beyond
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,9 @@ from ncclsync import host_ops, native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect
-from ncclsync.errors import NcclSyncError
+from ncclsync.drift import Sentinel, fold, outliers
+from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.nonfinite import OnNonFinite
 from ncclsync.ops import current_context
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
@@ -39,6 +41,7 @@ class TowerState:
         batch_invariant_random: whether random numbers are those of one device.
         compression: what gradients are compressed by, if they are.
         communicator: the N ranks, owned by this object.
+        on_nonfinite: what happens when a gradient is not finite.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class TowerState:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         preflight: bool = True,
         compression: str | None = None,
+        check_every: int | None = None,
+        on_divergence: str = "raise",
+        on_nonfinite: str | None = None,
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -65,6 +71,15 @@ class TowerState:
                 `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
             preflight: whether known numbers are sent over each pair's path when GPUs are joined.
             compression: "bfloat16": gradients travel as such; see `compression.ErrorFeedback`.
+            check_every: after every so many training steps, compare a fold of the bits of all that must be
+                identical, over the towers; see `drift`. None: never.
+            on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
+                as it is; or "repair": send tower 0's values to all and log a warning, unless it is tower 0
+                that differs from most others, which is an error.
+            on_nonfinite: what happens if a tower's own gradient of a training step, as a tape gives it, holds
+                a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
+                the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
+                a warning in the same words. None: nothing is looked at.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -78,6 +93,8 @@ class TowerState:
         check_arguments(count, devices, backend, bucket_bytes)
         check_timeout(timeout_s)
         check_compression(compression)
+        self._sentinel = Sentinel(check_every, on_divergence)
+        self.on_nonfinite = OnNonFinite(on_nonfinite)
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend
@@ -92,6 +109,7 @@ class TowerState:
         self._save: Callable[[], None] | None = None
         self._saved_after: BaseException | None = None
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
+        self._paths: Callable[[], Mapping[int, str]] = dict
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -160,6 +178,45 @@ class TowerState:
     def order_weights_by(self, weights: Callable[[], Sequence[Any]]) -> None:
         """Let `weights()` decide which variables `get_weights` returns, and in what order."""
         self._weights = weights
+
+    def name_variables_by(self, paths: Callable[[], Mapping[int, str]]) -> None:
+        """Let `paths()` tell, by the id of tower 0's variable, the names that messages give to them."""
+        self._paths = paths
+
+    def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
+        """Return what messages call tower 0's variables: their Keras paths where known."""
+        paths = self._paths()
+        return [paths.get(id(variable), variable.name) for variable in variables]
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether `count_steps` is to be told of each training step."""
+        return self._sentinel.active
+
+    def count_steps(self, steps: int) -> None:
+        """Note that training steps have run, and compare the towers if that is due.
+
+        Raises:
+            DivergenceError: towers differ, and are not to be repaired or cannot be.
+        """
+        if not self._sentinel.is_due(steps):
+            return
+        self.sync()
+        kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
+        # All are started before the first is waited for, each on its own device.
+        folds = [[_fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        found = [outliers([int(one) for one in row]) for row in folds]
+        differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
+        if not differing:
+            return
+        names = self.names_of([variable for variable, _ in differing])
+        error = DivergenceError(
+            self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True))
+        )
+        if not self._sentinel.repairs or any(0 in odd for _, odd in differing):
+            raise error
+        logger.warning("%s. Repaired: tower 0's values were sent to all", error)
+        self._send([id(variable) for variable, _ in differing])
 
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
@@ -367,6 +424,11 @@ class _Replicas:
             # Somebody's tf.function, which will write again without telling.
             self.written_by_graph = True
             self._pending.add(self._key)
+
+
+def _fold_in_place(variable: tf.Variable) -> tf.Tensor:
+    with tf.device(variable.device):
+        return fold(variable.value())
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:

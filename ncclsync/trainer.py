@@ -17,18 +17,23 @@ import tensorflow as tf
 from ncclsync import private, private_keras
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
+from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
+from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.loop import Towers
 from ncclsync.program import Program, Results
+from ncclsync.random_data import fixed_batch_size, random_data
 from ncclsync.step import TowerStep, to_tensor, without_optionals
-from ncclsync.towers import TowerState
 from ncclsync.whole_batch import synchronize_batch_norm
+
+_BATCH_SIZE = 32  # Keras' own
 
 _logger = logging.getLogger("ncclsync")
 
 
 def attach(
     model: keras.Model,
-    towers: TowerState,
+    towers: Towers,
     sync_batch_norm: bool = False,
     emergency_checkpoint: pathlib.Path | None = None,
 ) -> None:
@@ -45,7 +50,10 @@ def attach(
         # Not by a bound method of the towers' own: they must not keep the model alive.
         towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
     towers.order_weights_by(lambda: model.weights)
-    if len(towers) == 1 and towers.devices[0] == default_device():
+    towers.name_variables_by(lambda: private_keras.paths_of(model))
+    towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
+    plain = towers.on_nonfinite.mode is None
+    if plain and len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 
     def make_train_function(force=False):
@@ -74,6 +82,30 @@ def attach(
     model.train_function = model.test_function = model.predict_function = None
 
 
+def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
+    """See `Towers.explain`."""
+    if not model.compiled or model.optimizer is None:
+        raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
+    model.make_train_function()
+    step = getattr(model.train_function, "__self__", None)
+    if not isinstance(step, ModelStep):  # one tower, which runs Keras' own
+        step = ModelStep(model, towers, "train_step", sync_batch_norm)
+    if batch is None and (last := step.last()) is not None:
+        program, ran = last
+        return explain_program(program, towers, rows_of(ran))
+    if batch is None:
+        batch = fixed_batch_size(model) or _BATCH_SIZE
+    if isinstance(batch, int):
+        if isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+        batch = random_data(model, batch, batch_size=batch)
+    if not isinstance(batch, (tuple, list)):
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+    batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
+    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+    return explain_program(step.program_of(specs), towers, rows_of(batch))
+
+
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     """Save a model, or its weights, as the suffix says; an earlier file stays until this one is complete."""
     model = borrowed()
@@ -91,7 +123,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
 class ModelStep(TowerStep):
     """One of a Keras model's steps, on all towers."""
 
-    def __init__(self, model: keras.Model, towers: TowerState, name: str, sync_batch_norm: bool) -> None:
+    def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
         """Prepare; nothing is traced before the first batch.
 
         Args:
@@ -100,7 +132,7 @@ class ModelStep(TowerStep):
             name: "train_step", "test_step" or "predict_step": the method of the model.
             sync_batch_norm: see `attach`; here for layers that are made only when the model is built.
         """
-        super().__init__(towers)
+        super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
         self._sync_batch_norm = sync_batch_norm
@@ -140,9 +172,15 @@ class ModelStep(TowerStep):
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
             return self.run_on_batch(batch)
+        if self.towers.on_nonfinite.mode is not None:
+            raise NcclSyncError(
+                "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
+            )
         eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
         with self.hooks():
-            return self.guarded(eagerly, None)
+            results = self.guarded(eagerly, None)
+        self.count(None)
+        return results
 
     def make_program(self, specs: Any) -> Program:
         """Trace the model's method, having built what it needs, and cut it."""

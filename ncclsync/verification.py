@@ -19,6 +19,7 @@ from ncclsync.comparison import compare
 from ncclsync.diagnosis import disagreement, missing_digits, own_code, rounding, seen_nan
 from ncclsync.exactness import Inexact, find_inexact
 from ncclsync.parallel import nccl_parallel
+from ncclsync.random_data import fixed_batch_size
 from ncclsync.report import Difference, Report
 
 # About 80 units in the last place for float32, more for float64, whose rounding is mixed with that of float32
@@ -162,11 +163,6 @@ def _least_precise(model: keras.Model) -> str:
     dtypes |= {layer.compute_dtype for layer in (model, *private_keras.layers_of(model))}
     dtypes |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_variables}
     return [dtype for dtype in TOLERANCES if dtype in dtypes][-1]
-
-
-def fixed_batch_size(model: keras.Model) -> int | None:
-    """Return the batch size that a model's inputs declare, if one does."""
-    return next((one.shape[0] for one in getattr(model, "inputs", None) or () if one.shape[0]), None)
 
 
 def undecorated(build_model: Any) -> Any:

@@ -539,3 +539,15 @@ def test_is_jit_compiled():
     assert private.is_jit_compiled(tf.function(lambda x: x, jit_compile=True))
     assert not private.is_jit_compiled(tf.function(lambda x: x))
     assert not private.is_jit_compiled(lambda x: x)
+
+
+def test_paths_of():
+    """A model's, its optimizer's and its metrics' variables are found by the TensorFlow variable within."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
+    model.compile("sgd", "mse", metrics=[keras.metrics.MeanSquaredError(name="mine")])
+    model.optimizer.build(model.trainable_variables)
+    model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
+    paths = private_keras.paths_of(model)
+    assert paths[id(private.backend_variable(model.layers[0].kernel))].endswith("/last/kernel")
+    assert paths[id(private.backend_variable(model.optimizer.iterations))].lower().startswith("sgd/")
+    assert {"mine/total", "loss/count"} <= set(paths.values())

@@ -116,7 +116,8 @@ def _measure(given: argparse.Namespace, tell: Callable[[str], None]) -> Found:
     from ncclsync.devices import default_device
     from ncclsync.parallel import nccl_parallel
     from ncclsync.plan.measurement import step_seconds, traced_traffic
-    from ncclsync.verification import fixed_batch_size, undecorated
+    from ncclsync.random_data import fixed_batch_size
+    from ncclsync.verification import undecorated
 
     if given.step_ms is not None:
         said = {batch or batch_size: ms / 1e3 for batch, ms in given.step_ms.items()}

@@ -1,0 +1,93 @@
+"""Whether all towers still hold the same: a fold of each variable's bits, where it lies, every so many steps.
+
+Knows nothing of towers: `TowerState` gives it each variable's copies, and acts on what it finds.
+"""
+
+import collections
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+ON_DIVERGENCE = ("raise", "repair")
+
+
+class Sentinel:
+    """Counts training steps, and tells when the towers are to be compared.
+
+    Attributes:
+        repairs: whether what differs is to be repaired; else it is an error.
+        steps: counted so far.
+    """
+
+    def __init__(self, check_every: int | None, on_divergence: str) -> None:
+        """Check the arguments.
+
+        Args:
+            check_every: compare after every so many training steps; None: never.
+            on_divergence: "raise" or "repair".
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+        """
+        if check_every is not None:
+            if isinstance(check_every, bool) or not isinstance(check_every, int):
+                raise TypeError(f"Expected check_every to be a number of steps. Received: {check_every!r}")
+            if check_every < 1:
+                raise ValueError(f"Expected check_every to be at least 1. Received: {check_every}")
+        if on_divergence not in ON_DIVERGENCE:
+            raise ValueError(
+                f"Expected on_divergence to be one of {ON_DIVERGENCE}. Received: {on_divergence!r}"
+            )
+        self._check_every = check_every
+        self.repairs = on_divergence == "repair"
+        self.steps = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is ever compared."""
+        return self._check_every is not None
+
+    def is_due(self, steps: int) -> bool:
+        """Count `steps` more; return whether to compare now: after every so many, or in the step behind."""
+        if self._check_every is None:
+            return False
+        before, self.steps = self.steps, self.steps + steps
+        return self.steps // self._check_every > before // self._check_every
+
+
+def fold(value: tf.Tensor) -> tf.Tensor:
+    """Return an int64 scalar of a tensor's bits, computed where it lies.
+
+    The sum of its 8-byte words, each times the odd number 2 i + 1, modulo 2**64. An odd number times
+    anything that is not 0 is not 0 modulo 2**64: so any change within one word, and any single flipped
+    bit, changes the sum for certain. Several changes cancel out only by a rare chance. A NaN has bits as
+    anything else.
+    """
+    if value.dtype == tf.string:
+        value = tf.strings.to_hash_bucket_fast(value, 2**63 - 1)
+    if value.dtype == tf.bool:
+        value = tf.cast(value, tf.uint8)
+    flat = tf.reshape(value, [-1])
+    if value.dtype.size > 8:
+        words = tf.reshape(tf.bitcast(flat, tf.int64), [-1])
+    elif value.dtype.size == 8:
+        words = tf.bitcast(flat, tf.int64)
+    else:
+        in_word = 8 // value.dtype.size
+        missing = -int(tf.size(flat)) % in_word
+        if missing:
+            flat = tf.concat([flat, tf.zeros([missing], flat.dtype)], 0)
+        words = tf.bitcast(tf.reshape(flat, [-1, in_word]), tf.int64)
+    odd = tf.range(1, 2 * tf.size(words, tf.int64) + 1, 2, dtype=tf.int64)
+    return tf.reduce_sum(words * odd)
+
+
+def outliers(folds: Sequence[int]) -> tuple[int, ...]:
+    """Return which towers differ from the others: from most of them, or from tower 0 where none are most.
+
+    Args:
+        folds: [N] of one variable, as each tower holds it.
+    """
+    common, count = collections.Counter(folds).most_common(1)[0]
+    expected = common if 2 * count > len(folds) else folds[0]
+    return tuple(tower for tower, one in enumerate(folds) if one != expected)

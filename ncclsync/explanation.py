@@ -1,0 +1,210 @@
+"""What towers do with a step: what becomes of each variable, where the step is cut, and how a batch is split.
+
+Reads it off a `Program`, as rows and as a table; decides nothing.
+"""
+
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import rich.box
+import tensorflow as tf
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ncclsync.layout import together
+from ncclsync.program import Exchange, Program, Segment
+from ncclsync.shard import shard_sizes
+from ncclsync.towers import TowerState
+from ncclsync.variables import Role, role_of
+
+_WIDTH = 130  # columns, where it is printed as plain text
+
+_RULES = {
+    Role.SAME: "same on all towers, nothing is exchanged for it",
+    Role.SUM: "sum: tower 0 holds it, the others start from zero",
+    Role.PARTIAL: "partial: each tower accumulates its samples'",
+    Role.SEED: "seed: each tower has its own",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableRow:
+    """A variable that the step uses.
+
+    Attributes:
+        name: its Keras path where known.
+        size_bytes: of one tower's copy.
+        role: how the towers' copies relate: "same", "sum", "partial" or "seed".
+        rule: how the towers' parts of its new value become one, in words.
+        bucket: the segment behind which these are exchanged, and which bucket it is there, both from 1; on
+            the host, where nothing is packed, which call. None where nothing is exchanged for this variable.
+    """
+
+    name: str
+    size_bytes: int
+    role: str
+    rule: str
+    bucket: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CutRow:
+    """What is exchanged behind a segment on account of one line.
+
+    Attributes:
+        segment: from 1.
+        what: what it is and how it is exchanged, in words.
+        tensors: how many.
+        size_bytes: of one tower's tensors, as far as their shapes are known.
+        line: file, number and text of the user's line that asks for it, or calls what does.
+    """
+
+    segment: int
+    what: str
+    tensors: int
+    size_bytes: int
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardRow:
+    """A tower's part of the batch: rows `begin` to `end` - 1."""
+
+    tower: int
+    device: str
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What towers do with a step. `print` shows it as tables, and so does a notebook.
+
+    Attributes:
+        segments: how many parts the step has; the towers meet behind each but the last.
+        variables: those that the step uses.
+        cuts: why it is cut.
+        shards: of the batch, one for each tower; none if no batch is known.
+    """
+
+    segments: int
+    variables: tuple[VariableRow, ...]
+    cuts: tuple[CutRow, ...]
+    shards: tuple[ShardRow, ...]
+
+    def __rich__(self) -> Group:
+        variables = _table("variable", "bytes", "role", "bucket", "how")
+        for row in self.variables:
+            bucket = "" if row.bucket is None else ".".join(map(str, row.bucket))
+            variables.add_row(Text(row.name), str(row.size_bytes), row.role, bucket, row.rule)
+        cuts = _table("behind", "bytes", "tensors", "exchanged", "asked for at")
+        for cut in self.cuts:
+            numbers = map(str, (cut.segment, cut.size_bytes, cut.tensors))
+            cuts.add_row(*numbers, cut.what, Text(cut.line))
+        shards = _table("tower", "rows", "of the batch", "device")
+        for one in self.shards:
+            size = str(one.end - one.begin)
+            shards.add_row(
+                str(one.tower), size, f"{one.begin} to {one.end - 1}" if size != "0" else "", one.device
+            )
+        parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
+        return Group(variables, Text(f"The step has {parts}."), cuts, *([shards] if self.shards else []))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    __repr__ = __str__
+
+
+def explain_program(program: Program, towers: TowerState, rows: int | None) -> Explanation:
+    """Explain a program.
+
+    Args:
+        program: of a step on towers.
+        towers: where it runs.
+        rows: of a batch; None if not known.
+    """
+    calls = {}
+    exchanges = {}
+    for number, segment in enumerate(program.segments, start=1):
+        bucket = 0
+        for indices in together(segment.outgoing):
+            chosen = [segment.outgoing[i] for i in indices]
+            for i, one in enumerate(chosen):
+                bucket += i == 0 or not one.on_host
+                calls.update((exchange.result, (number, bucket)) for exchange in one.exchanges)
+                exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
+    updates = {name: result for name, result in program.updates if result in calls}
+    subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
+    names = towers.names_of([variable for _, variable in program.variables])
+    variables = []
+    for name, (handle, variable) in zip(names, program.variables, strict=True):
+        role = role_of(variable, towers.batch_invariant_random)
+        result = updates.get(handle)
+        rule = _RULES[role] if result is None else _words(exchanges[result])
+        if len(towers) == 1:
+            rule, result = "one tower: nothing is exchanged", None
+        size = int(variable.shape.num_elements() or 0) * variable.dtype.size
+        variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
+    cuts = tuple(_cuts(program.segments, subjects))
+    return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows))
+
+
+def _subject(variable: tf.Variable) -> str:
+    if variable.trainable:
+        return "gradients"
+    return "metrics" if role_of(variable) is Role.SUM else "variables"
+
+
+def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str]) -> Iterable[CutRow]:
+    for number, segment in enumerate(segments, start=1):
+        found: dict[tuple[str, str], list[Exchange]] = {}
+        for exchange in (e for bucket in segment.outgoing for e in bucket.exchanges):
+            what = f"{subjects.get(exchange.result, 'other')}; {_words(exchange)}"
+            found.setdefault((what, exchange.line), []).append(exchange)
+        for (what, line), group in found.items():
+            sizes = [(e.shape.num_elements() or 0) * e.dtype.size for e in group]
+            yield CutRow(number, what, len(group), sum(sizes), line)
+
+
+def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
+    found, begin = [], 0
+    for tower, size in enumerate(shard_sizes(rows, len(towers)) if rows else ()):
+        found.append(ShardRow(tower, towers.devices[tower], begin, begin + size))
+        begin += size
+    return tuple(found)
+
+
+def _words(exchange: Exchange) -> str:
+    collective = exchange.collective
+    if collective.kind == "broadcast":
+        return f"broadcast: tower {collective.root}'s"
+    if collective.kind == "reduce":
+        return f"reduce: their sum, to tower {collective.root}"
+    if collective.kind == "all_gather":
+        return "gather: the rows of all towers"
+    if collective.kind == "stack":
+        return "gather: one row of each tower"
+    how = {"sum": "sum of the towers' parts", "mean": "mean over the samples", "share": "a share of the sum"}
+    when = ", when an update is due" if exchange.when else ""
+    return f"all-reduce: {how.get(collective.op, collective.op)}{when}"
+
+
+def _table(name: str, number: str, *others: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(name, overflow="fold")
+    table.add_column(number, justify="right")
+    for head in others:
+        table.add_column(head, overflow="fold")
+    return table
+
+
+def rows_of(batch: Any) -> int | None:
+    """Return how many rows a batch has: of its first tensor that is no scalar."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
+    return None if not leaves else int(leaves[0].shape[0])

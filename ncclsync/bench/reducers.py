@@ -234,6 +234,8 @@ class TensorFlowReducer(Reducer):
             return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
 
         self._wrap = wrap
+        # It would turn a chain of additions into one, whose inputs are as many as all ways through the chain.
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         ones = [tf.ones([], tf.float64)] * towers
         on_one: dict[str, Callable[..., list[Any]]] = {
             "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
@@ -243,7 +245,7 @@ class TensorFlowReducer(Reducer):
             on_one["ncclsync op"] = lambda *tensors: (
                 host_ops.all_reduce([[tensor] for tensor in tensors], ones, "sum") * towers
             )
-        self.libraries = (*on_one, "tf collective")
+        self.libraries = tuple(name for name in self.libraries if name in {*on_one, "tf collective"})
 
         def chain(reduce, *tensors):
             for _ in range(_CHAINED):

@@ -129,8 +129,8 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
         towers: where it runs.
         rows: of a batch; None if not known.
     """
-    calls = {}
-    exchanges = {}
+    calls: dict[str, tuple[int, int]] = {}
+    exchanges: dict[str, Exchange] = {}
     for number, segment in enumerate(program.segments, start=1):
         bucket = 0
         for indices in together(segment.outgoing):

@@ -18,7 +18,8 @@ import numpy as np
 from ncclsync.bench.turns import BenchError
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
 
-_CHAINED = 20  # all-reduces in one call of a graph, one after another, so that the call counts little
+_CHAINED = 100  # all-reduces in one call of a graph, one after another, so that the call counts little
+_WORTH_A_CHAIN = 20  # all-reduces that take a turn
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 
 
@@ -278,9 +279,9 @@ class TensorFlowReducer(Reducer):
 
     def run(self, library: str, iterations: int) -> float:
         """As `Reducer.run`."""
-        if library not in self._chains or iterations < _CHAINED:
+        if library not in self._chains or iterations < _WORTH_A_CHAIN:
             return timed(lambda: self._reduce(library), iterations)
-        calls = iterations // _CHAINED
+        calls = -(-iterations // _CHAINED)
         seconds = timed(lambda: self._chains[library](*self._on_one), calls)
         return seconds * iterations / (calls * _CHAINED)
 

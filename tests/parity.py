@@ -37,10 +37,10 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chosen(cases: Mapping[str, Case], every: int) -> list[str]:
-    """Some rows of a table of more than `ROWS_AT_ONCE`; all of a smaller one, or if all are asked for."""
+def chosen(cases: Mapping[str, Case], every: int, at_once: int = ROWS_AT_ONCE) -> list[str]:
+    """Some rows of a table of more than `at_once`; all of a smaller one, or if all are asked for."""
     names = list(cases)
-    return names if ALL_ROWS or len(names) <= ROWS_AT_ONCE else names[::every]
+    return names if ALL_ROWS or len(names) <= at_once else names[::every]
 
 
 def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
@@ -48,7 +48,7 @@ def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
 
     Of a large table every ninth row, to keep the time of all tests within bounds.
     """
-    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=9))]
+    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=9, at_once=10))]
     return [pytest.param(name, count, id=f"{name}-{count}") for name, count in pairs]
 
 

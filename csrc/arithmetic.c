@@ -21,12 +21,6 @@
 
 typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
-#if defined(__clang__)
-#define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define NCS_INDEPENDENT _Pragma("GCC ivdep")
-#endif
-
 #define T float
 #define NCS_SQRT_OF sqrtf
 #define NCS_KERNEL(name) baseline_float_##name
@@ -72,8 +66,6 @@ int ncs_program_is_valid(const ncs_program* program, int length) {
 typedef struct {
   const ncs_program* program;
   const ncs_instance* instances;
-  size_t n_instances;
-  const size_t* begins; /* per instance its first chunk, and the end of all */
   const ncs_loop* loops;
   size_t size;
 } ncs_run;
@@ -115,26 +107,15 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   }
 }
 
-static void run_chunks(const void* task, size_t chunk) {
+static void run_part(const void* task, size_t part, size_t chunk) {
   const ncs_run* run = task;
   char memory[NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   const void* registers[NCS_MOST_REGISTERS];
   char* targets[NCS_MOST_REGISTERS];
-  size_t low = 0, high = run->n_instances;
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
 #endif
-  while (high - low > 1) {
-    const size_t middle = (low + high) / 2;
-    if (run->begins[middle] <= chunk) low = middle;
-    else high = middle;
-  }
-  run_chunk(run, &run->instances[low], (chunk - run->begins[low]) * NCS_CHUNK, memory, registers, targets);
-}
-
-static void run_all(const void* task, size_t chunk) {
-  const ncs_run* run = task;
-  for (chunk = 0; chunk < run->begins[run->n_instances]; ++chunk) run_chunks(task, chunk);
+  run_chunk(run, &run->instances[part], chunk * NCS_CHUNK, memory, registers, targets);
 }
 
 static const ncs_loop* find_loops(int level, int is_double) {
@@ -150,16 +131,14 @@ ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const n
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
   const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
-  const ncs_run run = {program, instances, n_instances, begins, loops,
-                       program->is_double ? sizeof(double) : sizeof(float)};
+  const ncs_run run = {program, instances, loops, program->is_double ? sizeof(double) : sizeof(float)};
   if (begins == NULL) return ncclSystemError;
   begins[0] = 0;
   for (size_t k = 0; k < n_instances; ++k) {
     begins[k + 1] = begins[k] + (instances[k].count + NCS_CHUNK - 1) / NCS_CHUNK;
     elements += instances[k].count;
   }
-  if (elements < NCS_SMALL_JOB) ncs_pool_run(pool, run_all, &run, 1);
-  else ncs_pool_run(pool, run_chunks, &run, begins[n_instances]);
+  ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);
   free(begins);
   return ncclSuccess;
 }

@@ -18,12 +18,6 @@
 /* Results larger than this, all together, will not be found in a cache anyway: write around it. */
 #define NCS_STREAM_BYTES (8 * 1024 * 1024)
 
-#if defined(__clang__)
-#define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define NCS_INDEPENDENT _Pragma("GCC ivdep")
-#endif
-
 typedef struct {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
   void (*divide)(void* acc, size_t count, int n_ranks);
@@ -234,58 +228,93 @@ ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks
 /* ---- All-reduce ---- */
 
 typedef struct {
-  const void* const* sends;
-  void* const* recvs;
-  int n_ranks, n_recvs;
-  size_t size, bytes, chunk;
+  const ncs_reduced* tensors;
+  void* const* also; /* where the result of the only tensor goes besides its recv */
+  int n_also;
+  const double* weights; /* NULL: all 1 */
+  int n_ranks, divides;
+  size_t size, bytes; /* of an element, and of all tensors' results */
   const ncs_kernels* kernels;
   void (*combine)(void* acc, const void* a, const void* b, size_t count);
-  int divides, streaming;
 } ncs_reduction;
 
-/* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc or narrowed. */
-static const void* reduce_block(const ncs_reduction* t, size_t at, size_t n, void* acc, void* narrowed) {
+/* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc, narrowed, or the only send. */
+static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tensor, size_t at, size_t n, void* acc,
+                                void* narrowed) {
   const size_t count = n / t->size;
-  const void* first = (const char*)t->sends[0] + at;
-  if (t->kernels->widen != NULL) {
-    t->kernels->widen(acc, first, count);
-    first = acc;
-  }
-  for (int s = 1; s < t->n_ranks; ++s) {
-    t->combine(acc, first, (const char*)t->sends[s] + at, count);
-    first = acc;
+  const void* sum = NULL;
+  for (int r = 0; r < t->n_ranks; ++r) {
+    const double weight = t->weights != NULL ? t->weights[r] : 1;
+    const void* send = (const char*)tensor->sends[r] + at;
+    if (weight == 0) continue;
+    if (sum == NULL && weight == 1 && t->kernels->widen == NULL) {
+      sum = send;
+      continue;
+    }
+    if (sum == NULL && weight == 1) t->kernels->widen(acc, send, count);
+    else if (sum == NULL) t->kernels->scale(acc, send, weight, count);
+    else if (weight == 1) t->combine(acc, sum, send, count);
+    else t->kernels->add_scaled(acc, sum, send, weight, count);
+    sum = acc;
   }
   if (t->divides) t->kernels->divide(acc, count, t->n_ranks);
-  if (t->kernels->narrow == NULL) return acc;
+  if (t->kernels->narrow == NULL) return sum;
   t->kernels->narrow(narrowed, acc, count);
   return narrowed;
 }
 
-static void run_reduction(const void* task, size_t chunk) {
+/* In place, the line to be written has just been read: it is in the cache. */
+static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor) {
+  if (t->bytes <= NCS_STREAM_BYTES) return 0;
+  for (int r = 0; r < t->n_ranks; ++r)
+    for (int o = -1; o < t->n_also; ++o)
+      if (tensor->sends[r] == (o < 0 ? tensor->recv : t->also[o])) return 0;
+  return 1;
+}
+
+static void reduce_chunk(const void* task, size_t part, size_t chunk) {
   const ncs_reduction* t = task;
+  const ncs_reduced* tensor = &t->tensors[part];
   /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
   char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
   const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
-  const size_t end = min_size((chunk + 1) * t->chunk, t->bytes);
-  for (size_t at = chunk * t->chunk, n; at < end; at += n) {
+  const size_t end = min_size((chunk + 1) * NCS_CHUNK_BYTES, tensor->count * t->size);
+  const int streaming = is_streaming(t, tensor);
+  for (size_t at = chunk * NCS_CHUNK_BYTES, n; at < end; at += n) {
     n = min_size(block, end - at);
-    const void* result = reduce_block(t, at, n, blocks, blocks + NCS_BLOCK_BYTES);
-    for (int r = 0; r < t->n_recvs; ++r) {
-      char* out = (char*)t->recvs[r] + at;
-      if (t->streaming)
-        copy_streaming(out, result, n);
-      else
-        memcpy(out, result, n);
+    const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
+    for (int o = -1; o < t->n_also; ++o) {
+      char* out = (char*)(o < 0 ? tensor->recv : t->also[o]) + at;
+      if (out == result) continue;
+      if (streaming) copy_streaming(out, result, n);
+      else memcpy(out, result, n);
     }
   }
-  if (t->streaming) finish_streaming();
+  if (streaming) finish_streaming();
+}
+
+/* `begins` has room for one more than there are tensors. */
+static void reduce_all(ncs_pool* pool, ncs_reduction* t, size_t n_tensors, int dtype, int op, size_t* begins) {
+  size_t result_bytes = 0;
+  begins[0] = 0;
+  for (size_t v = 0; v < n_tensors; ++v) {
+    const size_t bytes = t->tensors[v].count * t->size;
+    begins[v + 1] = begins[v] + (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
+    result_bytes += bytes;
+  }
+  t->bytes = result_bytes * (size_t)(1 + t->n_also);
+  t->kernels = find_kernels(ncs_pool_level(pool), dtype);
+  t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
+  t->divides = op == ncclAvg;
+  ncs_pool_run_parts(pool, reduce_chunk, t, begins, n_tensors,
+                     result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
 }
 
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
                                 size_t count, int dtype, int op) {
   const size_t size = size_of(dtype);
-  int in_place = 0, n_recvs = 1;
-  ncs_reduction task;
+  size_t begins[2];
+  int n_recvs = 1;
   if (pool == NULL || sends == NULL || recvs == NULL || n_ranks < 1 || op < ncclSum || op > ncclAvg || size == 0 ||
       count > SIZE_MAX / size)
     return ncclInvalidArgument;
@@ -295,10 +324,8 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
     if (recvs[r] != recvs[0]) n_recvs = n_ranks;
   }
   for (int r = 0; r < n_recvs; ++r) {
-    for (int s = 0; s < n_ranks; ++s) {
+    for (int s = 0; s < n_ranks; ++s)
       if (overlaps_partly(recvs[r], sends[s], count * size)) return ncclInvalidArgument;
-      if (recvs[r] == sends[s]) in_place = 1;
-    }
     for (int s = 0; s < r; ++s)
       if (overlaps_partly(recvs[r], recvs[s], count * size)) return ncclInvalidArgument;
   }
@@ -306,87 +333,10 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
     copy_to_all(pool, sends[0], recvs, 1, count * size);
     return ncclSuccess;
   }
-
-  task.sends = sends;
-  task.recvs = recvs;
-  task.n_ranks = n_ranks;
-  task.n_recvs = n_recvs;
-  task.size = size;
-  task.bytes = count * size;
-  task.chunk = chunk_bytes(task.bytes, task.bytes * ((size_t)n_ranks + (size_t)n_recvs));
-  task.kernels = find_kernels(ncs_pool_level(pool), dtype);
-  task.combine = task.kernels->combine[op == ncclAvg ? ncclSum : op];
-  task.divides = op == ncclAvg;
-  /* In place the line to be written has just been read: it is in the cache. */
-  task.streaming = !in_place && task.bytes * (size_t)n_recvs > NCS_STREAM_BYTES;
-  ncs_pool_run(pool, run_reduction, &task, (task.bytes + task.chunk - 1) / task.chunk);
+  const ncs_reduced tensor = {sends, recvs[0], count};
+  ncs_reduction task = {.tensors = &tensor, .also = recvs + 1, .n_also = n_recvs - 1, .n_ranks = n_ranks, .size = size};
+  reduce_all(pool, &task, 1, dtype, op, begins);
   return ncclSuccess;
-}
-
-/* ---- Many tensors, weighted ---- */
-
-typedef struct {
-  const ncs_reduced* tensors;
-  size_t n_tensors;
-  const size_t* begins; /* per tensor its first chunk, and the end of all */
-  const double* weights;
-  int n_ranks;
-  size_t size, chunk; /* bytes */
-  const ncs_kernels* kernels;
-  void (*combine)(void* acc, const void* a, const void* b, size_t count);
-  int streaming;
-} ncs_weighted;
-
-/* As reduce_block. */
-static const void* reduce_weighted_block(const ncs_weighted* t, const ncs_reduced* tensor, size_t at, size_t n,
-                                         void* acc, void* narrowed) {
-  const size_t count = n / t->size;
-  const void* sum = NULL;
-  for (int r = 0; r < t->n_ranks; ++r) {
-    const void* send = (const char*)tensor->sends[r] + at;
-    if (t->weights[r] == 0) continue;
-    if (sum == NULL && t->weights[r] == 1 && t->kernels->widen == NULL) {
-      sum = send;
-      continue;
-    }
-    if (sum == NULL && t->weights[r] == 1) t->kernels->widen(acc, send, count);
-    else if (sum == NULL) t->kernels->scale(acc, send, t->weights[r], count);
-    else if (t->weights[r] == 1) t->combine(acc, sum, send, count);
-    else t->kernels->add_scaled(acc, sum, send, t->weights[r], count);
-    sum = acc;
-  }
-  if (t->kernels->narrow == NULL) return sum;
-  t->kernels->narrow(narrowed, acc, count);
-  return narrowed;
-}
-
-static void run_weighted(const void* task, size_t chunk) {
-  const ncs_weighted* t = task;
-  char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
-  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
-  size_t low = 0, high = t->n_tensors;
-  while (high - low > 1) {
-    const size_t middle = (low + high) / 2;
-    if (t->begins[middle] <= chunk) low = middle;
-    else high = middle;
-  }
-  const ncs_reduced* tensor = &t->tensors[low];
-  const size_t begin = (chunk - t->begins[low]) * t->chunk;
-  const size_t end = begin + min_size(t->chunk, tensor->count * t->size - begin);
-  for (size_t at = begin, n; at < end; at += n) {
-    n = min_size(block, end - at);
-    const void* result = reduce_weighted_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
-    char* out = (char*)tensor->recv + at;
-    if (result == out) continue;
-    if (t->streaming) copy_streaming(out, result, n);
-    else memcpy(out, result, n);
-  }
-  if (t->streaming) finish_streaming();
-}
-
-static void run_all_weighted(const void* task, size_t chunk) {
-  const ncs_weighted* t = task;
-  for (chunk = 0; chunk < t->begins[t->n_tensors]; ++chunk) run_weighted(task, chunk);
 }
 
 static int are_weights_usable(const double* weights, int n_ranks, int may_scale) {
@@ -401,30 +351,16 @@ static int are_weights_usable(const double* weights, int n_ranks, int may_scale)
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op) {
   const size_t size = size_of(dtype);
-  size_t bytes = 0;
   size_t* begins;
-  ncs_weighted task;
+  int may_scale;
   if (pool == NULL || tensors == NULL || weights == NULL || n_ranks < 1 || op < ncclSum || op > ncclMin || size == 0)
     return ncclInvalidArgument;
-  task.kernels = find_kernels(ncs_pool_level(pool), dtype);
-  if (!are_weights_usable(weights, n_ranks, op == ncclSum && task.kernels->scale != NULL)) return ncclInvalidArgument;
+  may_scale = op == ncclSum && find_kernels(ncs_pool_level(pool), dtype)->scale != NULL;
+  if (!are_weights_usable(weights, n_ranks, may_scale)) return ncclInvalidArgument;
   begins = malloc((n_tensors + 1) * sizeof(*begins));
   if (begins == NULL) return ncclSystemError;
-  for (size_t v = 0; v < n_tensors; ++v) bytes += tensors[v].count * size;
-  task.tensors = tensors;
-  task.n_tensors = n_tensors;
-  task.weights = weights;
-  task.n_ranks = n_ranks;
-  task.size = size;
-  task.chunk = NCS_CHUNK_BYTES;
-  task.combine = task.kernels->combine[op];
-  task.streaming = bytes > NCS_STREAM_BYTES;
-  task.begins = begins;
-  begins[0] = 0;
-  for (size_t v = 0; v < n_tensors; ++v)
-    begins[v + 1] = begins[v] + (tensors[v].count * size + task.chunk - 1) / task.chunk;
-  if (bytes * ((size_t)n_ranks + 1) < NCS_SMALL_JOB_BYTES) ncs_pool_run(pool, run_all_weighted, &task, 1);
-  else ncs_pool_run(pool, run_weighted, &task, begins[n_tensors]);
+  ncs_reduction task = {.tensors = tensors, .weights = weights, .n_ranks = n_ranks, .size = size};
+  reduce_all(pool, &task, n_tensors, dtype, op, begins);
   free(begins);
   return ncclSuccess;
 }

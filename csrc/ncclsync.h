@@ -64,6 +64,14 @@ ncclResult_t ncs_result_describe(int index, /*outputs*/ const char** name, int* 
 ncclResult_t ncs_dtype_describe(int index, /*outputs*/ const char** name, int* value, size_t* size);
 ncclResult_t ncs_op_describe(int index, /*outputs*/ const char** name, int* value);
 
+/* What failed, filled in by the functions below when they return a status other than ncclSuccess: the failed call
+ * (of NCCL, CUDA, TensorFlow or the loader) and its own words. Owned by the caller; NULL is allowed. */
+typedef struct {
+  char call[64];
+  char message[960];
+  int index; /* of the group's collective that it failed in; -1: in none of them */
+} ncs_failure;
+
 /* ---- Host memory (pool.c, cpu.c) ---- */
 
 /* Vector instructions the kernels are compiled for. All give bitwise the same results (only the payload of a NaN
@@ -125,8 +133,7 @@ typedef struct {
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op);
 
-/* Operations of fused arithmetic (arithmetic.c); each rounds once, as a loop of its own would. The last one is no
- * operation but the most inputs and operations that one program may have. */
+/* Operations of fused arithmetic (arithmetic.c); each rounds once, as a loop of its own would. */
 typedef enum {
   NCS_ADD = 0,
   NCS_SUBTRACT = 1,
@@ -136,25 +143,17 @@ typedef enum {
   NCS_MINIMUM = 5,
   NCS_SQUARE = 6,
   NCS_SQRT = 7,
-  NCS_NEGATE = 8,
-  NCS_MOST_REGISTERS = 48
+  NCS_NEGATE = 8
 } ncs_arithmetic;
+
+enum { NCS_MOST_REGISTERS = 48 }; /* inputs and operations together that one program may have */
 
 /* Registers with the TensorFlow of this process the ops of tf_ops.c, which use `pool`; once, later calls do nothing.
  * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.
  * ncclSystemError: not loaded, a function is missing in it, or it refuses; nothing can be used then. */
-struct ncs_failure;
-ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ struct ncs_failure* failure);
+ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure);
 
 /* ---- GPUs by NCCL (nccl.c) ---- */
-
-/* What failed, filled in by the functions below when they return a status other than ncclSuccess: the failed call
- * (of NCCL, CUDA or the loader) and its own words. Owned by the caller; NULL is allowed. */
-typedef struct ncs_failure {
-  char call[64];
-  char message[960];
-  int index; /* of the group's collective that it failed in; -1: in none of them */
-} ncs_failure;
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
 typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator and one stream per GPU */

@@ -82,6 +82,36 @@ void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), c
   pthread_mutex_unlock(&pool->mutex);
 }
 
+typedef struct {
+  void (*run)(const void* task, size_t part, size_t chunk);
+  const void* task;
+  const size_t* begins;
+  size_t n_parts;
+} ncs_parts;
+
+static void run_part(const void* parts_, size_t chunk) {
+  const ncs_parts* parts = parts_;
+  size_t low = 0, high = parts->n_parts;
+  while (high - low > 1) {
+    const size_t middle = (low + high) / 2;
+    if (parts->begins[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  parts->run(parts->task, low, chunk - parts->begins[low]);
+}
+
+static void run_all_parts(const void* parts_, size_t chunk) {
+  const ncs_parts* parts = parts_;
+  for (chunk = 0; chunk < parts->begins[parts->n_parts]; ++chunk) run_part(parts, chunk);
+}
+
+void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
+                        const size_t* begins, size_t n_parts, int alone) {
+  const ncs_parts parts = {run, task, begins, n_parts};
+  if (alone) ncs_pool_run(pool, run_all_parts, &parts, 1);
+  else ncs_pool_run(pool, run_part, &parts, begins[n_parts]);
+}
+
 int ncs_pool_level(const ncs_pool* pool) { return pool->level; }
 
 /* Ends and joins the first `workers` threads, then frees the pool. */

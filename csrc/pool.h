@@ -1,4 +1,4 @@
-/* Inside csrc only: what cpu.c needs of the worker pool. */
+/* Inside csrc only: the worker pool, and what the loops that run on it share. */
 #ifndef NCCLSYNC_POOL_H_
 #define NCCLSYNC_POOL_H_
 
@@ -7,6 +7,18 @@
 /* Runs run(task, 0..chunks-1), each exactly once, in any order, on the caller and the pool's workers; returns when
  * all are done. Every thread runs under the default floating-point environment and gets its own back. */
 void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks);
+
+/* Runs run(task, part, 0..n-1) for every part of some work, as ncs_pool_run does. `begins` holds, for each part, how
+ * many chunks the parts before it have, and then how many there are in all. `alone`: on the caller only. */
+void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
+                        const size_t* begins, size_t n_parts, int alone);
+
+/* Denies dependencies between a loop's iterations, so that it is vectorised. */
+#if defined(__clang__)
+#define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define NCS_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 /* The level the pool was made with (never NCS_LEVEL_BEST). */
 int ncs_pool_level(const ncs_pool* pool);

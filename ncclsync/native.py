@@ -46,11 +46,11 @@ DTYPE_SIZES: dict[int, int] = {
 }
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
-# Operations of fused arithmetic, and how many inputs and operations one program may have together.
+# Operations of fused arithmetic, and how many inputs and operations together one program may have.
 ARITHMETIC: dict[str, int] = {
     name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
 }
-MOST_REGISTERS = ARITHMETIC.pop("MOST_REGISTERS")
+MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
 
 _STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]

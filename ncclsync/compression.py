@@ -42,9 +42,7 @@ class ErrorFeedback:
         sent = []
         for i in chosen:
             kept = self._kept_of(private.backend_variable(variables[i]))
-            # A select: what a tower computed on a stand-in row may be NaN.
-            part = tf.where(context.share.fraction > 0, parts[i], tf.zeros_like(parts[i]))
-            owed = part + kept
+            owed = context.share.of_samples(parts[i]) + kept
             rounded = tf.cast(owed, tf.bfloat16)
             # What is infinite or NaN is so on the wire too; keeping it would make every later step so.
             rest = owed - tf.cast(rounded, tf.float32)

@@ -1,4 +1,4 @@
-"""Whether all towers still hold the same: a fold of each variable's bits, where it lies, every so many steps.
+"""Whether all towers still hold the same: how far two values are apart, and a fold of a variable's bits.
 
 Knows nothing of towers: `TowerState` gives it each variable's copies, and acts on what it finds.
 """
@@ -6,6 +6,7 @@ Knows nothing of towers: `TowerState` gives it each variable's copies, and acts 
 import collections
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 ON_DIVERGENCE = ("raise", "repair")
@@ -91,3 +92,23 @@ def outliers(folds: Sequence[int]) -> tuple[int, ...]:
     common, count = collections.Counter(folds).most_common(1)[0]
     expected = common if 2 * count > len(folds) else folds[0]
     return tuple(tower for tower, one in enumerate(folds) if one != expected)
+
+
+def fold_in_place(variable: tf.Variable) -> tf.Tensor:
+    """Return the fold of a variable, computed on its device."""
+    with tf.device(variable.device):
+        return fold(variable.value())
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest absolute difference of two arrays of one shape; see `TowerState.divergence`."""
+    if np.array_equal(one, other):
+        return 0.0
+    if one.dtype.kind not in "fiub" and one.dtype.name != "bfloat16":
+        return float("inf")
+    one, other = np.atleast_1d(one.astype(np.float64), other.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    apart[np.isnan(apart)] = np.inf
+    return float(np.max(apart, initial=0.0))

@@ -194,8 +194,7 @@ def _apply_accumulated(
         if gradient is not None:
             private.set_partial(accumulators[i])
             part = tf.convert_to_tensor(_weighted(gradient, context) if part is None else part)
-            # A select: what a tower computed on a stand-in row may be NaN.
-            part = tf.where(context.share.fraction > 0, part, tf.zeros_like(part))
+            part = context.share.of_samples(part)
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = private_keras.update_is_due(optimizer)
     totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)

@@ -60,6 +60,13 @@ class Share(NamedTuple):
     begin: tf.Tensor
     total: tf.Tensor
 
+    def of_samples(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return what a tower's samples contribute to a sum: zeros for a tower without any.
+
+        A select, not a product: what such a tower computed on a stand-in row may be NaN.
+        """
+        return tf.where(self.fraction > 0, tensor, tf.zeros_like(tensor))
+
     def split_fraction(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the power of two that is nearest to `fraction`, and what it is to be multiplied by.
 

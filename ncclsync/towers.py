@@ -17,10 +17,10 @@ from ncclsync import host_ops, native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect
-from ncclsync.drift import Sentinel, fold, outliers
+from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.nonfinite import OnNonFinite
-from ncclsync.ops import current_context
+from ncclsync.replicas import Replicas
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
@@ -103,7 +103,7 @@ class TowerState:
         self.compression = None if compression is None else ErrorFeedback()
         self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
-        self._replicas: dict[int, _Replicas] = {}  # by id of tower 0's variable
+        self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()
         self._warned: set[str] = set()
         self._save: Callable[[], None] | None = None
@@ -170,7 +170,7 @@ class TowerState:
             if replicas.role is Role.SAME:
                 reference = replicas.variable.numpy()
                 for copy in replicas.copies:
-                    largest = max(largest, _distance(reference, copy.numpy()))
+                    largest = max(largest, distance(reference, copy.numpy()))
         return largest
 
     # What follows is for the other modules of this package.
@@ -204,7 +204,7 @@ class TowerState:
         self.sync()
         kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
         # All are started before the first is waited for, each on its own device.
-        folds = [[_fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        folds = [[fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
         found = [outliers([int(one) for one in row]) for row in folds]
         differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
         if not differing:
@@ -242,7 +242,7 @@ class TowerState:
             for tower, value in self._values(variable, role):
                 with tf.device(self._device_of(variable, tower)):
                     copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
-            replicas = self._replicas[id(variable)] = _Replicas(variable, role, copies, self._pending)
+            replicas = self._replicas[id(variable)] = Replicas(variable, role, copies, self._pending)
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             weakref.finalize(variable, self._replicas.pop, id(variable), None).atexit = False
         elif replicas.role is not role:
@@ -342,103 +342,3 @@ class TowerState:
         if "CPU" in variable.device and "CPU" not in self.devices[tower]:
             return variable.device
         return f"/{self.devices[tower]}"
-
-
-class _Replicas:
-    """One variable of tower 0, its copies on the other towers, and a watch on what Python writes to it.
-
-    The watch replaces the variable's own methods, on this one object, so that it costs nothing between
-    writes and a step need not compare anything.
-    """
-
-    def __init__(
-        self, variable: tf.Variable, role: Role, copies: list[tf.Variable], pending: set[int]
-    ) -> None:
-        self._variable = weakref.ref(variable)
-        self.role = role
-        self.copies = copies
-        self.written_by_graph = False
-        self._pending = pending
-        for name in private.VARIABLE_WRITERS:
-            if hasattr(variable, name):
-                setattr(variable, name, self._watched(getattr(variable, name)))
-        if role is Role.PARTIAL:
-            private.watch_reads(variable, self._note_read)
-        self._key = id(variable)
-
-    def take_role(self, role: Role) -> None:
-        """Let the copies relate otherwise from the next step on, as a trace has shown that they are used."""
-        self.gather_parts()
-        self.role = role
-        if role is Role.PARTIAL:
-            for copy in self.copies:
-                copy.assign(tf.zeros_like(copy))
-            private.watch_reads(self.variable, self._note_read)
-        else:
-            self._pending.add(self._key)
-
-    @property
-    def variable(self) -> tf.Variable:
-        """Tower 0's variable, which this object must not keep alive."""
-        variable = self._variable()
-        if variable is None:
-            raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
-        return variable
-
-    def unwatch(self) -> None:
-        for name in private.VARIABLE_WRITERS:
-            self.variable.__dict__.pop(name, None)
-        private.unwatch_reads(self.variable)
-
-    def gather_parts(self) -> None:
-        """Add up in tower 0's variable what the towers hold parts of, so that it holds the whole."""
-        if self.role is not Role.PARTIAL:
-            return
-        for copy in self.copies:
-            part = copy.value()
-            with tf.device(self.variable.device):
-                tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
-            copy.assign(tf.zeros_like(part))
-
-    def _note_read(self) -> None:
-        """Before Python reads or writes tower 0's variable."""
-        if tf.executing_eagerly() and current_context() is None:
-            self.gather_parts()
-
-    def _watched(self, write: Callable) -> Callable:
-        @functools.wraps(write)
-        def watched(*args, **kwargs):
-            self._note_read()
-            result = write(*args, **kwargs)
-            self._note_write()
-            return result
-
-        return watched
-
-    def _note_write(self) -> None:
-        if tf.executing_eagerly():
-            # Metric state stays zero on the other towers, whatever tower 0 starts from; so do gathered parts.
-            if self.role not in (Role.SUM, Role.PARTIAL):
-                self._pending.add(self._key)
-        elif current_context() is None:
-            # Somebody's tf.function, which will write again without telling.
-            self.written_by_graph = True
-            self._pending.add(self._key)
-
-
-def _fold_in_place(variable: tf.Variable) -> tf.Tensor:
-    with tf.device(variable.device):
-        return fold(variable.value())
-
-
-def _distance(one: np.ndarray, other: np.ndarray) -> float:
-    if np.array_equal(one, other):
-        return 0.0
-    if one.dtype.kind not in "fiub" and one.dtype.name != "bfloat16":
-        return float("inf")
-    one, other = np.atleast_1d(one.astype(np.float64), other.astype(np.float64))
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    apart[np.isnan(apart)] = np.inf
-    return float(np.max(apart, initial=0.0))

@@ -29,7 +29,7 @@ LAYERS = (
     ("group_ops", "host_ops", "ops"),
     ("bucket", "devices", "drift", "private", "shard"),
     ("compression", "private_keras", "variables"),
-    ("kinds",),
+    ("kinds", "replicas"),
     ("program",),
     ("hooks", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),

@@ -160,13 +160,13 @@ def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[s
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
-    early = any(level < last for _, level in written)
+    early = {handle for handle, level in written if level < last}
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.
     exposed = any(
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    return tuple(sorted({handle for handle, _ in written})) if early or exposed or undone else ()
+    return tuple(sorted({handle for handle, _ in written} if exposed or undone else early))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:
@@ -233,9 +233,10 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> t
     sizes = []
     for index, exchange in enumerate(exchanges):
         collective = exchange.collective
-        direct = on_host and collective.kind == "all_reduce"
+        direct = on_host and collective.kind in ("all_reduce", "reduce_scatter")
         # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
-        packed = exchange.shape.is_fully_defined() and not collective.concatenates and not direct
+        packed = exchange.shape.is_fully_defined() and not direct
+        packed = packed and not collective.concatenates and collective.kind != "reduce_scatter"
         kinds.append((_wire(collective), exchange.dtype, exchange.when, packed, direct, packed or index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
@@ -253,14 +254,23 @@ def _absorb_scales(graph: StepGraph) -> None:
     absorbed = set()
     for result, exchange in graph.exchanges.items():
         op = graph.by_name.get(op_name(exchange.source))
-        if op is None or op.type != "Mul" or uses[exchange.source] > 1 or exchange.collective != SUM:
+        product, reshape = exchange.source, None
+        if op is not None and op.type == "Reshape" and uses[product] == 1:
+            product, reshape = graph.inputs[op.name][0], op
+            op = graph.by_name.get(op_name(product))
+        added = exchange.collective.kind in ("all_reduce", "reduce_scatter") and exchange.collective.op == "sum"
+        if op is None or op.type != "Mul" or uses[product] > 1 or not added or exchange.collective.empty_too:
             continue
         for tensor, scale in itertools.permutations(graph.inputs[op.name]):
             shape = graph.spec(tensor).shape
             scales = graph.spec(scale).shape.rank == 0 and exchange.dtype.is_floating
-            if scales and shape.rank and shape.is_fully_defined() and shape == exchange.shape:
-                graph.exchanges[result] = dataclasses.replace(exchange, source=tensor, scale=scale)
+            if scales and shape.rank and shape.is_fully_defined() and shape == graph.spec(product).shape:
+                source = exchange.source if reshape is not None else tensor
+                if reshape is not None:
+                    graph.inputs[reshape.name][0] = tensor
+                graph.exchanges[result] = dataclasses.replace(exchange, source=source, scale=scale)
                 absorbed.add(op.name)
+                break
     graph.ops = [op for op in graph.ops if op.name not in absorbed]
 
 

@@ -92,7 +92,7 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             for source, output in zip(inputs, outputs, strict=False):
                 settled = source not in differs and (repeatable or collective.kind == "broadcast")
                 renamed[output] = source if settled else graph.exchange(source, collective, when, mark.line)
-                if collective.kind == "reduce":
+                if collective.differs:
                     differs.add(renamed[output])
             continue
         if op.name in graph.passing:

@@ -190,6 +190,8 @@ def _words(exchange: Exchange) -> str:
         return "gather: the rows of all towers"
     if collective.kind == "stack":
         return "gather: one row of each tower"
+    if collective.kind == "reduce_scatter":
+        return "reduce-scatter: each tower its part of the sum"
     how = {"sum": "sum of the towers' parts", "mean": "mean over the samples", "share": "a share of the sum"}
     when = ", when an update is due" if exchange.when else ""
     return f"all-reduce: {how.get(collective.op, collective.op)}{when}"

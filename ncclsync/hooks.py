@@ -18,6 +18,7 @@ from ncclsync import ops, private, private_keras
 from ncclsync.compression import ErrorFeedback
 from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
+from ncclsync.optimizer_sharding import OptimizerSharding
 
 # The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
 ACCUMULATED = Collective("all_reduce", "sum", empty_too=True)
@@ -26,9 +27,11 @@ _nested = threading.local()
 
 
 @contextlib.contextmanager
-def step_hooks(compression: ErrorFeedback | None = None) -> Iterator[None]:
+def step_hooks(
+    compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
+) -> Iterator[None]:
     """What every step on towers needs: gradients of the whole batch, and scalars that count once."""
-    with gradients_taped(), gradients_reduced(compression), scalars_weighed():
+    with gradients_taped(), gradients_reduced(compression, sharding), scalars_weighed():
         yield
 
 
@@ -102,13 +105,16 @@ def _addends(target: tf.Tensor, context: Context) -> list[tf.Tensor]:
     return [addend for part in target.op.inputs for addend in _addends(part, context)]
 
 
-def gradients_reduced(compression: ErrorFeedback | None = None) -> contextlib.AbstractContextManager[None]:
+def gradients_reduced(
+    compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Let every optimizer all-reduce its gradients before `apply`.
 
     Before, not within: clipping, loss scaling and weight decay then see the global gradient.
 
     Args:
         compression: what adds up gradients that come as a tape gave them; None: as they are.
+        sharding: what adds up those that nobody looks at before the optimizer's state is updated.
     """
 
     def reducing(apply: Callable) -> Callable:
@@ -131,9 +137,14 @@ def gradients_reduced(compression: ErrorFeedback | None = None) -> contextlib.Ab
                         variables = private_keras.built_for(self, trainable_variables)
                         added = compression.add_up(parts, variables, context)
                         parts = [p if a is None else None for p, a in zip(parts, added, strict=True)]
+                    left = [None] * len(parts)
+                    if sharding is not None and not tf.executing_eagerly():
+                        chosen = sharding.leave_addends(self, parts)
+                        left = [p if one else None for p, one in zip(parts, chosen, strict=True)]
+                        parts = [None if one else p for p, one in zip(parts, chosen, strict=True)]
                     rest = ops.add_gradients(parts, rows_add_up=add_up)
                     means = _means(others, context, add_up)
-                sums = zip(added, rest, means, strict=True)
+                sums = zip(added, left, rest, means, strict=True)
                 reduced = [next((one for one in given if one is not None), None) for given in sums]
                 return apply(self, reduced, trainable_variables, **kwargs)
 

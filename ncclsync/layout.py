@@ -137,12 +137,13 @@ class Rollback:
 
 
 def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
-    """What a failed step must be undone in, by what has one value: all towers', or each that holds a part.
+    """What a failed step must be undone in, by what has one value: all towers', or each that holds its own.
 
     The first of a group is what is saved.
     """
     copies = towers.copies(variable)
-    return [[copy] for copy in copies] if role_of(variable) is Role.PARTIAL else [copies]
+    own = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
+    return [[copy] for copy in copies] if own else [copies]
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
@@ -221,7 +222,7 @@ def _exchange(
         given = [[row[i] for i in indices] for row in sent]
         if chosen[0].on_host:
             weights = _weights(chosen[0], values, shards)
-            join = functools.partial(_join_on_host, given, weights, chosen[0].wire.op)
+            join = functools.partial(_join_on_host, given, weights, chosen[0].wire)
         else:
             wires = [bucket.wire for bucket in chosen]
             join = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
@@ -266,9 +267,16 @@ def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards)
 
 
 def _join_on_host(
-    tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], op: str
+    tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], wire: Collective
 ) -> list[list[tf.Tensor]]:
-    return [host_ops.all_reduce(tensors, weights, op)] * len(tensors)
+    reduced = host_ops.all_reduce(tensors, weights, wire.op)
+    return [_own(wire, reduced, tower) for tower in range(len(tensors))]
+
+
+def _own(wire: Collective, reduced: list[tf.Tensor], tower: int) -> list[tf.Tensor]:
+    """What a tower gets of tensors that are reduced."""
+    scattered = wire.kind == "reduce_scatter"
+    return [tensor[tower : tower + 1] for tensor in reduced] if scattered else reduced
 
 
 def _join(
@@ -295,6 +303,8 @@ def _join_one(
     if wire.concatenates:
         return _gather(tensors, towers)
     reduced = group_all_reduce(tensors, towers.communicator, wire.op, label)
+    if wire.kind == "reduce_scatter":
+        return [_own(wire, [t], i)[0] for i, t in enumerate(reduced)]
     if wire.kind == "reduce":
         reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
     return reduced

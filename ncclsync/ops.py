@@ -25,7 +25,8 @@ class Collective:
     Attributes:
         kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
             zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order, as many
-            as there are per sample); "stack" (the same, of a tensor with one row per tower).
+            as there are per sample); "stack" (the same, of a tensor with one row per tower); "reduce_scatter"
+            (of the sum of tensors with one row per tower, each gets its row).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Or "share": each tower gets, of the
             sum, the share that its samples have of all. Unused by a broadcast.
         root: the tower that a broadcast starts from, or that a reduce ends at.
@@ -41,6 +42,17 @@ class Collective:
     def concatenates(self) -> bool:
         """Whether the result holds the rows of all towers."""
         return self.kind in ("all_gather", "stack")
+
+    @property
+    def differs(self) -> bool:
+        """Whether each tower gets something else."""
+        return self.kind in ("reduce", "reduce_scatter")
+
+    def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
+        """Return the shape of the result, as far as it is known whatever the number of towers."""
+        if self.concatenates:
+            return tf.TensorShape([None, *shape[1:]])
+        return tf.TensorShape([1, *shape[1:]]) if self.kind == "reduce_scatter" else shape
 
 
 class Share(NamedTuple):

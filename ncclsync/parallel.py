@@ -37,6 +37,7 @@ def nccl_parallel(
     sync_batch_norm: bool = False,
     batch_invariant_random: bool = False,
     compression: str | None = None,
+    shard_optimizer: bool = False,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     preflight: bool = True,
     emergency_checkpoint: str | os.PathLike[str] | None = None,
@@ -56,6 +57,7 @@ def nccl_parallel(
     sync_batch_norm=False,
     batch_invariant_random=False,
     compression=None,
+    shard_optimizer=False,
     timeout_s=DEFAULT_TIMEOUT_S,
     preflight=True,
     emergency_checkpoint=None,
@@ -86,6 +88,12 @@ def nccl_parallel(
         compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. What rounding
             takes from a tower's gradient is added to its next one, so that training is close to that of one
             device, though not equal.
+        shard_optimizer: let each of N towers keep and update the N-th part of the optimizer's state, and send
+            the others the weights that it has updated: 1/N of the optimizer's memory and work, and the same
+            numbers. While towers train, the optimizer's own variables take no memory; who reads one, or
+            saves the model, finds it whole. For optimizers that update each element of a weight by itself, as
+            SGD and Adam do; others are an error. State of weights with sparse gradients stays whole on every
+            tower.
         timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
             each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
             `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
@@ -132,6 +140,7 @@ def nccl_parallel(
         "sync_batch_norm": sync_batch_norm,
         "batch_invariant_random": batch_invariant_random,
         "preflight": preflight,
+        "shard_optimizer": shard_optimizer,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -168,6 +177,7 @@ def nccl_parallel(
             bucket_bytes=bucket_bytes,
             batch_invariant_random=batch_invariant_random,
             compression=compression,
+            shard_optimizer=shard_optimizer,
             timeout_s=timeout_s,
             preflight=preflight,
             check_every=check_every,

@@ -114,6 +114,16 @@ def is_partial(variable: tf.Variable) -> bool:
     return getattr(variable, "_ncclsync_partial", False)
 
 
+def set_partitioned(variable: tf.Variable) -> None:
+    """Note that each tower holds something of its own in its copy of a variable: a part of a larger one."""
+    variable._ncclsync_partitioned = True
+
+
+def is_partitioned(variable: tf.Variable) -> bool:
+    """Return whether `set_partitioned` was called."""
+    return getattr(variable, "_ncclsync_partitioned", False)
+
+
 def set_shared(variable: tf.Variable) -> None:
     """Note that all towers hold the same in a variable, whatever aggregation it declares."""
     variable._ncclsync_shared = True

@@ -220,3 +220,81 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
 def build_symbolically(model: keras.Model, batch: Any) -> None:
     """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
     model._symbolic_build(data_batch=batch)
+
+
+def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
+    """Replace what an optimizer does between unscaling gradients and applying constraints, for a while.
+
+    That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
+    """
+    return private.methods_wrapped(
+        private.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap
+    )
+
+
+def apply_gradients(optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Do what `updates_wrapped` is about: all of an update but unscaling, constraints and counting."""
+    optimizer._backend_apply_gradients(list(gradients), list(variables))
+
+
+def applies_untouched(optimizer: keras.Optimizer) -> bool:
+    """Return whether gradients reach `updates_wrapped` as `apply` got them, and are not clipped there."""
+    touches = ("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor", "gradient_accumulation_steps")
+    plain = type(optimizer).apply.__module__.startswith("keras.src.optimizers.base_optimizer")
+    return plain and not any(getattr(optimizer, name) for name in touches)
+
+
+def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients as an optimizer clips them."""
+    return list(optimizer._clip_gradients(list(gradients)))
+
+
+@contextlib.contextmanager
+def unclipped(optimizer: keras.Optimizer) -> Iterator[None]:
+    """Let an optimizer take gradients as they are, for a while."""
+    vars(optimizer)["_clip_gradients"] = lambda gradients: gradients
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_clip_gradients"]
+
+
+def decays(optimizer: keras.Optimizer, variable: Any) -> bool:
+    """Return whether an optimizer decays a weight by itself, beside its update."""
+    value = private.backend_variable(variable)
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(value)
+
+
+def weights_of(optimizer: keras.Optimizer) -> list[Any]:
+    """Return the variables that a built optimizer updates."""
+    return list(optimizer._trainable_variables)
+
+
+def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:
+    """Return what a built optimizer keeps for each weight: by attribute, lists in the order of the weights.
+
+    Keras' own keep it so; an entry may be None.
+    """
+    count = len(optimizer._trainable_variables)
+    return {
+        name: list(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (list, tuple))
+        and len(value) == count
+        and name not in ("_variables", "_trainable_variables")
+        and any(isinstance(one, keras.Variable) for one in value)
+        and all(one is None or isinstance(one, keras.Variable) for one in value)
+    }
+
+
+def scalars_of(optimizer: keras.Optimizer) -> dict[str, keras.Variable]:
+    """Return the variables that an optimizer keeps for all weights together, by attribute."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
+
+
+def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return a new, unbuilt optimizer that does what another does, but for clipping, at its learning rate."""
+    twin = type(optimizer).from_config(optimizer.get_config())
+    twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
+    twin._clip_gradients = lambda gradients: gradients
+    return twin

@@ -215,10 +215,10 @@ class _Marking:
         mark = Mark(outputs[0].op.name, collective, when is not None, not self._implied, line)
         self.marks.append((self.graph, mark))
         results = outputs[: len(tensors)]
-        if collective.concatenates:
-            # On several towers there will be more rows, which what is traced from here on must not know.
+        if collective.concatenates or collective.kind == "reduce_scatter":
+            # On towers there will be other rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
-        if collective.kind != "reduce" and when is None:
+        if not collective.differs and when is None:
             self.kinds.note(results, Kind(SAME))
         return results
 

@@ -103,7 +103,8 @@ class Replicas:
     def _note_write(self) -> None:
         if tf.executing_eagerly():
             # Metric state stays zero on the other towers, whatever tower 0 starts from; so do gathered parts.
-            if self.role not in (Role.SUM, Role.PARTIAL):
+            # A partition is each tower's own.
+            if self.role not in (Role.SUM, Role.PARTIAL, Role.PARTITION):
                 self._pending.add(self._key)
         elif current_context() is None:
             # Somebody's tf.function, which will write again without telling.

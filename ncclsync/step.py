@@ -108,7 +108,9 @@ class TowerStep(abc.ABC):
     def hooks(self) -> Iterator[None]:
         """What the Python of a step does differently on towers, while it is traced or runs eagerly."""
         draws = draws_of_whole_batch if self.towers.batch_invariant_random else contextlib.nullcontext
-        with step_hooks(self.towers.compression), whole_batch_hooks(), draws():
+        sharding = self.towers.sharding
+        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
+        with step_hooks(self.towers.compression, sharding), whole_batch_hooks(), draws(), shards:
             yield
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:

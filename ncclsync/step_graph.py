@@ -70,7 +70,7 @@ class StepGraph:
         self.kept = {
             name
             for name, variable in self.variables
-            if self.role[name] in (Role.SAME, Role.PARTIAL) and not private.is_seed(variable)
+            if self.role[name] in (Role.SAME, Role.PARTIAL, Role.PARTITION) and not private.is_seed(variable)
         }
         self.placeholders = {op_name(name) for name in flat_inputs}
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
@@ -187,9 +187,7 @@ class StepGraph:
             return result
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
-        shape = spec.shape
-        if collective.concatenates:
-            shape = tf.TensorShape([None, *shape[1:]])
+        shape = collective.shape(spec.shape)
         if line is None:
             line = user_line(self.by_name[self.origin(source)[0]].traceback)
         self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)

@@ -20,6 +20,7 @@ from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.nonfinite import OnNonFinite
+from ncclsync.optimizer_sharding import OptimizerSharding
 from ncclsync.replicas import Replicas
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
@@ -40,6 +41,7 @@ class TowerState:
         bucket_bytes: size at which a gradient bucket is closed.
         batch_invariant_random: whether random numbers are those of one device.
         compression: what gradients are compressed by, if they are.
+        sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
     """
@@ -55,6 +57,7 @@ class TowerState:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         preflight: bool = True,
         compression: str | None = None,
+        shard_optimizer: bool = False,
         check_every: int | None = None,
         on_divergence: str = "raise",
         on_nonfinite: str | None = None,
@@ -71,6 +74,8 @@ class TowerState:
                 `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
             preflight: whether known numbers are sent over each pair's path when GPUs are joined.
             compression: "bfloat16": gradients travel as such; see `compression.ErrorFeedback`.
+            shard_optimizer: whether each tower keeps and updates its part of an optimizer's state; see
+                `optimizer_sharding`.
             check_every: after every so many training steps, compare a fold of the bits of all that must be
                 identical, over the towers; see `drift`. None: never.
             on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
@@ -101,6 +106,7 @@ class TowerState:
         self.bucket_bytes = bucket_bytes
         self.batch_invariant_random = batch_invariant_random
         self.compression = None if compression is None else ErrorFeedback()
+        self.sharding = OptimizerSharding(len(self), bucket_bytes) if shard_optimizer and len(self) > 1 else None
         self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
@@ -135,6 +141,8 @@ class TowerState:
         Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
         """
         self._closed = True
+        if self.sharding is not None:
+            self.sharding.release()
         for replicas in self._replicas.values():
             replicas.unwatch()
         self._replicas.clear()
@@ -258,6 +266,8 @@ class TowerState:
         self.communicator.reopen()
         if self._pending:
             self._send([key for key in self._pending if key in self._replicas])
+        if self.sharding is not None:
+            self.sharding.divide()
 
     def warn_once(self, message: str) -> None:
         """Log a warning, unless it was logged before."""
@@ -296,7 +306,7 @@ class TowerState:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
-            if replicas.role is Role.PARTIAL:
+            if replicas.role in (Role.PARTIAL, Role.PARTITION):
                 replicas.gather_parts()
                 continue
             self._pending.add(key)

@@ -2,8 +2,8 @@
 
 A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
 *sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
-holds a part, and the sum when somebody looks) or *seed* (random state: different by design, unless all
-towers are to draw from the same).
+holds a part, and the sum when somebody looks), *partition* (of a sharded optimizer's state: each tower holds
+other elements) or *seed* (random state: different by design, unless all towers are to draw from the same).
 """
 
 import enum
@@ -22,6 +22,7 @@ class Role(enum.Enum):
     SAME = "same"
     SUM = "sum"
     PARTIAL = "partial"
+    PARTITION = "partition"
     SEED = "seed"
 
 
@@ -41,6 +42,8 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
         return Role.SUM
     if private.is_partial(variable):
         return Role.PARTIAL
+    if private.is_partitioned(variable):
+        return Role.PARTITION
     if private.is_seed(variable) and not same_seeds:
         return Role.SEED
     return Role.SAME

@@ -87,17 +87,29 @@ static int read_input(TF_OpKernelContext* context, int index, view* seen, TF_Sta
   return 1;
 }
 
-/* Output `index` with the shape of input `like`, in its memory if that is asked for and free; NULL on failure. */
-static void* make_output(TF_OpKernelContext* context, int index, int like, int in_place, TF_Status* status) {
-  int64_t dims[NCS_MOST_DIMS];
-  int n_dims, forwarded;
+/* Shape of input `index`; returns its rank, -1 on failure. */
+static int read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status) {
   TF_Tensor* tensor = NULL;
-  void* data;
-  tf.TF_GetInput(context, like, &tensor, status);
-  if (tf.TF_GetCode(status) != TF_OK) return NULL;
+  int n_dims;
+  tf.TF_GetInput(context, index, &tensor, status);
+  if (tf.TF_GetCode(status) != TF_OK) return -1;
   n_dims = tf.TF_NumDims(tensor);
   for (int d = 0; d < n_dims; ++d) dims[d] = tf.TF_Dim(tensor, d);
   tf.TF_DeleteTensor(tensor);
+  return n_dims;
+}
+
+/* Output `index` with the shape of input `like`, in its memory if that is asked for and free, and of `rows` rows if
+ * that is not negative; NULL on failure. */
+static void* make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
+                         TF_Status* status) {
+  int64_t dims[NCS_MOST_DIMS];
+  const int n_dims = read_dims(context, like, dims, status);
+  int forwarded;
+  TF_Tensor* tensor;
+  void* data;
+  if (n_dims < 0) return NULL;
+  if (rows >= 0) dims[0] = rows;
   tensor = tf.TF_ForwardInputOrAllocateOutput(context, &like, in_place, index, dims, n_dims, &forwarded, status);
   if (tf.TF_GetCode(status) != TF_OK) return NULL;
   data = tf.TF_TensorData(tensor);
@@ -109,19 +121,21 @@ static void fail(TF_Status* status, int code, const char* message) { tf.TF_SetSt
 
 /* ---- The kernel of the all-reduce ---- */
 
+/* Of the all-gather, too, which has no operation. */
 typedef struct {
   int64_t ranks, tensors, op;
-  int dtype; /* NCCL's */
-} all_reduce_kernel;
+  int dtype; /* index in dtypes */
+} collective_kernel;
 
 static const struct {
   int tf, nccl;
-} dtypes[] = {{1, ncclFloat32}, {2, ncclFloat64}, {3, ncclInt32},   {4, ncclUint8},   {6, ncclInt8},
-              {9, ncclInt64},   {14, ncclBfloat16}, {19, ncclFloat16}, {22, ncclUint32}, {23, ncclUint64}};
+  size_t size;
+} dtypes[] = {{1, ncclFloat32, 4}, {2, ncclFloat64, 8},   {3, ncclInt32, 4},    {4, ncclUint8, 1},   {6, ncclInt8, 1},
+              {9, ncclInt64, 8},   {14, ncclBfloat16, 2}, {19, ncclFloat16, 2}, {22, ncclUint32, 4}, {23, ncclUint64, 8}};
 
-static int nccl_dtype(int dtype) {
+static int find_dtype(int dtype) {
   for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); ++i)
-    if (dtypes[i].tf == dtype) return dtypes[i].nccl;
+    if (dtypes[i].tf == dtype) return (int)i;
   return -1;
 }
 
@@ -131,25 +145,30 @@ static int64_t read_attr(TF_OpKernelConstruction* context, const char* name, TF_
   return value;
 }
 
-static void* create_all_reduce(TF_OpKernelConstruction* context) {
+static void* create_collective(TF_OpKernelConstruction* context, int reduces) {
   TF_Status* status = tf.TF_NewStatus();
-  all_reduce_kernel* kernel = calloc(1, sizeof(*kernel));
+  collective_kernel* kernel = calloc(1, sizeof(*kernel));
   int dtype = 0;
   if (kernel == NULL) fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   else {
     kernel->ranks = read_attr(context, "ranks", status);
     kernel->tensors = read_attr(context, "tensors", status);
-    kernel->op = read_attr(context, "op", status);
+    if (reduces) kernel->op = read_attr(context, "op", status);
     if (tf.TF_GetCode(status) == TF_OK) tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
-    kernel->dtype = nccl_dtype(dtype);
+    kernel->dtype = find_dtype(dtype);
+    if (tf.TF_GetCode(status) == TF_OK && kernel->dtype < 0) fail(status, TF_INVALID_ARGUMENT, "unknown dtype");
   }
   if (tf.TF_GetCode(status) != TF_OK) tf.TF_OpKernelConstruction_Failure(context, status);
   tf.TF_DeleteStatus(status);
   return kernel;
 }
 
+static void* create_all_reduce(TF_OpKernelConstruction* context) { return create_collective(context, 1); }
+
+static void* create_all_gather(TF_OpKernelConstruction* context) { return create_collective(context, 0); }
+
 /* Reads all ranks' tensor v and makes its output. */
-static void prepare_tensor(TF_OpKernelContext* context, const all_reduce_kernel* kernel, int v, const double* weights,
+static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
                            ncs_reduced* reduced, const void** sends, TF_Status* status) {
   char message[200];
   int first = -1;
@@ -173,11 +192,11 @@ static void prepare_tensor(TF_OpKernelContext* context, const all_reduce_kernel*
     return;
   }
   reduced->sends = sends;
-  reduced->recv = make_output(context, v, (int)(kernel->ranks + first * kernel->tensors + v), 1, status);
+  reduced->recv = make_output(context, v, (int)(kernel->ranks + first * kernel->tensors + v), 1, -1, status);
 }
 
 static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {
-  const all_reduce_kernel* kernel = kernel_;
+  const collective_kernel* kernel = kernel_;
   TF_Status* status = tf.TF_NewStatus();
   const size_t n_ranks = (size_t)kernel->ranks, n_tensors = (size_t)kernel->tensors;
   double* weights = malloc(n_ranks * sizeof(*weights));
@@ -190,12 +209,79 @@ static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {
   for (int v = 0; v < kernel->tensors && tf.TF_GetCode(status) == TF_OK; ++v)
     prepare_tensor(context, kernel, v, weights, &reduced[v], sends + (size_t)v * n_ranks, status);
   if (tf.TF_GetCode(status) == TF_OK &&
-      ncs_cpu_reduce(tf.pool, reduced, n_tensors, weights, (int)n_ranks, kernel->dtype, (int)kernel->op) != ncclSuccess)
+      ncs_cpu_reduce(tf.pool, reduced, n_tensors, weights, (int)n_ranks, dtypes[kernel->dtype].nccl, (int)kernel->op) != ncclSuccess)
     fail(status, TF_INVALID_ARGUMENT, "Expected weights of 0 or 1 where nothing can be scaled. Received: others");
   if (tf.TF_GetCode(status) != TF_OK) tf.TF_OpKernelContext_Failure(context, status);
   free(sends);
   free(reduced);
   free(weights);
+  tf.TF_DeleteStatus(status);
+}
+
+/* ---- The kernel of the all-gather ---- */
+
+#define NCS_COPIED_AT_ONCE (256 * 1024)
+
+typedef struct {
+  const char* from;
+  char* to;
+  size_t bytes;
+} piece;
+
+static void copy_block(const void* pieces, size_t part, size_t block) {
+  const piece* copied = (const piece*)pieces + part;
+  const size_t begin = block * NCS_COPIED_AT_ONCE, left = copied->bytes - begin;
+  memcpy(copied->to + begin, copied->from + begin, left < NCS_COPIED_AT_ONCE ? left : NCS_COPIED_AT_ONCE);
+}
+
+/* Makes output v of all ranks' tensors v, one behind the other; `pieces` are what is to be copied. */
+static void prepare_gathered(TF_OpKernelContext* context, const collective_kernel* kernel, int v, piece* pieces,
+                             TF_Status* status) {
+  int64_t dims[NCS_MOST_DIMS], rows = 0, row = 0;
+  const size_t size = dtypes[kernel->dtype].size;
+  char* to;
+  for (int r = 0; r < kernel->ranks; ++r) {
+    const int input = (int)(r * kernel->tensors + v), n_dims = read_dims(context, input, dims, status);
+    int64_t elements = 1;
+    view seen;
+    if (n_dims < 0 || !read_input(context, input, &seen, status)) return;
+    for (int d = 1; d < n_dims; ++d) elements *= dims[d];
+    if (n_dims == 0 || (r > 0 && elements != row)) {
+      fail(status, TF_INVALID_ARGUMENT, "Expected the towers' tensors to have rows of one size. Received: others");
+      return;
+    }
+    row = elements;
+    rows += dims[0];
+    pieces[r].from = seen.data;
+    pieces[r].bytes = (size_t)seen.count * size;
+  }
+  to = make_output(context, v, v, 0, rows, status);
+  for (int r = 0; r < kernel->ranks; ++r) {
+    pieces[r].to = to;
+    to += pieces[r].bytes;
+  }
+}
+
+static void compute_all_gather(void* kernel_, TF_OpKernelContext* context) {
+  const collective_kernel* kernel = kernel_;
+  TF_Status* status = tf.TF_NewStatus();
+  const size_t n_ranks = (size_t)kernel->ranks, n_pieces = n_ranks * (size_t)kernel->tensors;
+  piece* pieces = calloc(n_pieces, sizeof(*pieces));
+  size_t* begins = malloc((n_pieces + 1) * sizeof(*begins));
+  if (pieces == NULL || begins == NULL) fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  for (int v = 0; v < kernel->tensors && tf.TF_GetCode(status) == TF_OK; ++v)
+    prepare_gathered(context, kernel, v, pieces + (size_t)v * n_ranks, status);
+  if (tf.TF_GetCode(status) == TF_OK) {
+    size_t bytes = begins[0] = 0;
+    for (size_t p = 0; p < n_pieces; ++p) {
+      begins[p + 1] = begins[p] + (pieces[p].bytes + NCS_COPIED_AT_ONCE - 1) / NCS_COPIED_AT_ONCE;
+      bytes += pieces[p].bytes;
+    }
+    ncs_pool_run_parts(tf.pool, copy_block, pieces, begins, n_pieces, bytes <= NCS_COPIED_AT_ONCE);
+  }
+  if (tf.TF_GetCode(status) != TF_OK) tf.TF_OpKernelContext_Failure(context, status);
+  free(begins);
+  free(pieces);
   tf.TF_DeleteStatus(status);
 }
 
@@ -256,7 +342,7 @@ static void prepare_instance(TF_OpKernelContext* context, const ncs_program* pro
     instance->is_scalar[i] = seen.count == 1;
   }
   for (int o = 0; o < program->n_outputs && tf.TF_GetCode(status) == TF_OK; ++o)
-    instance->outputs[o] = make_output(context, k * program->n_outputs + o, begin, 0, status);
+    instance->outputs[o] = make_output(context, k * program->n_outputs + o, begin, 0, -1, status);
 }
 
 static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
@@ -310,6 +396,17 @@ static const op_definition all_reduce_op = {
     free,
 };
 
+static const op_definition all_gather_op = {
+    "NcclsyncAllGather",
+    {"T: {float, double, half, bfloat16, int8, uint8, int32, uint32, int64, uint64}", "ranks: int >= 1",
+     "tensors: int >= 1", "sent: int >= 1", NULL},
+    {"sends: sent * T", NULL},
+    "results: tensors * T",
+    create_all_gather,
+    compute_all_gather,
+    free,
+};
+
 static const op_definition arithmetic_op = {
     "NcclsyncArithmetic",
     {"T: {float, double}", "instances: int >= 1", "inputs: int >= 1", "outputs: int >= 1", "program: list(int)",
@@ -354,6 +451,7 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
 #undef NCS_FIND
   status = tf.TF_NewStatus();
   register_op(&all_reduce_op, status);
+  if (tf.TF_GetCode(status) == TF_OK) register_op(&all_gather_op, status);
   if (tf.TF_GetCode(status) == TF_OK) register_op(&arithmetic_op, status);
   if (tf.TF_GetCode(status) == TF_OK) tf.pool = pool;
   else {

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync import native
 from ncclsync.bucket import plan_buckets
 from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.ops import Collective
@@ -233,7 +234,8 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> t
     sizes = []
     for index, exchange in enumerate(exchanges):
         collective = exchange.collective
-        direct = on_host and collective.kind in ("all_reduce", "reduce_scatter")
+        direct = on_host and collective.kind not in ("broadcast", "reduce")
+        direct = direct and exchange.dtype.name in native.DTYPES
         # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
         packed = exchange.shape.is_fully_defined() and not direct
         packed = packed and not collective.concatenates and collective.kind != "reduce_scatter"
@@ -258,7 +260,9 @@ def _absorb_scales(graph: StepGraph) -> None:
         if op is not None and op.type == "Reshape" and uses[product] == 1:
             product, reshape = graph.inputs[op.name][0], op
             op = graph.by_name.get(op_name(product))
-        added = exchange.collective.kind in ("all_reduce", "reduce_scatter") and exchange.collective.op == "sum"
+        added = (
+            exchange.collective.kind in ("all_reduce", "reduce_scatter") and exchange.collective.op == "sum"
+        )
         if op is None or op.type != "Mul" or uses[product] > 1 or not added or exchange.collective.empty_too:
             continue
         for tensor, scale in itertools.permutations(graph.inputs[op.name]):

@@ -1,4 +1,4 @@
-"""TensorFlow ops over host memory whose kernels are our own C: an all-reduce, and fused arithmetic.
+"""TensorFlow ops over host memory whose kernels are our own C: all-reduce, all-gather, fused arithmetic.
 
 They take the place of py ops and of chains of TensorFlow's where all towers are on the CPU. `csrc/tf_ops.c`
 registers them by TensorFlow's C API when they are first asked for; where that cannot be done, the py ops of
@@ -64,19 +64,38 @@ def all_reduce(
     Raises:
         tf.errors.InvalidArgumentError: when it runs, if sizes differ, or no tower takes part.
     """
-    count, dtype = len(tensors[0]), tensors[0][0].dtype
-    flat = [tensor for row in tensors for tensor in row]
-    attributes = {
-        "T": dtype,
-        "op": native.OPS[op],
-        "ranks": len(tensors),
-        "tensors": count,
-        "sent": len(flat),
-    }
-    results = _call("NcclsyncAllReduce", [*weights, *flat], attributes, count)
+    results = _collective("NcclsyncAllReduce", tensors, weights, op=native.OPS[op])
     for result, tensor in zip(results, tensors[0], strict=True):
         result.set_shape(tensor.shape)
     return results
+
+
+def all_gather(tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Concatenate tensors of all towers along their first axis, in a graph.
+
+    Args:
+        tensors: [N][V] tensors of one dtype; those of the same index differ in their number of rows at most.
+
+    Returns:
+        [V] tensors, for all towers.
+
+    Raises:
+        tf.errors.InvalidArgumentError: when it runs, if rows differ in size.
+    """
+    results = _collective("NcclsyncAllGather", tensors)
+    for result, column in zip(results, zip(*tensors, strict=True), strict=True):
+        rows = [tensor.shape[0] for tensor in column]
+        result.set_shape([None if None in rows else sum(rows), *column[0].shape[1:]])
+    return results
+
+
+def _collective(
+    name: str, tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor] = (), **attributes: Any
+) -> list[tf.Tensor]:
+    flat = [tensor for row in tensors for tensor in row]
+    count = len(tensors[0])
+    attributes |= {"T": flat[0].dtype, "ranks": len(tensors), "tensors": count, "sent": len(flat)}
+    return _call(name, [*weights, *flat], attributes, count)
 
 
 def _call(op: str, inputs: Sequence[tf.Tensor], attributes: dict[str, Any], count: int) -> list[tf.Tensor]:

@@ -269,6 +269,8 @@ def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards)
 def _join_on_host(
     tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], wire: Collective
 ) -> list[list[tf.Tensor]]:
+    if wire.concatenates:
+        return [host_ops.all_gather(tensors)] * len(tensors)
     reduced = host_ops.all_reduce(tensors, weights, wire.op)
     return [_own(wire, reduced, tower) for tower in range(len(tensors))]
 

@@ -165,12 +165,16 @@ class _Group(NamedTuple):
         return list(zip(self.weights, self.places, strict=True))
 
 
-
 class _Sharded:
     """One optimizer, divided."""
 
     def __init__(
-        self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies, bucket_bytes: int, towers: int
+        self,
+        optimizer: keras.Optimizer,
+        weights: Sequence[Any],
+        copies: Copies,
+        bucket_bytes: int,
+        towers: int,
     ) -> None:
         self._dense = {id(weight) for weight in weights}
         _check(optimizer, weights)
@@ -224,8 +228,7 @@ class _Sharded:
         private_keras.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
         updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.weights]
         sent = [
-            flat[tf.newaxis, place.begin : place.end]
-            for flat, (_, place) in zip(updated, pairs, strict=True)
+            flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)
         ]
         for (weight, place), rows in zip(pairs, context.exchange(sent, GATHERED), strict=True):
             weight.assign(place.whole(rows, weight.shape))

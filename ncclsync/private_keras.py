@@ -227,9 +227,7 @@ def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.Abstract
 
     That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
     """
-    return private.methods_wrapped(
-        private.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap
-    )
+    return private.methods_wrapped(private.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap)
 
 
 def apply_gradients(optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:

@@ -182,7 +182,7 @@ def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str
 
 def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> tf.Tensor:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
-    if bucket.on_host:
+    if bucket.on_host and not bucket.wire.concatenates:
         return values[bucket.exchanges[0].source]
     tensors = []
     for exchange in bucket.exchanges:

@@ -38,7 +38,7 @@ class ErrorFeedback:
         Returns:
             The sums, float32; None for what is left.
         """
-        chosen = [i for i, part in enumerate(parts) if tf.is_tensor(part) and part.dtype == tf.float32]
+        chosen = [i for i, part in enumerate(parts) if _is_float32(part)]
         sent = []
         for i in chosen:
             kept = self._kept_of(private.backend_variable(variables[i]))
@@ -58,6 +58,10 @@ class ErrorFeedback:
             private.set_partial(kept)
             self._kept[id(variable)] = variable, kept
         return self._kept[id(variable)][1]
+
+
+def _is_float32(part: Any) -> bool:
+    return isinstance(part, tf.Tensor) and part.dtype == tf.float32  # IndexedSlices are no tf.Tensor
 
 
 # A tower without samples may have something to send from the step before.

@@ -260,10 +260,9 @@ def _absorb_scales(graph: StepGraph) -> None:
         if op is not None and op.type == "Reshape" and uses[product] == 1:
             product, reshape = graph.inputs[op.name][0], op
             op = graph.by_name.get(op_name(product))
-        added = (
-            exchange.collective.kind in ("all_reduce", "reduce_scatter") and exchange.collective.op == "sum"
-        )
-        if op is None or op.type != "Mul" or uses[product] > 1 or not added or exchange.collective.empty_too:
+        if exchange.collective not in (SUM, Collective("reduce_scatter")):
+            continue
+        if op is None or op.type != "Mul" or uses[product] > 1:
             continue
         for tensor, scale in itertools.permutations(graph.inputs[op.name]):
             shape = graph.spec(tensor).shape

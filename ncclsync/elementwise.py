@@ -7,22 +7,26 @@ import tensorflow as tf
 from ncclsync import ops, private_keras
 
 # Ops on arrays of one shape, and scalars, of which each element of the result depends on the operands' only.
-_ELEMENTWISE = frozenset(
-    "Abs Add AddN AddV2 Cast Div DivNoNan Equal Exp Expm1 Floor FloorDiv Greater GreaterEqual Identity Inv "
-    "IsFinite IsInf IsNan Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul "
-    "MulNoNan Neg NotEqual OnesLike Pow ReadVariableOp RealDiv Reciprocal Round Rsqrt Select SelectV2 Sigmoid "
-    "Sign Softplus Sqrt Square SquaredDifference StopGradient Sub Tanh Xdivy Xlogy ZerosLike".split()
+_ELEMENTWISE = (
+    "Add AddN AddV2 Div DivNoNan FloorDiv Inv Mul MulNoNan Neg Pow RealDiv Reciprocal Square "
+    "SquaredDifference Sub Xdivy Xlogy "
+    "Abs Cast Exp Expm1 Floor Log Log1p Maximum Minimum Round Rsqrt Sigmoid Sign Softplus Sqrt Tanh "
+    "Equal Greater GreaterEqual IsFinite IsInf IsNan Less LessEqual LogicalAnd LogicalNot LogicalOr "
+    "NotEqual Select SelectV2 "
+    "Identity OnesLike ReadVariableOp StopGradient ZerosLike"
 )
+# What writes a variable, and what passes each of its inputs on.
 _APART = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "IdentityN"})
 
-# Different lengths, so that no axis can be taken for another; an optimizer may treat each rank in its own way.
+# Different lengths, so that no axis can be taken for another.
 _LENGTHS = (6, 5, 4, 3, 2, 2, 2)
 
 
 def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
     """Return what couples the elements of a weight in an optimizer's update, in words; None if nothing does.
 
-    A twin of the optimizer is traced on small weights, and every op that touches an array of theirs looked at.
+    A twin of it is traced on one small weight of each rank, since an optimizer may treat each in its own way,
+    and every op that computes with an array is looked at.
 
     Args:
         optimizer: any; it is left as it is.
@@ -33,7 +37,7 @@ def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
     shapes = [_LENGTHS[:rank] for rank in sorted(ranks)]
     weights = [keras.Variable(np.zeros(shape, "float32"), name=f"weight_{len(shape)}") for shape in shapes]
     twin.build(weights)
-    for slot, (name, slots) in enumerate(sorted(private_keras.slots_of(twin).items())):
+    for name, slots in sorted(private_keras.slots_of(twin).items()):
         for weight, state in zip(weights, slots, strict=True):
             if state is None or state.shape != weight.shape:
                 kept = "nothing" if state is None else f"{tuple(state.shape)}"
@@ -57,6 +61,6 @@ def _coupling_of(op: tf.Operation) -> str | None:
     if not arrays or op.type in _APART:
         return None
     results = {tuple(t.shape) for t in op.outputs}
-    if op.type in _ELEMENTWISE and len(arrays) == 1 and results == arrays:
+    if op.type in _ELEMENTWISE.split() and len(arrays) == 1 and results == arrays:
         return None
     return f"its update computes {op.type} ({op.name}) of {' and '.join(map(str, sorted(arrays)))}"

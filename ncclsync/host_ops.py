@@ -84,8 +84,9 @@ def all_gather(tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """
     results = _collective("NcclsyncAllGather", tensors)
     for result, column in zip(results, zip(*tensors, strict=True), strict=True):
-        rows = [tensor.shape[0] for tensor in column]
-        result.set_shape([None if None in rows else sum(rows), *column[0].shape[1:]])
+        if column[0].shape.rank is not None:
+            rows = [tensor.shape[0] for tensor in column]
+            result.set_shape([None if None in rows else sum(rows), *column[0].shape[1:]])
     return results
 
 

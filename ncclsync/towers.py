@@ -106,9 +106,8 @@ class TowerState:
         self.bucket_bytes = bucket_bytes
         self.batch_invariant_random = batch_invariant_random
         self.compression = None if compression is None else ErrorFeedback()
-        self.sharding = (
-            OptimizerSharding(len(self), bucket_bytes) if shard_optimizer and len(self) > 1 else None
-        )
+        divides = shard_optimizer and len(self) > 1
+        self.sharding = OptimizerSharding(len(self), bucket_bytes) if divides else None
         self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable

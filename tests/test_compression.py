@@ -84,6 +84,12 @@ def test_what_is_not_finite_is_not_kept():
     np.testing.assert_allclose(first[0][1] + second[0][1], 0.2, rtol=2.0**-8)
 
 
+def test_sparse_gradients_are_left():
+    """Slices stay slices, as the documentation of `add_up` says."""
+    slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 4]), tf.constant([5, 3]))
+    assert ErrorFeedback().add_up([slices, None], [tf.Variable(tf.zeros([5, 3])), None], None) == [None, None]
+
+
 def test_half_the_bytes_travel(py_ops, monkeypatch):
     """The gradients' bucket is of bfloat16; metric state and gradients of other dtypes are as they were."""
     model, _ = trained("bfloat16", 16)

@@ -552,3 +552,99 @@ def test_paths_of():
     iterations = paths[id(private.backend_variable(model.optimizer.iterations))]
     assert iterations == model.optimizer.iterations.path and iterations.endswith("/iteration")
     assert {"mine/total", "loss/count"} <= set(paths.values())
+
+
+def built(optimizer):
+    """An optimizer that is built for two weights, and these."""
+    weights = [
+        keras.Variable(np.ones(shape, "float32"), name=name) for shape, name in (((2, 3), "a"), ((4,), "b"))
+    ]
+    optimizer.build(weights)
+    return optimizer, weights
+
+
+def test_updates_wrapped_and_apply_gradients():
+    """`apply` unscales, then calls what is wrapped, once; that is all but constraints and counting."""
+    optimizer, weights = built(keras.optimizers.SGD(1.0, loss_scale_factor=2.0))
+    seen = []
+
+    def wrap(update):
+        def wrapped(self, grads, variables):
+            seen.append([float(tf.reduce_max(gradient)) for gradient in grads])
+            return update(self, grads, variables)
+
+        return wrapped
+
+    gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
+    with private_keras.updates_wrapped(wrap):
+        optimizer.apply(gradients, weights)
+    assert seen == [[2.0, 2.0]] and int(optimizer.iterations) == 1
+    private_keras.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == 1.0 - 2.0 - 4.0 and int(optimizer.iterations) == 1
+    assert private_keras.weights_of(optimizer) == weights
+
+
+def test_clipped_and_unclipped():
+    """Clipping is one method, which `updates_wrapped` calls."""
+    optimizer, weights = built(keras.optimizers.SGD(1.0, clipvalue=0.5))
+    gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
+    assert float(private_keras.clipped(optimizer, gradients)[0][0, 0]) == 0.5
+    with private_keras.unclipped(optimizer):
+        private_keras.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == -3.0
+    private_keras.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == -3.5
+
+
+def test_applies_untouched():
+    """Only where neither Keras nor a subclass does anything to the gradients before they are used."""
+
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            return super().apply(grads, trainable_variables)
+
+    assert private_keras.applies_untouched(keras.optimizers.AdamW())
+    touching = [Own(), keras.optimizers.SGD(clipnorm=1.0), keras.optimizers.SGD(loss_scale_factor=2.0)]
+    touching += [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
+    assert not any(private_keras.applies_untouched(one) for one in touching)
+
+
+def test_decays():
+    """Whether a weight decays by itself, by what the optimizer was told to exclude."""
+    optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["b"])
+    _, weights = built(optimizer)
+    assert [private_keras.decays(optimizer, weight) for weight in weights] == [True, False]
+    assert not private_keras.decays(*(lambda o, w: (o, w[0]))(*built(keras.optimizers.SGD())))
+
+
+def test_slots_and_scalars():
+    """Slots are lists in the order of the weights; the rest are single variables."""
+    optimizer, weights = built(keras.optimizers.Nadam())
+    slots = private_keras.slots_of(optimizer)
+    assert sorted(slots) == ["_momentums", "_velocities"]
+    assert all(
+        [slot.shape for slot in of_one] == [weight.shape for weight in weights] for of_one in slots.values()
+    )
+    assert sorted(private_keras.scalars_of(optimizer)) == ["_iterations", "_learning_rate", "_u_product"]
+    assert private_keras.slots_of(built(keras.optimizers.SGD())[0]) == {}
+
+
+def test_twin_of():
+    """A twin counts and learns as the optimizer does, clips nothing, and has slots of its own."""
+    optimizer, weights = built(keras.optimizers.Adam(0.5, clipnorm=1e-3))
+    twin = private_keras.twin_of(optimizer)
+    assert not twin.built and twin.iterations is optimizer.iterations
+    twin.build(weights)
+    optimizer.learning_rate = 0.25
+    assert float(twin.learning_rate) == 0.25
+    private_keras.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
+    assert abs(float(twin._momentums[0][0, 0]) - 0.4) < 1e-6 and float(optimizer._momentums[0][0, 0]) == 0
+
+
+def test_partitioned():
+    """A note on the variable itself."""
+    variable = tf.Variable(1.0)
+    assert not private.is_partitioned(variable)
+    private.set_partitioned(variable)
+    assert private.is_partitioned(variable)

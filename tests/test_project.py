@@ -29,7 +29,7 @@ LAYERS = (
     ("group_ops", "host_ops", "ops"),
     ("bucket", "devices", "drift", "private", "shard"),
     ("compression", "private_keras", "variables"),
-    ("elementwise", "kinds", "replicas"),
+    ("elementwise", "kinds", "partitions", "replicas"),
     ("optimizer_sharding", "program"),
     ("hooks", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),

@@ -1,0 +1,139 @@
+"""What each tower holds of a tensor that is divided among all, and a variable that is divided so.
+
+An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.errors import NcclSyncError
+
+
+class Place(NamedTuple):
+    """Where a weight lies in a partition.
+
+    Attributes:
+        begin: index in every tower's partition.
+        length: elements that each tower holds of it: of N towers the N-th part, rounded up. Where that is
+            more than there is, the last tower to hold any holds some that the one before it holds too, and
+            towers behind it hold the same.
+        elements: of the whole weight.
+        towers: N.
+    """
+
+    begin: int
+    length: int
+    elements: int
+    towers: int
+
+    @property
+    def end(self) -> int:
+        """Index behind it."""
+        return self.begin + self.length
+
+    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
+        flat = tf.reshape(tensor, [-1])
+        full = self.elements // self.length
+        if full == self.towers:
+            return tf.reshape(flat, [self.towers, self.length])
+        last = flat[-self.length :]
+        flat = tf.concat([flat[: full * self.length], *[last] * (self.towers - full)], 0)
+        return tf.reshape(flat, [self.towers, self.length])
+
+    def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
+        """Return what a tower holds of a tensor of the weight's shape: [length]."""
+        first = tf.minimum(tower * self.length, self.elements - self.length)
+        return tf.slice(tf.reshape(tensor, [-1]), [first], [self.length])
+
+    def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+        """Return the weight of what the towers hold, [N, length]; the inverse of `rows`."""
+        full, rest = divmod(self.elements, self.length)
+        if full == self.towers:
+            return tf.reshape(rows, shape)
+        flat = tf.reshape(rows[:full], [-1])
+        if rest:
+            flat = tf.concat([flat, rows[full, self.length - rest :]], 0)
+        return tf.reshape(flat, shape)
+
+
+class PartitionedSlot:
+    """One of an optimizer's own variables, of which the towers hold the parts.
+
+    It takes memory only from when somebody reads or writes it until the next step.
+    """
+
+    def __init__(self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable]) -> None:
+        """Take over a variable, with the value it has.
+
+        Args:
+            variable: the optimizer's, which is not kept alive.
+            place: of its weight.
+            partitions: [N] the towers' variables.
+        """
+        self._variable = weakref.ref(variable)
+        self._place = place
+        self._partitions = partitions
+        self._is_whole = self._is_written = True
+        private.watch_reads(variable, self.make_whole)
+        for name in private.VARIABLE_WRITERS:
+            if hasattr(variable, name):
+                setattr(variable, name, self._watched(getattr(variable, name)))
+
+    def divide(self) -> None:
+        """Before a step: bring what was written to the towers, and free the whole."""
+        variable = self._variable()
+        if variable is None or not self._is_whole:
+            return
+        if self._is_written:
+            value = variable.value()
+            for tower, partition in enumerate(self._partitions):
+                with tf.device(partition.device):
+                    part = self._place.part(tf.identity(value), tower)
+                    before, behind = partition[: self._place.begin], partition[self._place.end :]
+                    # Not into a slice, after which TensorFlow would copy whatever it reads.
+                    partition.assign(tf.concat([before, part, behind], 0))
+        with tf.device(variable.device):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+        self._is_whole = self._is_written = False
+
+    def make_whole(self) -> None:
+        """Let the optimizer's variable hold what the towers have."""
+        variable = self._variable()
+        if variable is None or self._is_whole:
+            return
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
+                "written outside of any tf.function. Received: a tf.function that does so."
+            )
+        with tf.device(variable.device):
+            held = [tf.identity(partition.value()) for partition in self._partitions]
+            rows = tf.stack([partition[self._place.begin : self._place.end] for partition in held])
+            whole = self._place.whole(rows, variable.shape)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
+        self._is_whole = True
+
+    def release(self) -> None:
+        """Give the variable back, whole."""
+        variable = self._variable()
+        if variable is None:
+            return
+        self.make_whole()
+        private.unwatch_reads(variable)
+        for name in private.VARIABLE_WRITERS:
+            variable.__dict__.pop(name, None)
+
+    def _watched(self, write: Callable) -> Callable:
+        @functools.wraps(write)
+        def watched(*args, **kwargs):
+            self.make_whole()
+            self._is_written = True
+            return write(*args, **kwargs)
+
+        return watched

@@ -26,6 +26,7 @@ _RULES = {
     Role.SAME: "same on all towers, nothing is exchanged for it",
     Role.SUM: "sum: tower 0 holds it, the others start from zero",
     Role.PARTIAL: "partial: each tower accumulates its samples'",
+    Role.PARTITION: "each tower has its part",
     Role.SEED: "seed: each tower has its own",
 }
 
@@ -141,6 +142,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
                 exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
     updates = {name: result for name, result in program.updates if result in calls}
     subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
+    for result, exchange in exchanges.items():
+        if exchange.collective.divides:
+            subjects[result] = "gradients" if exchange.collective.differs else "weights"
     names = towers.names_of([variable for _, variable in program.variables])
     variables = []
     for name, (handle, variable) in zip(names, program.variables, strict=True):
@@ -151,7 +155,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
             rule, result = "one tower: nothing is exchanged", None
         size = int(variable.shape.num_elements() or 0) * variable.dtype.size
         variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
-    cuts = tuple(_cuts(program.segments, subjects))
+    cuts = tuple(_cuts(program.segments, subjects, len(towers)))
     return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows))
 
 
@@ -161,15 +165,22 @@ def _subject(variable: tf.Variable) -> str:
     return "metrics" if role_of(variable) is Role.SUM else "variables"
 
 
-def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str]) -> Iterable[CutRow]:
+def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int) -> Iterable[CutRow]:
     for number, segment in enumerate(segments, start=1):
         found: dict[tuple[str, str], list[Exchange]] = {}
         for exchange in (e for bucket in segment.outgoing for e in bucket.exchanges):
             what = f"{subjects.get(exchange.result, 'other')}; {_words(exchange)}"
             found.setdefault((what, exchange.line), []).append(exchange)
         for (what, line), group in found.items():
-            sizes = [(e.shape.num_elements() or 0) * e.dtype.size for e in group]
-            yield CutRow(number, what, len(group), sum(sizes), line)
+            yield CutRow(number, what, len(group), sum(_bytes(e, towers) for e in group), line)
+
+
+def _bytes(exchange: Exchange, towers: int) -> int:
+    """Of the whole tensor; 0 where that is not known."""
+    shape = exchange.shape
+    if exchange.collective.divides:
+        shape = tf.TensorShape([towers, *shape[1:]])
+    return int(shape.num_elements() or 0) * exchange.dtype.size
 
 
 def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
@@ -188,6 +199,8 @@ def _words(exchange: Exchange) -> str:
         return f"reduce: their sum, to tower {collective.root}"
     if collective.kind == "all_gather":
         return "gather: the rows of all towers"
+    if collective.kind == "stack" and collective.divides:
+        return "gather: what each tower has updated"
     if collective.kind == "stack":
         return "gather: one row of each tower"
     if collective.kind == "reduce_scatter":

@@ -44,6 +44,11 @@ class Collective:
         return self.kind in ("all_gather", "stack")
 
     @property
+    def divides(self) -> bool:
+        """Whether it divides a tensor among the towers, one row for each, or puts such rows together again."""
+        return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
+
+    @property
     def differs(self) -> bool:
         """Whether each tower gets something else."""
         return self.kind in ("reduce", "reduce_scatter")

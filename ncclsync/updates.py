@@ -27,7 +27,9 @@ def find_updates(graph: StepGraph) -> dict[str, str]:
     for handle, variable in sorted(graph.variables, key=lambda pair: not pair[1].trainable):
         if graph.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
             for result in _nearest(graph, writers[handle]):
-                if result not in taken and graph.exchanges[result].shape.is_compatible_with(variable.shape):
+                exchange = graph.exchanges[result]
+                fits = exchange.shape.is_compatible_with(variable.shape) or exchange.collective.divides
+                if result not in taken and fits:
                     found[handle] = result
                     taken.add(result)
                     break

@@ -96,6 +96,8 @@ def test_state_is_divided():
     flats = [variable.value for variable in sharded.twin.variables if len(variable.shape)]
     held = {elements(copy) for flat in flats for copy in model.towers.copies(flat)}
     assert len(flats) == 2 and held == {sum(-(-size // 4) for size in sizes)}
+    told = str(model.towers.explain())
+    assert "each tower has its part" in told and "what each tower has updated" in told
     read = slots[0].numpy()
     assert read.shape == (12, 16) and np.abs(read).max() > 0
     assert elements(slots[0]) == 12 * 16

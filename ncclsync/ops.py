@@ -45,7 +45,7 @@ class Collective:
 
     @property
     def divides(self) -> bool:
-        """Whether it divides a tensor among the towers, one row for each, or puts such rows together again."""
+        """Whether it divides a tensor among towers, one row for each, or puts such rows together again."""
         return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
 
     @property

@@ -142,9 +142,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
                 exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
     updates = {name: result for name, result in program.updates if result in calls}
     subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
-    for result, exchange in exchanges.items():
+    for key, exchange in exchanges.items():
         if exchange.collective.divides:
-            subjects[result] = "gradients" if exchange.collective.differs else "weights"
+            subjects[key] = "gradients" if exchange.collective.differs else "weights"
     names = towers.names_of([variable for _, variable in program.variables])
     variables = []
     for name, (handle, variable) in zip(names, program.variables, strict=True):

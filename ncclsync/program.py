@@ -111,8 +111,8 @@ class Program:
         structure: the results' structure, with None in place of tensors that are None.
         results: what becomes of the towers' results.
         doubts: what cannot be exact on towers, in words.
-        rollback: names of the handles of variables to restore if a step fails on the way: all that it
-            writes, if it may fail when it has written some of them or may be undone, else none.
+        rollback: names of the handles of variables to restore if a step fails on the way: those that are
+            written before the last segment, or all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
             which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.

@@ -116,7 +116,7 @@ def test_custom_step_that_returns_its_loss_needs_no_rollback():
 
 
 def test_early_writes_are_undone():
-    """A GAN's first update comes before the last segment: what it writes is kept; the last can only succeed."""
+    """A GAN's first update comes before the last segment: what it writes is kept; the last cannot fail."""
     program = program_of(trained(gan))
     early = {id(variable) for segment in writes(program)[:-1] for variable in segment}
     variables = dict(program.variables)

@@ -190,7 +190,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     [
         ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
-        ("step --against nobody", "expected one of mirrored, single, received 'nobody'"),
+        ("step --against nobody", "expected one of mirrored, single, sharded, received 'nobody'"),
         ("step --model gpt", "expected one of mlp, cnn, resnet50, transformer, embedding, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
     ],

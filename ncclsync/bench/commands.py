@@ -22,7 +22,8 @@ from ncclsync.bench.turns import BenchError
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
 _DTYPES = ("float32", "float64", "float16", "int32", "int64")
-_LIBRARIES = "mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device"
+_SHARDED = "sharded: ncclsync with shard_optimizer"
+_LIBRARIES = f"mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; {_SHARDED}"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result]
@@ -100,7 +101,7 @@ def _add_step(benchmarks: Any) -> None:
     )
     _add_model(parser, list(training.MODEL_NAMES))
     _add_towers(parser)
-    _add_against(parser, training.PEERS, list(training.PEERS), _LIBRARIES)
+    _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
     _add_rounds(parser, 15, "turns of each side")
 

@@ -14,7 +14,7 @@ from ncclsync.bench.split import StepParts
 from ncclsync.bench.turns import Requests
 from ncclsync.parallel import nccl_parallel
 
-LIBRARIES = ("ncclsync", "mirrored", "single")
+LIBRARIES = ("ncclsync", "mirrored", "single", "sharded")  # the last: ncclsync, with shard_optimizer
 FEEDS = ("constant", "tf.data", "numpy", "generator")
 
 _BATCHES = {"resnet50": 8}  # of an epoch
@@ -30,8 +30,8 @@ def build(library: str, model: str, towers: int) -> keras.Model:
         towers: or replicas.
     """
     factory = MODELS[model].build
-    if library == "ncclsync":
-        return nccl_parallel(towers=towers)(factory)()
+    if library in ("ncclsync", "sharded"):
+        return nccl_parallel(towers=towers, shard_optimizer=library == "sharded")(factory)()
     scope: Any = contextlib.nullcontext()
     if library == "mirrored":
         kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"

@@ -10,7 +10,7 @@ from ncclsync.bench.report import Column, Listing, Result, Row, ratio_text, sign
 from ncclsync.bench.turns import Side, Spread, ratio, take_turns
 
 MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
-PEERS = ("mirrored", "single")
+PEERS = ("mirrored", "single", "sharded")
 FEEDS = ("numpy", "tf.data", "generator")
 PARTS = ("compute", "communicate", "apply", "feed")
 

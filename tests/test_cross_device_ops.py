@@ -285,6 +285,24 @@ def batches_that_a_strategy_has_split(route):
         towers.run(lambda batch: batch[0], next(iter(split)))
 
 
+@check("host")
+def programs_of_the_readme(route):
+    """Those for MirroredStrategy: before and after, and with CrossDeviceOps, the weights are the same."""
+    from test_coming_from import PROGRAMS, assert_same, weights_after
+
+    (fit, _), (loop, loop_on_towers), (_, fit_by_ours) = PROGRAMS["MirroredStrategy"]
+    plain = functools.partial(
+        tf.distribute.MirroredStrategy, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with mock.patch.object(tf.distribute, "MirroredStrategy", plain):
+        before = [weights_after(program) for program in (fit, loop)]
+    after = [weights_after(program) for program in (fit_by_ours, loop_on_towers)]
+    for (names, one), (_, other) in zip(before, after, strict=True):
+        assert names["strategy"].num_replicas_in_sync == REPLICAS
+        assert_same(one, other)
+    assert after[0][0]["strategy"].num_replicas_in_sync == REPLICAS
+
+
 @pytest.fixture(scope="module")
 def outcomes(built_standin, tmp_path_factory):
     """By name, what came of each check: nothing, or a traceback."""

@@ -304,18 +304,20 @@ def programs_of_the_readme(route):
 
 
 @pytest.fixture(scope="module")
-def outcomes(built_standin, tmp_path_factory):
+def outcomes(built_standin, made_once):
     """By name, what came of each check: nothing, or a traceback."""
-    file = tmp_path_factory.mktemp("checks") / "outcomes.json"
-    done = subprocess.run(
-        [sys.executable, __file__, str(file)],
-        env={**os.environ, **built_standin.environment},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(file.read_text())
+
+    def run(folder):
+        done = subprocess.run(
+            [sys.executable, __file__, str(folder / "outcomes.json")],
+            env={**os.environ, **built_standin.environment},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return json.loads((made_once("outcomes", run) / "outcomes.json").read_text())
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
+    from ncclsync.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CrossDeviceOps": "cross_device_ops",
     "DivergenceError": "errors",
     "NcclError": "errors",
     "NcclSyncError": "errors",

@@ -3,9 +3,11 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from ncclsync import host_ops, peers
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
 _logger = logging.getLogger("ncclsync")
@@ -41,12 +43,16 @@ def check_arguments(
             raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
         if isinstance(towers, bool) or not isinstance(towers, int):
             raise TypeError(
-                f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}"
+                f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "
+                "choose devices, use devices=."
             )
         if towers < 1:
             raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence) or not devices):
-        raise TypeError(f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}")
+        raise TypeError(
+            f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. For a number of "
+            "them, as hvd.size() is one, or gpus= of multi_gpu_model, use towers=."
+        )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"Expected backend to be one of {BACKENDS} or None. Received: {backend!r}")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
@@ -65,7 +71,11 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     Raises:
         TypeError, ValueError: if an argument is not as described, names a device that is not there, names
             a GPU twice, or asks for more towers than there are GPUs on a host that has some.
+        NcclSyncError: no devices are named, and horovodrun or mpirun have started several processes, each of
+            which would take the same.
     """
+    if devices is None:
+        peers.check_one_process()
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
         chosen, reason = _named_devices(devices), "as named"
@@ -111,6 +121,11 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
     return CpuCommunicator(len(placement.devices))
 
 
+def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
+    """Return whether all devices are in the host's memory, and TensorFlow takes the ops for that."""
+    return backend == "cpu" and all("CPU" in device for device in devices) and host_ops.available()
+
+
 def _cuda_ordinals(kind: str) -> list[int]:
     """Return, for each of TensorFlow's logical devices, which of CUDA's devices it is.
 
@@ -130,12 +145,13 @@ def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]
         return ["CPU:0"] * towers, "no GPU is visible"
     if towers > len(gpus):
         raise ValueError(
-            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}"
+            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}. "
+            "They are the GPUs of this host; hvd.size() counts those of all hosts."
         )
     return gpus[:towers], "the first GPUs"
 
 
-def _named_devices(devices: Sequence[str]) -> list[str]:
+def _named_devices(devices: Sequence[Any]) -> list[str]:
     known = [_short_name(device.name) for device in tf.config.list_logical_devices()]
     chosen = []
     for name in devices:
@@ -144,7 +160,8 @@ def _named_devices(devices: Sequence[str]) -> list[str]:
         except (ValueError, AttributeError, TypeError):
             short = None
         if short not in known:
-            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}")
+            named = ", as a number; multi_gpu_model and tensorpack take such" if isinstance(name, int) else ""
+            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}")
         if short.startswith("GPU") and short in chosen:
             raise ValueError(f"Expected every GPU once. Received: devices={list(devices)}")
         chosen.append(short)

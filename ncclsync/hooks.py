@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private, private_keras
+from ncclsync import ops, peers, private, private_keras
 from ncclsync.compression import ErrorFeedback
 from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
@@ -51,6 +51,8 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
             context = ops.current_context()
             # In a branch or a loop nothing can be added up; the optimizer does it later. And a tape within a
             # gradient, which computes something again to differentiate it, is a part of that gradient.
+            if context is not None:
+                peers.check_not_horovods(self)
             if context is None or not context.can_exchange() or _is_nested("gradient"):
                 return gradient(self, target, sources, output_gradients, **kwargs)
             target, output_gradients = _parts(target, output_gradients, context)
@@ -121,6 +123,8 @@ def gradients_reduced(
         @functools.wraps(apply)
         def reducing_apply(self, grads, trainable_variables=None, **kwargs):
             context = ops.current_context()
+            if context is not None:
+                peers.check_not_horovods(self)
             # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
             if context is None or _is_nested("apply"):
                 return apply(self, grads, trainable_variables, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import keras
 import tensorflow as tf
 
-from ncclsync import private_keras
+from ncclsync import peers, private_keras
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import check_compression
 from ncclsync.devices import check_arguments
@@ -121,8 +121,10 @@ def nccl_parallel(
 
     Raises:
         TypeError, ValueError: bad arguments, here or when the factory is called; a factory that returns
-            something else than a Keras model, or one made under `tf.distribute`.
-        NcclSyncError: Keras runs on another backend than TensorFlow.
+            something else than a Keras model, or one made under `tf.distribute`, or with an optimizer that
+            Horovod wraps.
+        NcclSyncError: Keras runs on another backend than TensorFlow; or horovodrun or mpirun have started
+            several processes, and no devices are named.
         NcclUnavailableError: NCCL was chosen and cannot be used.
     """
     if keras.backend.backend() != "tensorflow":
@@ -160,16 +162,15 @@ def nccl_parallel(
             on_nonfinite=on_nonfinite,
             **flags,
         )
-    if not callable(factory):
-        raise TypeError(f"Expected a function that returns a keras.Model. Received: {factory!r}")
+    if isinstance(factory, keras.Model) or not callable(factory):
+        raise TypeError(
+            f"Expected a function that returns a keras.Model. Received: {factory!r}. Of a model that is "
+            "there already, as multi_gpu_model takes it: nccl_parallel(lambda: model)()"
+        )
 
     @functools.wraps(factory)
     def build(*args, **kwargs):
-        if tf.distribute.has_strategy():
-            raise ValueError(
-                "Expected to be called outside any tf.distribute scope. "
-                f"Received: a call under {type(tf.distribute.get_strategy()).__name__}"
-            )
+        peers.check_outside_strategy()
         replicas = Towers(
             towers,
             devices=devices,
@@ -227,8 +228,9 @@ def _check_model(model: Any) -> None:
         if strategy is not None:
             raise ValueError(
                 "Expected a model made and compiled outside tf.distribute. "
-                f"Received: one made under {type(strategy).__name__}"
+                f"Received: one made under {type(strategy).__name__}. {peers.OTHER_WAY}"
             )
+    peers.check_not_horovods(getattr(model, "optimizer", None))
     towers = getattr(model, "towers", None)
     if isinstance(towers, Towers) and not towers.closed:
         raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync import peers, private
 from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
@@ -147,6 +147,7 @@ class TowerStep(abc.ABC):
 
         Before, since a step that is traced while another function is being traced records no gradients.
         """
+        peers.check_outside_strategy()
         key = f"{batch_specs!r} {iterated}"
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
@@ -289,7 +290,12 @@ def without_optionals(batch: Any) -> Any:
 
 
 def to_tensor(leaf: Any) -> Any:
-    """Return a leaf of a batch as a tensor; None stays None."""
+    """Return a leaf of a batch as a tensor; None stays None.
+
+    Raises:
+        TypeError: it is a value of `tf.distribute`.
+    """
+    peers.check_undistributed(leaf)
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
     return tf.convert_to_tensor(leaf)

@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import host_ops, native, private
+from ncclsync import native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import ErrorFeedback, check_compression
-from ncclsync.devices import check_arguments, choose_placement, connect
+from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.nonfinite import OnNonFinite
@@ -300,8 +300,7 @@ class TowerState:
     @functools.cached_property
     def on_host(self) -> bool:
         """Whether all towers are in the host's memory, and TensorFlow takes the ops for that."""
-        in_memory = all("CPU" in device for device in self.devices)
-        return self.backend == "cpu" and in_memory and host_ops.available()
+        return reduced_on_host(self.devices, self.backend)
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""

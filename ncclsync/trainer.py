@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import private, private_keras
+from ncclsync import peers, private, private_keras
 from ncclsync.devices import default_device
 from ncclsync.eager import run_eagerly
 from ncclsync.errors import NcclSyncError
@@ -169,6 +169,7 @@ class ModelStep(TowerStep):
         return tf.nest.map_structure(_concat, *results)
 
     def _run_batch(self, batch: Any) -> Any:
+        peers.check_outside_strategy()
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
             return self.run_on_batch(batch)

@@ -162,7 +162,8 @@ def states_divided() -> contextlib.AbstractContextManager[None]:
                 return call(self, sequences, initial_state, **kwargs)
             share = context.share
             if initial_state is None:
-                rows = slice(share.begin, share.begin + share.rows)
+                begin = _begin_within(keras.tree.flatten(self.states)[0].shape[0], share)
+                rows = slice(begin, begin + share.rows)
                 initial_state = keras.tree.map_structure(lambda state: state.value[rows], self.states)
             with private_keras.states_replaced(self, functools.partial(_GatheredState, context)):
                 return call(self, sequences, initial_state, **kwargs)
@@ -170,6 +171,18 @@ def states_divided() -> contextlib.AbstractContextManager[None]:
         return divided_call
 
     return private.methods_wrapped([keras.layers.RNN], "call", dividing)
+
+
+def _begin_within(rows: int, share: ops.Share) -> tf.Tensor:
+    """Return where the tower's samples begin in a state, which has a row for each sample of the batch."""
+    same = tf.debugging.assert_equal(
+        share.total,
+        rows,
+        f"Expected the global batch size that the inputs of a model with a stateful RNN declare, {rows}, as "
+        "batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own).",
+    )
+    with tf.control_dependencies([same]):
+        return tf.identity(share.begin)
 
 
 class _GatheredState:

@@ -1,6 +1,7 @@
 """What every test needs before TensorFlow is first imported, and the stand-in for NCCL."""
 
 import contextlib
+import fcntl
 import os
 
 import pytest
@@ -21,6 +22,28 @@ def pytest_report_header():
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
         return "parity tables: every ninth row of the large ones, for time; NCCLSYNC_ALL_ROWS=1 runs all"
     return "parity tables: all rows"
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """A function that returns the folder that `make(folder)` fills, once for all of pytest-xdist's workers.
+
+    For what takes long: by itself, a fixture of a module whose tests meet several workers is made by each.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name, make):
+        folder = base / name
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            if not folder.exists():
+                part = tmp_path_factory.mktemp(name)
+                make(part)
+                part.rename(folder)  # only now, so that a worker that comes after a failure tries itself
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One test per function of `private`, against the installed TensorFlow and Keras: which assumption broke."""
+"""One test per function of `private` and its like, against the installed TensorFlow and Keras: what broke."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync import private, private_keras
+from ncclsync import private, private_keras, private_strategy
 
 
 def ops_of(function, *arguments):
@@ -187,6 +187,19 @@ def test_strategy_of(owner):
     with strategy.scope():
         made = make()
     assert private_keras.strategy_of(made) is strategy
+
+
+def test_values_of_a_strategy():
+    """A mirrored variable tells its replicas and their devices; tensors become a value that one accepts."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+    (replica,) = private_strategy.replicas_of(variable)
+    assert private_strategy.devices_of(variable) == private_strategy.devices_of("CPU:0") == (replica.device,)
+    assert private_strategy.devices_of("CPU:0") == strategy.extended.worker_devices
+    made = private_strategy.mirrored([tf.constant([3.0, 4.0])])
+    assert strategy.experimental_local_results(made)[0].numpy().tolist() == [3.0, 4.0]
+    assert strategy.reduce("MEAN", made, axis=None).numpy().tolist() == [3.0, 4.0]
 
 
 def test_build_symbolically():

@@ -57,9 +57,13 @@ def rounds(model):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(made_once):
     """Every kind of file, written after training on towers, and what each predicts in a process without."""
-    folder = tmp_path_factory.mktemp("files")
+    return made_once("files", write_files)
+
+
+def write_files(folder):
+    """Fill the folder, and read it again where `import ncclsync` fails."""
     model = on_towers(mlp, TOWERS)
     fit(model)
     fit(
@@ -91,7 +95,6 @@ def folder(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.mark.parametrize(

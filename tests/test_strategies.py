@@ -102,9 +102,16 @@ def train_all(folder):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(made_once):
     """What `train_all` has found."""
-    folder = tmp_path_factory.mktemp("strategies")
+    folder = made_once("strategies", train_all_in_a_process)
+    found = json.loads((folder / "results.json").read_text())
+    printed = (folder / "printed.txt").read_text()
+    return found | {"printed": printed, "curves": (folder / "curves.png").read_bytes()}
+
+
+def train_all_in_a_process(folder):
+    """Leave what `train_all` has found and printed in a folder."""
     batches = folder / "datasets" / "cifar-10-batches-py"
     batches.mkdir(parents=True)
     images = np.zeros((2, 3, 32, 32), "uint8")
@@ -125,8 +132,7 @@ def results(tmp_path_factory):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((folder / "results.json").read_text())
-    return found | {"printed": done.stdout, "curves": (folder / "curves.png").read_bytes()}
+    (folder / "printed.txt").write_text(done.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)

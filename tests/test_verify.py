@@ -524,24 +524,44 @@ number = 3
 @pytest.mark.parametrize(
     ("arguments", "code", "out", "err"),
     [
-        (["mine:build", "--steps", "2", "--batch-size", "9"], 0, "2 steps on batches of 9, 9 samples", ""),
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
         (["mine:Normalised.build", "--steps", "2", "--sync-batch-norm"], 0, "Equal to 1e-05: 4 towers", ""),
         (["mine:unknown"], 2, "", "Expected a model whose input shapes are known"),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
     ],
 )
-def test_command_line(tmp_path, arguments, code, out, err):
+def test_command_line(tmp_path, monkeypatch, capsys, arguments, code, out, err):
     """Exit code 0 if equal, 1 if not, 2 if nothing was compared, with one sentence or the traceback."""
     write_factories(tmp_path)
+    found, printed = run_here(arguments, tmp_path, monkeypatch, capsys)
+    assert found == code, printed
+    assert out in printed.out
+    assert err in printed.err
+    if code == 2:
+        assert printed.out == ""
+        assert ("Traceback" in printed.err) == ("RuntimeError" in err)
+
+
+def test_command_line_in_a_process(tmp_path):
+    """As a user types it: a module of the current folder."""
+    write_factories(tmp_path)
+    arguments = ("mine:build", "--steps", "2", "--batch-size", "9")
     command = [sys.executable, "-m", "ncclsync", "verify", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert out in done.stdout
-    assert err in done.stderr
-    if code == 2:
-        assert done.stdout == ""
-        assert ("Traceback" in done.stderr) == ("RuntimeError" in err)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps on batches of 9, 9 samples" in done.stdout
+
+
+def run_here(arguments, folder, monkeypatch, capsys):
+    """Run the command in this process and a folder; return its exit code, and what it prints."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
+    try:
+        code = cli.main(["verify", *arguments])
+    except SystemExit as end:
+        code = end.code
+    return code, capsys.readouterr()
 
 
 def write_factories(folder):
@@ -565,14 +585,7 @@ def write_factories(folder):
 def test_command_line_that_is_not_understood(tmp_path, monkeypatch, capsys, arguments, message):
     """Exit code 2, with one sentence."""
     write_factories(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
-    try:
-        code = cli.main(["verify", *arguments])
-    except SystemExit as end:
-        code = end.code
-    printed = capsys.readouterr()
+    code, printed = run_here(arguments, tmp_path, monkeypatch, capsys)
     assert (code, printed.out) == (2, "")
     assert message in printed.err and "Traceback" not in printed.err
 

@@ -1,0 +1,70 @@
+"""What a program brings along that was written for MirroredStrategy, Horovod, multi_gpu_model or tensorpack.
+
+Where it cannot mean the same here, it is refused in the words that its users know. Nothing of these
+libraries is imported.
+"""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.errors import NcclSyncError
+
+# How many processes were started: by horovodrun, by Open MPI's mpirun, by those of MPICH and Intel. Not
+# SLURM_NTASKS: sbatch sets that in the batch script, of which there is one.
+PROCESS_COUNTS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+OTHER_WAY = (
+    "ncclsync places the replicas itself. To stay with a strategy, and have its gradients all-reduced by "
+    "ncclsync, pass it cross_device_ops=ncclsync.CrossDeviceOps()."
+)
+
+
+def check_outside_strategy() -> None:
+    """Raise ValueError in a `strategy.scope()` or `strategy.run` of `tf.distribute`."""
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "Expected to be called outside any tf.distribute scope. "
+            f"Received: a call under {type(tf.distribute.get_strategy()).__name__}. {OTHER_WAY}"
+        )
+
+
+def check_undistributed(leaf: Any) -> None:
+    """Raise TypeError for a part of a batch that `tf.distribute` has split among replicas already."""
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        raise TypeError(
+            "Expected the global batch, as tensors or arrays, which is split among the towers here. "
+            f"Received: {type(leaf).__name__} of tf.distribute. Pass the tf.data.Dataset that went into "
+            "experimental_distribute_dataset."
+        )
+
+
+def check_not_horovods(wrapped: Any) -> None:
+    """Raise TypeError for an optimizer or a tape that Horovod has made from one of Keras' or TensorFlow's."""
+    # Such a class derives from the one it wraps and has its name; only its module tells.
+    # Source: horovod/_keras/__init__.py, create_distributed_optimizer.
+    if any(cls.__module__.partition(".")[0] == "horovod" for cls in type(wrapped).__mro__):
+        taken, given = "a keras.optimizers.Optimizer", "hvd.DistributedOptimizer"
+        if isinstance(wrapped, tf.GradientTape):
+            taken, given = "a tf.GradientTape", "hvd.DistributedGradientTape"
+        raise TypeError(
+            f"Expected {taken} as it is, since ncclsync all-reduces the gradients. Received: one wrapped by "
+            f"{given} ({type(wrapped).__module__}), which would reduce them a second time. Its learning rate "
+            "is that of one device with the global batch size."
+        )
+
+
+def check_one_process() -> None:
+    """Raise NcclSyncError in one of several processes that horovodrun or mpirun have started.
+
+    Each would take the same devices, and train by itself.
+    """
+    for name in PROCESS_COUNTS:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise NcclSyncError(
+                "Expected one process, started without horovodrun or mpirun: it drives all GPUs of the host. "
+                f"Received: {name}={count}. For processes that are to train apart from each other, name the "
+                "devices of each, as in devices=['GPU:0']."
+            )

@@ -17,9 +17,9 @@ class LargeBatch(keras.callbacks.Callback):
 
     The optimizer keeps the reference rate, which is right for batches of `reference_batch_size`: it is what
     you compile with, and what schedules, `ReduceLROnPlateau` and files see. Each update uses k times that,
-    with k = batch size / `reference_batch_size`, or the root of it; batches that `gradient_accumulation_steps`
-    adds up count as one. In the first `warmup_epochs` the factor grows by the same amount with each update,
-    from 1 to k; a k below 1 holds from the start. The batch size is that of all towers together.
+    with k = batch size / `reference_batch_size`, or the root of it; batches whose gradients the optimizer
+    accumulates count as one. In the first `warmup_epochs` the factor grows by the same amount with each
+    update, from 1 to k; a k below 1 holds from the start. The batch size is that of all towers together.
 
     Files are Keras' own, and nothing in them is scaled: saved and loaded, training goes on bit for bit as
     without the stop, with the warm-up where it was, by the optimizer's `iterations`. Without this recipe

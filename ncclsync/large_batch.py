@@ -21,11 +21,11 @@ class LargeBatch(keras.callbacks.Callback):
     accumulates count as one. In the first `warmup_epochs` the factor grows by the same amount with each
     update, from 1 to k; a k below 1 holds from the start. The batch size is that of all towers together.
 
-    Files are Keras' own, and nothing in them is scaled: saved and loaded, training goes on bit for bit as
-    without the stop, with the warm-up where it was, by the optimizer's `iterations`. Without this recipe
-    it goes on at the reference rate. A warm-up that has ended does not come again when the batch size
-    changes; in a new process that is known if epochs are counted on, by `BackupAndRestore` or
-    `fit(initial_epoch=...)`. A model that is compiled anew begins anew.
+    Files are Keras' own, and nothing in them is scaled (velocities are, without momentum correction): saved
+    and loaded, training goes on bit for bit as without the stop, with the warm-up where it was, by the
+    optimizer's `iterations`. Without this recipe it goes on at the reference rate. A warm-up that has ended
+    does not come again when the batch size changes; in a new process that is known if epochs are counted on,
+    by `BackupAndRestore` or `fit(initial_epoch=...)`. A model that is compiled anew begins anew.
 
     As a callback it holds for that `fit` (after one that an exception has ended, until the end of the next).
     Given to `nccl_parallel(recipe=...)` it holds for every step of the model: `train_on_batch` before the
@@ -61,8 +61,8 @@ class LargeBatch(keras.callbacks.Callback):
                 callback. Their velocity contains the rate; the moments of other optimizers do not, and
                 nothing is done about those.
             exclude_from_weight_decay: whether the optimizer's own `weight_decay` leaves alone gamma and beta
-                of every `BatchNormalization`, and all biases, beside what you have excluded. A layer's
-                regularizer is a part of the loss, and stays as it is.
+                of every `BatchNormalization`, and all biases, from then on, beside what you have excluded. A
+                layer's regularizer is a part of the loss, and stays as it is.
             batch_size: samples of a batch. None: those of the largest batch that this `fit` has met so far.
             steps_per_epoch: batches of an epoch, for the length of the warm-up. None: what Keras knows of
                 the data of `fit`.
@@ -148,8 +148,8 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
 
     @functools.wraps(fit)
     def fit_by_recipe(*args, **kwargs):
-        given = signature.bind(*args, **kwargs)
-        callbacks = given.arguments.get("callbacks") or []
+        given = signature.bind_partial(*args, **kwargs)
+        callbacks = given.arguments.pop("callbacks", None) or kwargs.get("callbacks") or []
         if isinstance(callbacks, keras.callbacks.CallbackList):
             raise TypeError(f"Expected a list of callbacks, where a recipe is given. Received: {callbacks!r}")
         callbacks = keras.tree.flatten(callbacks)
@@ -158,9 +158,8 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
                 "Expected one LargeBatch. "
                 "Received: one as a callback, beside that of nccl_parallel(recipe=...)"
             )
-        given.arguments["callbacks"] = [recipe, *callbacks]
         _follow_always(model, recipe)
-        return fit(*given.args, **given.kwargs)
+        return fit(*given.args, **{**given.kwargs, "callbacks": [recipe, *callbacks]})
 
     @functools.wraps(train_on_batch)
     def train_on_batch_by_recipe(*args, **kwargs):

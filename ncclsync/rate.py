@@ -177,7 +177,7 @@ class ScaledRate:
 
     def _correct(self, reference: tf.Tensor, previous: tf.Tensor) -> None:
         """Multiply velocities by r'/r. Of a rate of zero none are left, and there is nothing to divide."""
-        ratio = tf.math.divide_no_nan(reference, previous)
+        ratio = tf.where(self.active, tf.math.divide_no_nan(reference, previous), 1.0)
         for velocity in private_keras.velocities(self._optimizer):
             velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
 

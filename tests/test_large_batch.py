@@ -264,11 +264,17 @@ def moved(model, train):
 
 
 def test_a_callback_holds_for_its_fit():
-    """Without it the model has the reference rate; what was traced before it does not matter."""
+    """Without it the model has the reference rate, and nothing is corrected; nor do earlier traces matter."""
     model = line(optimizers.SGD(ETA))
     for callbacks, k in (([], 1), ([LargeBatch(15, 0)], 4), ([], 1)):
         rate = moved(model, lambda callbacks=callbacks: fit(model, *callbacks, epochs=1, batch_size=60))
         np.testing.assert_allclose(rate, k * ETA, rtol=1e-3)
+    models = [line(momentum()), line(momentum())]
+    fit(models[0], LargeBatch(60, 0), epochs=1, batch_size=60)
+    fit(models[1], epochs=1, batch_size=60)
+    for model in models:
+        fit(model, Lower(), epochs=4)
+    assert_close(models[0].get_weights(), models[1].get_weights())
 
 
 def test_weight_decay():
@@ -294,6 +300,8 @@ def test_as_a_recipe():
         model.train_on_batch(X, Y)
     with pytest.raises(ValueError, match=r"Expected one LargeBatch. Received: one as a callback, beside"):
         fit(model, LargeBatch())
+    with pytest.raises(TypeError, match=r"Expected a list of callbacks, where a recipe is given"):
+        model.fit(X, Y, callbacks=keras.callbacks.CallbackList([]))
     assert fit(model, epochs=3, batch_size=60)[KEY] == pytest.approx([ETA, 2.5 * ETA, 4 * ETA])
 
     def step(batch):

@@ -27,16 +27,16 @@ class LargeBatch(keras.callbacks.Callback):
     does not come again when the batch size changes; in a new process that is known if epochs are counted on,
     by `BackupAndRestore` or `fit(initial_epoch=...)`. A model that is compiled anew begins anew.
 
-    As a callback it holds for that `fit` (after one that an exception has ended, until the end of the next).
-    Given to `nccl_parallel(recipe=...)` it holds for every step of the model: `train_on_batch` before the
-    first `fit` then needs `steps_per_epoch` or `warmup_epochs=0`, and a loop of your own, such as
-    `Towers.run`, `batch_size` too.
+    The model has one optimizer, that of `compile`. As a callback the recipe holds for that `fit` (after one
+    that an exception has ended, until the end of the next). Given to `nccl_parallel(recipe=...)` it holds for
+    every step of the model: `train_on_batch` before the first `fit` then needs `steps_per_epoch` or
+    `warmup_epochs=0`, and a loop of your own, such as `Towers.run`, `batch_size` too.
 
     After each epoch the logs hold, as "effective_learning_rate", the rate of the last update.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
-    arXiv:1706.02677, sections 2.1 (the linear rule), 2.2 (gradual warm-up), 3 (momentum correction) and 5.1
-    (weight decay).
+    arXiv:1706.02677, sections 2.1 (the linear rule), 2.2 (gradual warm-up), 3, remark 2 (momentum correction)
+    and 5.1 (weight decay).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LargeBatch(keras.callbacks.Callback):
 
         Raises:
             ValueError: there is a warm-up, and Keras does not know how many batches an epoch has; or the
-                model is not compiled with one optimizer.
+                model has not one optimizer.
         """
         if self._steps() is None:
             raise ValueError(

@@ -228,15 +228,22 @@ def scale_rate(model: keras.Model, rule: Rule) -> ScaledRate:
     """Let the rate of a model's optimizer be scaled by this rule; once, however often it is asked for.
 
     Raises:
-        ValueError: the model is not compiled with one optimizer.
+        ValueError: the model is not compiled, or it has more optimizers than one.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or hasattr(optimizer, "optimizers"):
-        raise ValueError(f"Expected a model compiled with one optimizer. Received: {optimizer!r}")
+    members = vars(model)
+    owned = {
+        id(private_keras.innermost(one)): one
+        for one in (getattr(model, "optimizer", None), *members.values())
+        if isinstance(one, keras.Optimizer)
+    }
+    if getattr(model, "optimizer", None) is None or len(owned) > 1 or hasattr(model.optimizer, "optimizers"):
+        raise ValueError(
+            "Expected a model compiled with one optimizer, and no other. "
+            f"Received: {[one.name for one in owned.values()]}"
+        )
     rate = scaled_rate_of(model)
     if rate is not None and rate.rule == rule:
         return rate
-    members = vars(model)
     if _RATE not in members:
         step = python_step(model.train_step)
 

@@ -75,7 +75,7 @@ def test_rates_of_the_updates(rule, reference, accumulated, k):
 
 
 def by_hand(nesterov, correction):
-    """Momentum with the rate absorbed by v (section 3), and v corrected by the ratio of the rates."""
+    """Momentum with the rate absorbed by v (equation 10), and v corrected by the ratio of the rates."""
     w, v, previous = np.linspace(-1.0, 1.0, 12)[:, None], 0.0, 1.0
     reference = np.where(np.arange(12) < 6, ETA, 0.1 * ETA)  # `Lower`, behind 2 epochs of 3 updates
     for t, rate in enumerate(reference * warmed_up(4, 8, 12)):
@@ -250,8 +250,8 @@ def test_never_twice_and_one_warm_up(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     logs = fit(loaded, LargeBatch(5, 3), epochs=4, initial_epoch=3, batch_size=10)
     assert logs[KEY] == pytest.approx([2 * ETA])
-    model.compile(momentum(), "mse")
-    assert rates(model, LargeBatch(15, 3), 2) == pytest.approx([ETA, 2 * ETA])
+    model.compile(momentum(), "mse")  # begins anew, whatever the epochs' numbers
+    assert rates(model, LargeBatch(15, 3), 9, initial_epoch=7) == pytest.approx([ETA, 2 * ETA])
     # Half a warm-up is still half of one when its length changes.
     assert fit(model, LargeBatch(15, 6), epochs=1, batch_size=60)[KEY] == pytest.approx([3 * ETA])
 
@@ -327,6 +327,8 @@ def test_steps_in_one_graph_and_eagerly():
     for arguments in ({}, {"steps_per_execution": 2, "jit_compile": True}, {"run_eagerly": True}):
         model = on_towers(lambda arguments=arguments: line(momentum(), **arguments), 2)
         fit(model, LargeBatch(5, 1), epochs=1)
+        model.optimizer.learning_rate = 0.1 * ETA
+        fit(model, LargeBatch(5, 1), epochs=1, batch_size=60)
         ends.append(model.get_weights())
         assert_towers_agree(model)
         model.towers.close()
@@ -374,10 +376,15 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_what_cannot_have_a_recipe():
-    """Several optimizers at once, and what is no recipe."""
+    """Several optimizers, of which Keras or a step of one's own knows, none, and what is no recipe."""
+    message = r"Expected a model compiled with one optimizer, and no other. Received: \[{}\]"
     several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match=r"Expected a model compiled with one optimizer. Received: .*Multi"):
+    with pytest.raises(ValueError, match=message.format("'multi_optimizer.*'")):
         fit(line(several), LargeBatch(5, 1))
+    model = line(optimizers.LossScaleOptimizer(optimizers.SGD(0.1, name="mine")))
+    model.same, model.second = model.optimizer.inner_optimizer, optimizers.Adam(name="second")
+    with pytest.raises(ValueError, match=message.format("'mine', 'second'")):
+        fit(model, LargeBatch(5, 1))
     with pytest.raises(TypeError, match=r"Expected recipe to be a LargeBatch. Received: 'large'"):
         nccl_parallel(recipe="large")
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.errors import NonFiniteError as NonFiniteError
+    from ncclsync.history import plot_history as plot_history
+    from ncclsync.large_batch import LargeBatch as LargeBatch
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
+    from ncclsync.residual import zero_last_gamma as zero_last_gamma
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -25,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CrossDeviceOps": "cross_device_ops",
     "DivergenceError": "errors",
+    "LargeBatch": "large_batch",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
@@ -33,7 +37,9 @@ _HOMES = {
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",
+    "plot_history": "history",
     "verify": "verification",
+    "zero_last_gamma": "residual",
 }
 __all__ = [*_HOMES, "ops"]
 

@@ -132,7 +132,15 @@ class OptimizerSharding:
         Args:
             optimizer: about to be called.
             parts: what this tower adds to each gradient; None where that is not known.
+
+        Raises:
+            ValueError: `LargeBatch` updates the optimizer in its own way.
         """
+        if private_keras.has_wrapped_update(optimizer):
+            raise ValueError(
+                "Expected shard_optimizer or LargeBatch. "
+                f"Received: both, for {type(optimizer).__name__} {optimizer.name!r}"
+            )
         if not private_keras.applies_untouched(optimizer):
             return [False] * len(parts)
         left = [isinstance(part, tf.Tensor) for part in parts]

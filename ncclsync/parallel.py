@@ -15,6 +15,7 @@ from ncclsync.compression import check_compression
 from ncclsync.devices import check_arguments
 from ncclsync.drift import Sentinel
 from ncclsync.errors import NcclSyncError
+from ncclsync.large_batch import LargeBatch, follow
 from ncclsync.loop import Towers
 from ncclsync.nonfinite import OnNonFinite
 from ncclsync.trainer import attach
@@ -44,6 +45,7 @@ def nccl_parallel(
     check_every: int | None = None,
     on_divergence: str = "raise",
     on_nonfinite: str | None = None,
+    recipe: LargeBatch | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
 
@@ -64,6 +66,7 @@ def nccl_parallel(
     check_every=None,
     on_divergence="raise",
     on_nonfinite=None,
+    recipe=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
 
@@ -114,6 +117,7 @@ def nccl_parallel(
             `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
             memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
             itself, and nothing is done about those. None: Keras' behaviour.
+        recipe: a `LargeBatch`, which every `fit` of the model then follows, and `train_on_batch` too.
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
@@ -138,6 +142,8 @@ def nccl_parallel(
     Sentinel(check_every, on_divergence)
     OnNonFinite(on_nonfinite)
     checkpoint = _checked_path(emergency_checkpoint)
+    if recipe is not None and not isinstance(recipe, LargeBatch):
+        raise TypeError(f"Expected recipe to be a LargeBatch. Received: {recipe!r}")
     flags = {
         "sync_batch_norm": sync_batch_norm,
         "batch_invariant_random": batch_invariant_random,
@@ -160,6 +166,7 @@ def nccl_parallel(
             check_every=check_every,
             on_divergence=on_divergence,
             on_nonfinite=on_nonfinite,
+            recipe=recipe,
             **flags,
         )
     if isinstance(factory, keras.Model) or not callable(factory):
@@ -193,6 +200,8 @@ def nccl_parallel(
             replicas.close()
             raise
         attach(model, replicas, sync_batch_norm, checkpoint)
+        if recipe is not None:
+            follow(model, recipe)
         return model
 
     # For `verify`, which builds the model on one device as well.

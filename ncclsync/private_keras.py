@@ -1,6 +1,7 @@
 """Every use of an interface that Keras does not promise to keep; see `private.py`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,8 @@ from keras.src.backend.common import global_state as keras_state
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
+from keras.src.models import functional as keras_functional
+from keras.src.ops import numpy as keras_numpy
 from keras.src.random import seed_generator as keras_seeds
 from tensorflow.python.ops import (
     gen_stateless_random_ops,
@@ -59,14 +62,109 @@ def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
         "_backend_increment_gradient_accumulators": lambda *_: None,
         "_backend_reset_gradient_accumulators": lambda *_: None,
     }
-    before = {name: vars(optimizer)[name] for name in replaced if name in vars(optimizer)}
-    vars(optimizer).update(replaced)
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+@contextlib.contextmanager
+def _members_replaced(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+    """Let an object have these members for a while, past what its class does when a member is set."""
+    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
+    vars(owner).update(replaced)
     try:
         yield
     finally:
         for name in replaced:
-            del vars(optimizer)[name]
-        vars(optimizer).update(before)
+            del vars(owner)[name]
+        vars(owner).update(before)
+
+
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return the optimizer that makes the updates, of which others may be wrappers."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def has_wrapped_update(optimizer: keras.Optimizer) -> bool:
+    """Return whether `wrap_update` was called."""
+    return "_backend_apply_gradients" in vars(optimizer)
+
+
+def wrap_update(optimizer: keras.Optimizer, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace what `apply` of this optimizer does once gradients are whole, by `wrap` of it, for good.
+
+    It takes gradients and variables, and makes the update with weight decay and clipping, or accumulates.
+    """
+    vars(optimizer)["_backend_apply_gradients"] = wrap(optimizer._backend_apply_gradients)
+
+
+@contextlib.contextmanager
+def update_replaced(
+    optimizer: keras.Optimizer, rate: tf.Tensor, replace: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Let an optimizer read `rate` as its learning rate, and make its updates by `replace(update)`.
+
+    `update` takes gradients, variables and the learning rate; it is called where an update is due.
+    """
+    replaced = {
+        "_get_current_learning_rate": lambda: rate,
+        "_backend_update_step": replace(optimizer._backend_update_step),
+    }
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+@contextlib.contextmanager
+def increments_scaled(
+    optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor
+) -> Iterator[None]:
+    """Let what an optimizer adds to these variables, or subtracts, be `factor` times as much."""
+    scaled = {id(private.backend_variable(variable)) for variable in variables}
+
+    def scaling(assign: Callable) -> Callable:
+        def scaled_assign(variable, value):
+            if id(private.backend_variable(variable)) in scaled:
+                value = keras.ops.multiply(value, tf.cast(factor, variable.dtype))
+            assign(variable, value)
+
+        return scaled_assign
+
+    replaced = {name: scaling(getattr(optimizer, name)) for name in ("assign_add", "assign_sub")}
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+def has_velocities(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer sums up, in slots, increments that have been multiplied by the rate."""
+    updates = (keras.optimizers.SGD.update_step, keras.optimizers.RMSprop.update_step)
+    return type(optimizer).update_step in updates and optimizer.momentum > 0
+
+
+def velocities(optimizer: keras.Optimizer) -> list[tf.Variable]:
+    """Return those slots; none before the optimizer is built."""
+    slots = "momentums" if isinstance(optimizer, keras.optimizers.SGD) else "_momentums"
+    found = getattr(optimizer, slots, []) if has_velocities(optimizer) else []
+    return [private.backend_variable(slot) for slot in found if slot is not None]
+
+
+def schedule_of(optimizer: keras.Optimizer) -> keras.optimizers.schedules.LearningRateSchedule | None:
+    """Return what tells an optimizer's rate by the number of batches, if that is what it has."""
+    schedule = optimizer._learning_rate
+    return schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def batches_applied(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return the count that schedules get: of batches, also where several make an update."""
+    return tf.convert_to_tensor(optimizer._iterations)
+
+
+def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
+    """Exclude variables from weight decay, beside those that are excluded by name or by themselves."""
+    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
+    excluded.update(optimizer._var_key(variable) for variable in variables)
+    vars(optimizer)["_exclude_from_weight_decay"] = excluded
+    vars(optimizer)["_exclude_from_weight_decay_cache"] = {}
 
 
 def loss_functions() -> ModuleType:
@@ -176,6 +274,35 @@ def paths_of(model: keras.Model) -> dict[int, str]:
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
     return owner._flatten_layers(include_self=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer, or of an operation such as `+`, in a functional model."""
+
+    layer: Any
+    index: int
+
+    def inputs(self) -> "list[Call]":
+        """Return the calls whose results it gets, in order."""
+        return _calls_behind(self.layer._inbound_nodes[self.index].input_tensors)
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds up its inputs: `keras.layers.Add`, or `+`."""
+        return isinstance(self.layer, (keras.layers.Add, keras_numpy.Add))
+
+
+def calls_at_end(layer: keras.Layer) -> list[Call]:
+    """Return the calls whose results are the outputs of a functional model; none of any other layer."""
+    # A Sequential is functional as well, within.
+    graph = getattr(layer, "_functional", layer)
+    return _calls_behind(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
+
+
+def _calls_behind(tensors: Sequence[Any]) -> list[Call]:
+    histories = [tensor._keras_history for tensor in tensors]
+    return [Call(history.operation, history.node_index) for history in histories]
 
 
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:

@@ -72,14 +72,14 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
             "Expected every tensor of a batch to have the same number of rows. "
             f"Received: {[tuple(leaf.shape.as_list()) for leaf in rowed]}"
         )
-    rows = _count_rows(rowed[0])
+    rows = count_rows(rowed[0])
     checks = [
         tf.debugging.assert_positive(rows, "Expected a batch of at least one row. Received: an empty batch.")
     ]
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
         checks += [
             tf.debugging.assert_equal(
-                rows, _count_rows(leaf), "Expected every tensor of a batch to have the same number of rows."
+                rows, count_rows(leaf), "Expected every tensor of a batch to have the same number of rows."
             )
             for leaf in rowed[1:]
         ]
@@ -160,7 +160,8 @@ def _static_rows(leaf: Any) -> int | None:
     return leaf.shape[0]
 
 
-def _count_rows(leaf: Any) -> tf.Tensor:
+def count_rows(leaf: Any) -> tf.Tensor:
+    """Return the length of the first axis of a dense, sparse or ragged tensor, an int32 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int32)
     if isinstance(leaf, tf.SparseTensor):

@@ -262,6 +262,15 @@ def test_refused(name):
     assert int(model.optimizer.iterations) == 0
 
 
+def test_refused_with_large_batch():
+    """A recipe corrects velocities where the optimizer keeps them."""
+    model = on_towers(mlp, 2, shard_optimizer=True, recipe=ncclsync.LargeBatch(10))
+    with pytest.raises(
+        ValueError, match=r"Expected shard_optimizer or LargeBatch\. Received: both, for Adam"
+    ):
+        fit(model)
+
+
 def test_refused_with_sparse_gradients():
     """Nadam keeps one scalar for all weights, which would be updated twice."""
     model = on_towers(lambda: embedding(keras.optimizers.Nadam(0.01)), 2, shard_optimizer=True)

@@ -1,6 +1,7 @@
 """One test per function of `private` and its like, against the installed TensorFlow and Keras: what broke."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -661,3 +662,152 @@ def test_partitioned():
     assert not private.is_partitioned(variable)
     private.set_partitioned(variable)
     assert private.is_partitioned(variable)
+
+
+OPTIMIZERS = {
+    name: cls
+    for name, cls in vars(keras.optimizers).items()
+    if isinstance(cls, type)
+    and issubclass(cls, keras.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+}
+
+
+def updated(name, rate, around=None):
+    """A weight and its slots after an update, with weight decay; `around`: a context manager for it."""
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    weight = keras.Variable([[1.0, -2.0, 3.0]])
+    optimizer = OPTIMIZERS[name](rate, weight_decay=0.01, **options)
+    optimizer.build([weight])
+    if around is not None:
+        private_keras.wrap_update(optimizer, functools.partial(around, optimizer))
+    optimizer.apply([tf.constant([[0.3, 0.2, -0.1]])])
+    slots = [v.numpy() for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
+    return weight.numpy(), slots
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_replaced(name):
+    """All of an update, decay too, goes by the rate that is put in place; nothing remembers the other."""
+    passed = []
+
+    def around(optimizer, apply):
+        def update_at_rate(gradients, variables):
+            replaced = private_keras.update_replaced(optimizer, tf.constant(0.1), noting)
+            with replaced:
+                apply(gradients, variables)
+
+        return update_at_rate
+
+    def noting(update):
+        def noted(gradients, variables, rate):
+            passed.append(float(rate))
+            update(gradients, variables, rate)
+
+        return noted
+
+    replaced, plain = updated(name, 0.3, around), updated(name, 0.1)
+    assert passed == [pytest.approx(0.1)]
+    np.testing.assert_array_equal(replaced[0], plain[0])
+    for one, other in zip(replaced[1], plain[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_velocities():
+    """Slots contain the rate of these optimizers alone; those two of them whose slots are multiples of it."""
+    of_rate = {
+        name
+        for name in OPTIMIZERS
+        if any(
+            np.any(one != other)
+            for one, other in zip(updated(name, 0.1)[1], updated(name, 0.2)[1], strict=True)
+        )
+    }
+    # Ftrl's are no multiple of the rate, and those of ScheduleFreeAdamW are weights.
+    assert of_rate == {"SGD", "RMSprop", "Ftrl", "ScheduleFreeAdamW"}
+
+    class Mine(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            pass
+
+    weight = keras.Variable([1.0])
+    for optimizer, names in (
+        (keras.optimizers.SGD(0.1, momentum=0.9), ["momentum"]),
+        (keras.optimizers.RMSprop(0.1, momentum=0.9, centered=True), ["momentum"]),
+        (keras.optimizers.SGD(0.1), []),
+        (keras.optimizers.RMSprop(0.1), []),
+        (keras.optimizers.Adam(0.1), []),
+        (Mine(0.1, momentum=0.9), []),
+    ):
+        assert private_keras.has_velocities(optimizer) == bool(names)
+        assert private_keras.velocities(optimizer) == []
+        optimizer.build([weight])
+        found = private_keras.velocities(optimizer)
+        assert [slot.name.rsplit("_", 1)[-1].split(":")[0] for slot in found] == names
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_increments_scaled(name):
+    """The weight moves so many times as far, and the slots are what they were."""
+
+    def around(optimizer, apply):
+        def scaled(gradients, variables):
+            optimizer.weight_decay = None
+            with private_keras.increments_scaled(optimizer, variables, tf.constant(3.0)):
+                apply(gradients, variables)
+
+        return scaled
+
+    def once(optimizer, apply):
+        optimizer.weight_decay = None
+        return apply
+
+    (weight, slots), (plain, plain_slots) = updated(name, 0.1, around), updated(name, 0.1, once)
+    start = np.array([[1.0, -2.0, 3.0]])
+    np.testing.assert_allclose(weight - start, 3 * (plain - start), rtol=1e-5)
+    for one, other in zip(slots, plain_slots, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rates_of_an_optimizer():
+    """Its schedule, if it has one, is asked for the batches counted; a wrapper's is that of what it wraps."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer, variables = accumulating()
+    assert private_keras.schedule_of(optimizer) is None
+    optimizer.learning_rate = schedule
+    assert private_keras.schedule_of(optimizer) is schedule
+    for _ in range(3):
+        optimizer.apply([tf.ones([2]), tf.ones([1])], variables)
+    assert int(private_keras.batches_applied(optimizer)) == 3 and int(optimizer.iterations) == 1
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 / 8)
+    assert private_keras.innermost(optimizer) is optimizer
+    assert private_keras.innermost(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
+
+
+def test_exclude_from_weight_decay():
+    """Beside what is excluded already, by name and by itself, and also after a first update."""
+    weights = [keras.Variable([1.0], name=name) for name in ("one", "two", "three", "four")]
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=weights[:1], var_names=["two"])
+    optimizer.apply([tf.zeros([1])] * 4, weights)
+    private_keras.exclude_from_weight_decay(optimizer, weights[2:3])
+    optimizer.apply([tf.zeros([1])] * 4, weights)
+    assert [float(weight[0]) for weight in weights] == [1.0, 1.0, 0.5, 0.25]
+
+
+def test_calls_of_a_functional_model():
+    """Calls of one shared layer are apart; `+` and Add add; a Sequential ends with its last layer."""
+    shared = keras.layers.Dense(2, name="shared")
+    x = keras.Input((2,))
+    model = keras.Model(x, keras.layers.Add()([shared(shared(x)), x]) + x)
+    (plus,) = private_keras.calls_at_end(model)
+    added, given = plus.inputs()
+    second, same = added.inputs()
+    assert plus.adds and added.adds and not second.adds and given == same and given.inputs() == []
+    assert second.layer is shared and second.inputs()[0] == private_keras.Call(shared, 0)
+    assert second == private_keras.Call(shared, 1)
+    (last,) = private_keras.calls_at_end(
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
+    )
+    assert last.layer.name == "last"
+    assert private_keras.calls_at_end(shared) == private_keras.calls_at_end(keras.Sequential()) == []

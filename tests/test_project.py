@@ -20,7 +20,7 @@ PACKAGE = ROOT / "ncclsync"
 
 # A module imports from rows above its own, never from its own row or from below: so there is no cycle.
 LAYERS = (
-    ("arguments", "errors"),
+    ("arguments", "errors", "figure"),
     ("native",),
     ("buffers", "nccl_calls", "watchdog"),
     ("collectives", "preflight"),
@@ -29,7 +29,7 @@ LAYERS = (
     ("group_ops", "host_ops", "ops", "peers"),
     ("bucket", "devices", "drift", "private", "private_strategy", "shard"),
     ("compression", "cross_device_ops", "private_keras", "variables"),
-    ("elementwise", "kinds", "partitions", "replicas"),
+    ("elementwise", "kinds", "partitions", "replicas", "residual"),
     ("optimizer_sharding", "program"),
     ("hooks", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
@@ -39,8 +39,9 @@ LAYERS = (
     ("layout",),
     ("eager", "explanation", "random_data", "step"),
     ("loop",),
-    ("trainer",),
-    ("parallel", "batches", "report"),
+    ("rate", "trainer"),
+    ("large_batch",),
+    ("parallel", "batches", "history", "report"),
     ("comparison", "diagnosis"),
     ("verification",),
     ("factories",),

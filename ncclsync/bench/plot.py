@@ -1,14 +1,13 @@
 """A benchmark's result as a picture, by matplotlib."""
 
+import functools
 import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from ncclsync.bench.report import Result, Row, size_text
-
-_INK = "#7d8590"  # is read on white and on black
-_COLOURS = ("#2a9d76", "#5470c6", "#e9a23b", "#b5446e", "#7a5fb5", "#8b949e", "#3ba5b5", "#a0522d")
+from ncclsync.figure import COLOURS, INK, save_figure
 
 
 def plot(result: Result, file: pathlib.Path) -> None:
@@ -20,18 +19,8 @@ def plot(result: Result, file: pathlib.Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Any = {"font.size": 9, "svg.hashsalt": "ncclsync", **dict.fromkeys(ink, _INK)}
-    with plt.rc_context(style):
-        figure = _bandwidths(plt, result) if result.benchmark == "all-reduce" else _bars(plt, result)
-        dateless = {"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 150}
-        figure.savefig(file, transparent=True, **dateless)
-        plt.close(figure)
+    draw = _bandwidths if result.benchmark == "all-reduce" else _bars
+    save_figure(functools.partial(draw, result=result), file)
 
 
 def _bandwidths(plt: Any, result: Result) -> Any:
@@ -70,7 +59,7 @@ def _bars(plt: Any, result: Result) -> Any:
             below = [(row.value.median - row.value.q1) * scale for row in mine]
             above = [(row.value.q3 - row.value.median) * scale for row in mine]
             axis.bar(at, medians, width * 0.9, color=colour, label=side)
-            axis.errorbar(at, medians, [below, above], fmt="none", ecolor=_INK, capsize=2, lw=1)
+            axis.errorbar(at, medians, [below, above], fmt="none", ecolor=INK, capsize=2, lw=1)
         axis.set(title=model, ylabel=unit, xlabel="towers")
         axis.set_xticks(range(len(cases)), [str(case) for case in cases])
     _finish(figure, axes[0][0], len(sides))
@@ -80,7 +69,7 @@ def _bars(plt: Any, result: Result) -> Any:
 def _sides(rows: Sequence[Row], without: Sequence[str] = ()) -> dict[str, str]:
     """Return the colour of each side."""
     names = [name for name in dict.fromkeys(row.side for row in rows) if name not in without]
-    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
 
 def _unit(unit: str, largest: float) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
+    from ncclsync.backup import BackupAndRestore as BackupAndRestore
     from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
@@ -17,17 +18,20 @@ if TYPE_CHECKING:
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
+    from ncclsync.shuffled import Shuffled as Shuffled
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BackupAndRestore": "backup",
     "DivergenceError": "errors",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
     "NonFiniteError": "errors",
+    "Shuffled": "shuffled",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

@@ -220,3 +220,11 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
 def build_symbolically(model: keras.Model, batch: Any) -> None:
     """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
     model._symbolic_build(data_batch=batch)
+
+
+def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
+    """Return where a backup's weights are, those of the backup before it, and what Keras notes beside them.
+
+    Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
+    """
+    return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import NonFiniteError as NonFiniteError
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
+    from ncclsync.noise import NoiseScale as NoiseScale
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.shuffled import Shuffled as Shuffled
     from ncclsync.verification import verify as verify
@@ -30,6 +31,7 @@ _HOMES = {
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
+    "NoiseScale": "noise",
     "NonFiniteError": "errors",
     "Shuffled": "shuffled",
     "Towers": "loop",

@@ -19,6 +19,7 @@ from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.noise import NoiseAverages
 from ncclsync.nonfinite import OnNonFinite
 from ncclsync.replicas import Replicas
 from ncclsync.variables import Role, role_of, start_value
@@ -42,6 +43,7 @@ class TowerState:
         compression: what gradients are compressed by, if they are.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        noise: how much the towers' gradients differ, if somebody asks.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class TowerState:
         check_compression(compression)
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
+        self.noise = NoiseAverages()
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend

@@ -48,7 +48,7 @@ def gradient_moments(watch: Watch) -> tf.Tensor | None:
     weighted = tf.math.divide_no_nan(part * rest**2, fraction)  # n_i/B |g_i|^2
     own = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])
     with context.implied():
-        weighted, towers, samples = tf.unstack(ops.all_reduce(share.of_samples(own), op="sum"))
+        weighted, towers, samples = tf.unstack(ops.all_reduce(own, op="sum"))
     trace = (weighted - whole) * samples / (towers - 1.0)
     return tf.stack([trace, whole - trace / samples])
 

@@ -80,8 +80,9 @@ class Shuffled(private.SameDataset):
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
 
-        64 random bits are drawn per sample, and sorted. NumPy promises that Philox and SeedSequence will give
-        the same bits for ever; of its shuffles it does not, nor TensorFlow of its.
+        64 random bits are drawn per sample, and sorted. NumPy promises that its bit generators keep their
+        streams; of its shuffles it does not, nor does TensorFlow of its own.
+        Source: NEP 19, numpy.org/neps/nep-0019-rng-policy.html.
         """
         bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         return np.argsort(bits.random_raw(self.rows), kind="stable")

@@ -150,8 +150,9 @@ def test_killed_while_it_saves(point, whole, folder, monkeypatch):
     renamed = []
 
     def replace(part, path):
-        renamed.append(path)  # first, when the backup is restored, the notes
-        if len(renamed) == {"before the weights": 2, "between the files": 3}[point]:
+        renamed.append(path)  # when the backup is restored the notes; two files of each backup
+        # The second backup is the first one of the second epoch.
+        if len(renamed) == {"before the weights": 4, "between the files": 5}[point]:
             raise KeyboardInterrupt
         os.rename(part, path)
 
@@ -237,8 +238,9 @@ def test_a_wish_to_stop_is_heard_in_a_resumed_epoch(folder):
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = True
 
-    for callbacks, epochs in ([Stop()], 1), ([], 2):
+    for callbacks, epochs in ([Stop()], 1), ([], 3):
         source = Shuffled(X, Y, batch_size=8, seed=4)
-        callbacks.append(BackupAndRestore(folder, data=source, delete_checkpoint=False))
+        # With no further backup both resume in the first epoch.
+        callbacks.append(BackupAndRestore(folder, 1000, delete_checkpoint=False, data=source))
         history = alone().fit(source, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
         assert len(history["loss"]) == epochs

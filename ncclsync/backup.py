@@ -85,7 +85,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
         Raises:
             OSError: a backup that cannot be read, unless the one before it can.
-            ValueError: a backup of other data; an epoch of `fit` that is not a pass over `data`.
+            ValueError: a backup of other data or of another model; an epoch of `fit` that is not a pass over `data`.
         """
         steps = self.params.get("steps")
         if self._data is not None and steps != len(self._data):
@@ -176,6 +176,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         state = _read_state(weights)
         if state is not None:
             self._check_data(state["data"])
+            if len(state["seeds"]) != (seeds := len(_seeds(self.model))):
+                raise ValueError(
+                    f"Expected a backup of the same model, with {seeds} random states. "
+                    f"Received: {len(state['seeds'])} in {weights}"
+                )
             # What is noted beside the weights may be of the backup before, if a kill came between the two.
             _write_notes(notes, state["epoch"])
         super()._load_model()

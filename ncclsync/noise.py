@@ -107,10 +107,10 @@ class NoiseScale(keras.callbacks.Callback):
     """A callback that puts the gradient noise scale into progress bar and logs, while `fit` trains on towers.
 
     `noise_scale`, in samples: the variance of one sample's gradient over the squared length of the true one,
-    tr(covariance) / |gradient|^2. Much smaller batches average little noise away, so that steps can be as
-    many times fewer as batches are larger; much larger ones only repeat what the batch knows. At that size
-    training takes about twice the fewest steps, and twice the fewest samples. `suggested_batch_size` is that
-    size, as a multiple of the number of towers. It grows in the course of training.
+    tr(covariance) / |gradient|^2. While batches are much smaller, twice the batch makes half the steps; once
+    they are much larger, it makes hardly fewer. At that size training takes about twice the fewest steps, and
+    twice the fewest samples. `suggested_batch_size` is that size, as a multiple of the number of towers. As a
+    rule both grow in the course of training.
 
     Both are NaN while the average of |gradient|^2 is not above 0, as it may be in the first steps, or where
     noise is all there is. The keys are absent, and a warning is logged once, where nothing can be told: with

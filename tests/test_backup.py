@@ -192,12 +192,16 @@ def test_the_backup_before_a_corrupted_one(whole, folder):
 
 
 def test_other_data_are_refused(folder):
-    """Another seed, no data at all, and what fit is given instead of the data: each before it does harm."""
+    """Another seed or model, no data, and what fit is given instead of the data: each before it does harm."""
     with pytest.raises(ValueError, match=r"same data, \{'seed': 5, 'rows': 61\}. Received: \{'seed': 4, "):
         other = Shuffled(X, Y, batch_size=8, seed=5)
         alone().fit(other, verbose=0, callbacks=[BackupAndRestore(folder, data=other)])
     with pytest.raises(ValueError, match=r"in the middle of an epoch, behind 24 samples. Received: None"):
         train(alone(), folder, data=None, save_freq="epoch")
+    model = keras.Sequential([keras.Input([7]), Count(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"same model, with 0 random states. Received: 1 in .*h5"):
+        train(model, folder)
     told = Shuffled(X, Y, batch_size=8, seed=4)
     twin = Shuffled(X, Y, batch_size=8, seed=4)
     for wrong in ({"class_weight": {0: 1.0}}, {"steps_per_epoch": 2}):

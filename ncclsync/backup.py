@@ -85,7 +85,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
         Raises:
             OSError: a backup that cannot be read, unless the one before it can.
-            ValueError: a backup of other data or of another model; an epoch of `fit` that is not a pass over `data`.
+            ValueError: a backup of other data or of another model; an epoch of `fit` that is not a pass over
+                `data`.
         """
         steps = self.params.get("steps")
         if self._data is not None and steps != len(self._data):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
+    from ncclsync.backup import BackupAndRestore as BackupAndRestore
     from ncclsync.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
@@ -19,21 +20,26 @@ if TYPE_CHECKING:
     from ncclsync.large_batch import LargeBatch as LargeBatch
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
+    from ncclsync.noise import NoiseScale as NoiseScale
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.residual import zero_last_gamma as zero_last_gamma
+    from ncclsync.shuffled import Shuffled as Shuffled
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CrossDeviceOps": "cross_device_ops",
+    "BackupAndRestore": "backup",
     "DivergenceError": "errors",
     "LargeBatch": "large_batch",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
+    "NoiseScale": "noise",
     "NonFiniteError": "errors",
+    "Shuffled": "shuffled",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

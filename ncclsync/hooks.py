@@ -64,7 +64,7 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
                 if not own and tf.is_tensor(leaf) and context.kind_of(source) == Kind(ROWS):
                     context.note_kind([leaf], Kind(ROWS))
             rest = context.share.split_fraction()[1]
-            leaves = [None if leaf is None else _scaled(leaf, rest) for leaf in leaves]
+            leaves = [None if leaf is None else ops.scaled(leaf, rest) for leaf in leaves]
             parts = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
             with context.implied():
                 totals = ops.add_gradients(parts)
@@ -179,14 +179,7 @@ def _means(gradients: Sequence[Any], context: Context, rows_add_up: bool) -> lis
 
 def _weighted(gradient: Any, context: Context) -> Any:
     """Return the tower's part of a gradient that counts by the samples."""
-    return _scaled(gradient, context.share.fraction)
-
-
-def _scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    factor = tf.cast(factor, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+    return ops.scaled(gradient, context.share.fraction)
 
 
 def _apply_accumulated(

@@ -179,6 +179,8 @@ def lay_out(program: Program, towers: TowerState, shards: Shards, rollback: Roll
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens)]
         received = _exchange(segment.outgoing, sent, values, shards, towers)
+    if program.noise is not None:
+        towers.noise.update(values[0][program.noise])
     finite = None if program.finite is None else values[0][program.finite]
     with tf.control_dependencies([rollback.end(before[0], finite)]):
         return _results(program, values, shards)

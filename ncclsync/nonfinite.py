@@ -1,24 +1,23 @@
 """Gradients that are not finite: found on each tower before they are reduced, told with their rows, saved.
 
-A `Watch` sees one step while it is traced; `OnNonFinite` is what happens when such a gradient turns up. What
-undoes the step is `layout.Rollback`.
+`finite_flags` finds them in a step; `OnNonFinite` is what happens when such a gradient turns up. What undoes
+the step is `layout.Rollback`.
 """
 
-import contextlib
-import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import ops, private
+from ncclsync import ops
 from ncclsync.errors import NonFiniteError
 from ncclsync.shard import shard_sizes
+from ncclsync.watch import Watch
 
 logger = logging.getLogger("ncclsync")
 
@@ -26,83 +25,21 @@ MODES = ("raise", "skip")
 MOST_FILES = 10  # that one run saves: every step may be skipped
 
 
-class Watch:
-    """What a step differentiates, while it is traced.
+def finite_flags(watch: Watch) -> tf.Tensor | None:
+    """Tell, in the graph of a step, which gradients of which tower are finite.
 
-    Attributes:
-        names: of the variables, in the order of the flags; their Keras paths where known.
-        scaled: whether a `LossScaleOptimizer` scales the loss: it meets infinite gradients as a rule, skips
-            such steps itself, and must see them to lower its scale.
+    Returns:
+        bool, [towers with samples, gradients], equal on all towers; None if there is nothing to tell: a
+        `LossScaleOptimizer` meets infinite gradients as a rule, skips such steps itself, and must see them to
+        lower its scale.
     """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.scaled = False
-        self._gradients: list[tf.Tensor] = []
-
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Watch tapes and loss scales; opened before the hooks that add up, it sees a tower's own."""
-
-        def watching(gradient: Callable) -> Callable:
-            @functools.wraps(gradient)
-            def watched(tape, target, sources, output_gradients=None, **kwargs):
-                gradients = gradient(tape, target, sources, output_gradients, **kwargs)
-                context = ops.current_context()
-                # In a branch or a loop there is nothing that could be taken out of it.
-                if context is not None and context.can_exchange():
-                    self._note(sources, gradients)
-                return gradients
-
-            return watched
-
-        def noting(scale_loss: Callable) -> Callable:
-            @functools.wraps(scale_loss)
-            def noted(*args, **kwargs):
-                self.scaled = True
-                return scale_loss(*args, **kwargs)
-
-            return noted
-
-        with (
-            private.methods_wrapped([tf.GradientTape], "gradient", watching),
-            private.methods_wrapped([keras.optimizers.LossScaleOptimizer], "scale_loss", noting),
-        ):
-            yield
-
-    def around(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a step that returns what `step` does, and which gradients of which tower are finite.
-
-        That is a bool tensor [towers with samples, gradients], equal on all towers; None if there is nothing
-        to tell.
-        """
-
-        def watched(batch):
-            # tf.function traces again when a step created variables; the last trace is the one that counts.
-            self.names.clear()
-            self._gradients.clear()
-            results = step(batch)
-            return results, self._flags()
-
-        return watched
-
-    def _note(self, sources: Any, gradients: Any) -> None:
-        for source, gradient in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
-            if not isinstance(source, (tf.Variable, keras.Variable)) or gradient is None:
-                continue
-            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            if values.dtype.is_floating:
-                self.names.append(source.path if isinstance(source, keras.Variable) else source.name)
-                self._gradients.append(values)
-
-    def _flags(self) -> tf.Tensor | None:
-        context = ops.current_context()
-        if not self._gradients or self.scaled or context is None:
-            return None
-        finite = tf.stack([tf.reduce_all(tf.math.is_finite(values)) for values in self._gradients])
-        self._gradients.clear()  # they would keep the trace alive
-        with context.implied():
-            return ops.stack(finite)
+    context = ops.current_context()
+    if not watch.gradients or watch.scale is not None or context is None:
+        return None
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in watch.gradients]
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(one)) for one in values])
+    with context.implied():
+        return ops.stack(finite)
 
 
 class OnNonFinite:

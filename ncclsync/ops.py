@@ -274,6 +274,14 @@ def add_gradients(gradients: Sequence[Any], *, rows_add_up: bool = False) -> lis
     return added
 
 
+def scaled(gradient: Any, factor: tf.Tensor) -> Any:
+    """Return a gradient, a tensor or `tf.IndexedSlices`, multiplied by a scalar of any dtype."""
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
 def _gather_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
     gathered = _exchange(context, [slices.values, slices.indices], Collective("all_gather"))
     return tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import (
@@ -217,3 +218,11 @@ def autograph_converted(function: Callable) -> Callable:
 def is_jit_compiled(function: Callable) -> bool:
     """Return whether `function` is a `tf.function` that asks for XLA."""
     return bool(getattr(function, "_jit_compile", False))
+
+
+class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):
+    """A `tf.data.Dataset` that gives what another one does: a base of classes that are datasets."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        """Give what `dataset` gives."""
+        super().__init__(dataset, dataset._variant_tensor)

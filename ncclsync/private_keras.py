@@ -423,3 +423,11 @@ def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
     twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
     twin._clip_gradients = lambda gradients: gradients
     return twin
+
+
+def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
+    """Return where a backup's weights are, those of the backup before it, and what Keras notes beside them.
+
+    Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
+    """
+    return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path

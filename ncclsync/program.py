@@ -116,6 +116,7 @@ class Program:
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
             which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
+        noise: name of what `noise.gradient_moments` tells, equal on all towers; None if nobody asks.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
     """
 
@@ -131,6 +132,7 @@ class Program:
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None
     gradients: tuple[str, ...] = ()
+    noise: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,14 @@ from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import KeptBatch, Rollback, lay_out
-from ncclsync.nonfinite import Watch
+from ncclsync.noise import gradient_moments
+from ncclsync.nonfinite import finite_flags
 from ncclsync.program import Program, Results, trace
 from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
 from ncclsync.towers import TowerState
 from ncclsync.traced_draws import check_draws
+from ncclsync.watch import Watch
 from ncclsync.watchdog import interruptible
 from ncclsync.whole_batch import whole_batch_hooks
 
@@ -59,8 +61,8 @@ class TowerStep(abc.ABC):
         """
         self.towers = towers
         self._trains = trains
-        self._programs: dict[str, Program] = {}  # by the specs of a shard
-        self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, and what feeds it
+        self._programs: dict[str, Program] = {}  # by the specs of a shard, and what is told of it
+        self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, these, what feeds it
 
     @abc.abstractmethod
     def make_program(self, specs: Any) -> Program:
@@ -70,11 +72,12 @@ class TowerStep(abc.ABC):
         self, step: Callable[[Any], Any], specs: Any, results: Results, jit_compile: bool
     ) -> Program:
         """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
-        watch = Watch() if self._trains and self.towers.on_nonfinite.mode else None
+        readers = self._readers()
+        watch = Watch() if readers else None
         step = python_step(step)
         with contextlib.ExitStack() as stack:
             if watch is not None:
-                step = watch.around(step)
+                step = watch.around(step, readers)
                 stack.enter_context(watch.hooks())
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
@@ -89,20 +92,36 @@ class TowerStep(abc.ABC):
             jit_compile=jit_compile,
             same_seeds=same_seeds,
             on_host=self.towers.on_host,
-            undone=watch is not None,
+            undone="finite" in readers,
         )
         if watch is None:
             return program
-        if watch.scaled:
+        if "finite" in readers and watch.scale is not None:
             self.towers.warn_once(
                 "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
                 "gradients are not finite, and lowers its scale by them."
             )
-        structure, finite = program.structure
-        program = dataclasses.replace(program, structure=structure, gradients=tuple(watch.names))
-        if finite is None:
-            return program
-        return dataclasses.replace(program, outputs=program.outputs[:-1], finite=program.outputs[-1][0])
+        structure, told = program.structure
+        known = sorted(name for name, leaf in told.items() if leaf is not None)  # the last of the outputs
+        split = len(program.outputs) - len(known)
+        outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+        return dataclasses.replace(
+            program,
+            structure=structure,
+            outputs=program.outputs[:split],
+            gradients=tuple(watch.names),
+            finite=outputs.get("finite"),
+            noise=outputs.get("noise"),
+        )
+
+    def _readers(self) -> dict[str, Callable[[Watch], tf.Tensor | None]]:
+        """What is to be told of the gradients of this step, by the name that `Program` has for it."""
+        readers: dict[str, Callable[[Watch], tf.Tensor | None]] = {}
+        if self._trains and self.towers.on_nonfinite.mode:
+            readers["finite"] = finite_flags
+        if self._trains and self.towers.noise.active:
+            readers["noise"] = gradient_moments
+        return readers
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -148,7 +167,7 @@ class TowerStep(abc.ABC):
         Before, since a step that is traced while another function is being traced records no gradients.
         """
         peers.check_outside_strategy()
-        key = f"{batch_specs!r} {iterated}"
+        key = f"{batch_specs!r} {iterated} {[*self._readers()]}"
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
             program = self.program_of(specs)
@@ -174,8 +193,9 @@ class TowerStep(abc.ABC):
         does not. Only where a step cannot be traced so, the shard's is given.
         """
         shard = open_specs(specs)
-        if repr(shard) in self._programs:
-            return self._programs[repr(shard)]
+        key = f"{shard!r} {[*self._readers()]}"
+        if key in self._programs:
+            return self._programs[key]
         try:
             program = self.make_program(shard)
         except (TypeError, ValueError) as error:
@@ -184,7 +204,7 @@ class TowerStep(abc.ABC):
                 raise
             program = self.make_program(known)
             logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
-        return self._programs.setdefault(repr(shard), program)
+        return self._programs.setdefault(key, program)
 
     def last(self) -> tuple[Program, Any] | None:
         """Return the program that was made last and ran, and the last batch that it got; None if none ran."""

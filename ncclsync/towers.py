@@ -19,6 +19,7 @@ from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.noise import NoiseAverages
 from ncclsync.nonfinite import OnNonFinite
 from ncclsync.optimizer_sharding import OptimizerSharding
 from ncclsync.replicas import Replicas
@@ -44,6 +45,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        noise: how much the towers' gradients differ, if somebody asks.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class TowerState:
         check_compression(compression)
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
+        self.noise = NoiseAverages()
         placement = choose_placement(count, devices, backend)
         self.devices = placement.devices
         self.backend = placement.backend

@@ -265,9 +265,7 @@ def test_refused(name):
 def test_refused_with_large_batch():
     """A recipe corrects velocities where the optimizer keeps them."""
     model = on_towers(mlp, 2, shard_optimizer=True, recipe=ncclsync.LargeBatch(10))
-    with pytest.raises(
-        ValueError, match=r"shard_optimizer or LargeBatch\. Received: both, for Adam"
-    ):
+    with pytest.raises(ValueError, match=r"shard_optimizer or LargeBatch\. Received: both, for Adam"):
         fit(model)
 
 

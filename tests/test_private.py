@@ -811,3 +811,38 @@ def test_calls_of_a_functional_model():
     )
     assert last.layer.name == "last"
     assert private_keras.calls_at_end(shared) == private_keras.calls_at_end(keras.Sequential()) == []
+
+
+def test_same_dataset():
+    """It gives what the other one does, in `for` and behind `map`, and so does a class made of it."""
+
+    class Mine(private.SameDataset):
+        pass
+
+    other = tf.data.Dataset.range(6).batch(4)
+    for same in (Mine(other), Mine(other).map(lambda x: x)):
+        assert [batch.numpy().tolist() for batch in same] == [[0, 1, 2, 3], [4, 5]]
+        assert same.element_spec == other.element_spec
+
+
+def test_backup_files(tmp_path):
+    """Where Keras' callback writes, and that it does so by the methods that a subclass may replace."""
+    called = []
+
+    class Mine(keras.callbacks.BackupAndRestore):
+        def _save_model(self):
+            called.append("save")
+            super()._save_model()
+
+        def _load_model(self):
+            called.append("load")
+            super()._load_model()
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones([4, 1])
+    for _ in range(2):
+        callback = Mine(str(tmp_path), double_checkpoint=True, delete_checkpoint=False)
+        model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
+    assert called == ["load", "save", "save", "load"]
+    assert set(private_keras.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}

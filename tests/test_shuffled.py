@@ -1,0 +1,143 @@
+"""`Shuffled`: one order per pass, from the seed alone, divided among the towers."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, data, mlp, on_towers, state
+
+from ncclsync import Shuffled, Towers
+
+X, Y = data(rows=61)
+
+
+def source(rows=10, batch_size=4, seed=3):
+    return Shuffled(np.arange(rows), batch_size=batch_size, seed=seed)
+
+
+def rows_of(batches):
+    return [batch[0].numpy().tolist() for batch in batches]
+
+
+def all_rows(batches):
+    return [row for batch in rows_of(batches) for row in batch]
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    """A permutation, another for each pass and seed, in any batches; the first one is pinned for ever."""
+    orders = {(seed, epoch): tuple(source(50, seed=seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(set(orders.values())) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    assert orders[1, 1] == tuple(source(50, batch_size=7, seed=1).order(1))
+    # Bits that NumPy promises to keep; another order would not resume what an earlier version began.
+    assert source().order(0).tolist() == [3, 2, 9, 0, 8, 7, 1, 4, 5, 6]
+
+
+def test_batches_are_the_order_cut():
+    """Nested arrays row by row, all of them, the last batch smaller; each iteration is the next pass."""
+    numbers = np.arange(10, dtype="float32")
+    one = Shuffled({"a": numbers, "b": [numbers, -numbers]}, 2 * numbers, numbers, batch_size=4, seed=3)
+    assert len(one) == 3
+    for epoch in range(2):
+        batches = list(one)
+        assert [len(weights) for _, _, weights in batches] == [4, 4, 2]
+        expected = numbers[one.order(epoch)]
+        for pick in (lambda x: x["a"], lambda x: x["b"][0], lambda x: -x["b"][1]):
+            np.testing.assert_array_equal(np.concatenate([pick(x) for x, _, _ in batches]), expected)
+        np.testing.assert_array_equal(np.concatenate([y for _, y, _ in batches]), 2 * expected)
+        assert one.position == one.upcoming == (epoch + 1, 0)
+
+
+def test_position_is_what_was_handed_out():
+    """To the sample, whatever is prefetched; a pass that was left begins again; `seek` goes anywhere."""
+    one = source()
+    iterator = iter(one)
+    for handed_out in range(0, 10, 4):
+        time.sleep(0.02)  # for whoever reads ahead
+        assert (one.position, one.upcoming) == ((0, handed_out), (0, 0))
+        if handed_out < 8:
+            next(iterator)
+    assert all_rows(one) == one.order(0).tolist()
+    one.seek(5, 3)
+    assert one.position == one.upcoming == (5, 3)
+    assert rows_of(one) == [one.order(5)[3:7].tolist(), one.order(5)[7:].tolist()]
+    assert one.position == (6, 0)
+    one.seek(2, 10)
+    assert one.position == (3, 0)
+    assert all_rows(one) == one.order(3).tolist()
+
+
+@pytest.mark.parametrize("towers", [1, 2, 3])
+def test_towers_divide_the_order(towers):
+    """What the towers see, one behind the other, is the order; batches of any size."""
+    one = source(rows=11, batch_size=5)
+
+    def rows(batch):
+        return tf.identity(batch[0])
+
+    with Towers(towers) as state_of_towers:
+        seen = [state_of_towers.run(rows, batch, per_tower=True) for batch in one]
+    parts = [part.numpy() for step in seen for part in step if part is not None]
+    np.testing.assert_array_equal(np.concatenate(parts), one.order(0))
+    assert [sum(part is not None for part in step) for step in seen] == [towers, towers, 1]
+
+
+def test_fit_trains_in_that_order():
+    """As one device on the arrays in the order of each pass; a second fit goes on with the next pass."""
+    model, alone = on_towers(mlp, 3), mlp()
+    shuffled = Shuffled(X, Y, batch_size=20, seed=7)
+    for epochs in (2, 1):
+        model.fit(shuffled, epochs=epochs, shuffle=False, verbose=0)
+    for epoch in range(3):
+        order = shuffled.order(epoch)
+        alone.fit(X[order], Y[order], batch_size=20, shuffle=False, verbose=0)
+    assert_close(state(model), state(alone))
+
+
+def test_several_epochs_of_fit_in_one_pass():
+    """`steps_per_epoch`, `steps_per_execution` and validation do not lose or repeat a sample."""
+    seen = []
+
+    class Notes(keras.Model):
+        def call(self, x):
+            return tf.cast(x[:, None], tf.float32)
+
+        def train_step(self, batch):
+            tf.numpy_function(lambda x: seen.extend(x.tolist()), [batch[0]], [])
+            return {"loss": tf.constant(0.0)}
+
+    model = Notes()
+    model.compile("sgd", "mse", steps_per_execution=2)
+    one = source(rows=15)
+    model.fit(one, epochs=4, steps_per_epoch=2, shuffle=False, verbose=0, validation_data=(X[:2, 0], Y[:2]))
+    assert seen == [*one.order(0), *one.order(1)]
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error",
+    [
+        ([np.zeros(3)], {"batch_size": 0}, "batch_size to be at least 1. Received: 0"),
+        ([np.zeros(3)], {"batch_size": 2.0}, "batch_size to be a whole number. Received: 2.0"),
+        ([np.zeros(3)], {"seed": -1}, "seed to be at least 0. Received: -1"),
+        ([np.zeros(3)], {"seed": None}, "seed to be a whole number. Received: None"),
+        ([np.zeros(3), np.zeros(4)], {}, r"same number of samples.*Received: shapes \[\(3,\), \(4,\)\]"),
+        ([np.zeros([0, 2])], {}, "at least one. Received"),
+        ([np.zeros(3), np.float32(1)], {}, "same number of samples"),
+        ([np.zeros(3), None, np.zeros(3)], {}, "y where sample_weight is given. Received: y=None"),
+    ],
+)
+def test_refused(arguments, options, error):
+    """What is no such data."""
+    with pytest.raises((TypeError, ValueError), match=error):
+        Shuffled(*arguments, **{"batch_size": 2, "seed": 0, **options})
+
+
+def test_no_such_place():
+    """A refused `seek` leaves the data where they were."""
+    one = source()
+    for place in ((-1, 0), (0, 11)):
+        with pytest.raises(ValueError, match=f"0 to 10 samples. Received: {place[0]} and {place[1]}"):
+            one.seek(*place)
+    assert one.upcoming == (0, 0)

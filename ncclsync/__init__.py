@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ncclsync.loop import Towers as Towers
     from ncclsync.native import nccl_version as nccl_version
     from ncclsync.parallel import nccl_parallel as nccl_parallel
+    from ncclsync.throughput import Throughput as Throughput
+    from ncclsync.timeline import Timeline as Timeline
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -28,6 +30,8 @@ _HOMES = {
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
     "NonFiniteError": "errors",
+    "Throughput": "throughput",
+    "Timeline": "timeline",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

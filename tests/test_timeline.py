@@ -233,9 +233,9 @@ def test_failing_fit_leaves_what_there_is(tmp_path):
     """The steps before it, and what had ended of it; the next fit is not watched."""
     bad = Y.copy()
     bad[25] = 99
-    model = on_towers(lambda: mlp(metrics=[]), 3)
+    model, timeline = on_towers(lambda: mlp(metrics=[]), 3), Timeline(tmp_path / "trace.json")
     with pytest.raises(tf.errors.InvalidArgumentError, match="99"):
-        fit(model, Timeline(tmp_path / "trace.json"), y=bad)
+        fit(model, timeline, y=bad)
     steps = spans_of(tmp_path / "trace.json")
     assert len(steps[1]["step"]) == 1 and "tower_2/apply" in steps[1]
     assert len(steps[2]["wait_for_data"]) == 1 and "tower_2/apply" not in steps[2]

@@ -47,7 +47,7 @@ def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
     model, shares = on_towers(mlp, 2), []
     for data_set, function in ((rows, reduce), (slow_rows, reduce), (rows, slowly)):
         monkeypatch.setattr(CpuCommunicator, "all_reduce", function)
-        shares.append(model.fit(data_set, epochs=4, verbose=0, callbacks=[Throughput()]).history)
+        shares.append(model.fit(data_set, epochs=3, verbose=0, callbacks=[Throughput()]).history)
     fast, slow_data, slow_exchange = shares
     # Of several epochs the one that other load has disturbed least; the first one of all is traced.
     for share, slow, other in (

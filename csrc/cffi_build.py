@@ -16,6 +16,9 @@ from setuptools.errors import SetupError
 
 HEADER = pathlib.Path("csrc/ncclsync.h")
 
+# What C may call: native.py defines it.
+PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, int ends, int64_t value);\n'
+
 
 def read_cdef(header: pathlib.Path = HEADER) -> str:
     """Return the declarations between the header's marks, with its enum of statuses as an int."""
@@ -24,7 +27,7 @@ def read_cdef(header: pathlib.Path = HEADER) -> str:
     if not mark:
         raise SetupError(f"Expected the marks 'cdef begin' and 'cdef end'. Received: {header}")
     # The enum itself is written with a macro, which cffi does not read; "..." asks the compiler.
-    return "typedef int... ncclResult_t;\n" + declarations
+    return "typedef int... ncclResult_t;\n" + declarations + PYTHON_FUNCTIONS
 
 
 class BuildNative(build_ext):

@@ -1,9 +1,11 @@
-/* TensorFlow kernels for host memory, registered at run time by TensorFlow's C API: the all-reduce of cpu.c and the
- * fused arithmetic of arithmetic.c. Both are functions of their inputs alone: TensorFlow may merge or fold them.
+/* TensorFlow kernels for host memory, registered at run time by TensorFlow's C API: the all-reduce of cpu.c, the fused
+ * arithmetic of arithmetic.c, and the notes of meter.c. The first two are functions of their inputs alone: TensorFlow
+ * may merge or fold them; a note is stateful, so that it may not.
  *
  * The API is declared here as far as it is used, after tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h, so that
  * neither TensorFlow's headers nor TensorFlow are needed to compile. tests/test_host_ops.py compares both. */
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,6 +39,7 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder*, const char* spec))                                 \
   X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder*, const char* spec))                                \
   X(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder*, const char* spec))                               \
+  X(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder*, bool is_stateful))                           \
   X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                            \
     (TF_OpDefinitionBuilder*, void (*infer)(TF_ShapeInferenceContext*, TF_Status*)))                                  \
   X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))                           \
@@ -372,6 +375,42 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
   tf.TF_DeleteStatus(status);
 }
 
+/* ---- The kernel of a note ---- */
+
+typedef struct {
+  ncs_meter* meter;
+  int64_t span, ends, tokens, values;
+} note_kernel;
+
+static void* create_note(TF_OpKernelConstruction* context) {
+  TF_Status* status = tf.TF_NewStatus();
+  note_kernel* kernel = calloc(1, sizeof(*kernel));
+  if (kernel == NULL) fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else {
+    kernel->meter = (ncs_meter*)(intptr_t)read_attr(context, "meter", status);
+    kernel->span = read_attr(context, "span", status);
+    kernel->ends = read_attr(context, "ends", status);
+    kernel->tokens = read_attr(context, "n_tokens", status);
+    kernel->values = read_attr(context, "n_values", status);
+  }
+  if (tf.TF_GetCode(status) != TF_OK) tf.TF_OpKernelConstruction_Failure(context, status);
+  tf.TF_DeleteStatus(status);
+  return kernel;
+}
+
+static void compute_note(void* kernel_, TF_OpKernelContext* context) {
+  const note_kernel* kernel = kernel_;
+  TF_Status* status = tf.TF_NewStatus();
+  int64_t value = 0;
+  view seen;
+  if (kernel->values > 0 && read_input(context, (int)kernel->tokens, &seen, status)) value = *(const int64_t*)seen.data;
+  if (tf.TF_GetCode(status) == TF_OK &&
+      ncs_meter_note(kernel->meter, (int)kernel->span, (int)kernel->ends, value) != ncclSuccess)
+    fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  if (tf.TF_GetCode(status) != TF_OK) tf.TF_OpKernelContext_Failure(context, status);
+  tf.TF_DeleteStatus(status);
+}
+
 /* ---- Registration ---- */
 
 static void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) {
@@ -379,7 +418,7 @@ static void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) 
 }
 
 typedef struct {
-  const char *name, *attrs[8], *inputs[3], *output;
+  const char *name, *attrs[8], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
@@ -418,11 +457,22 @@ static const op_definition arithmetic_op = {
     destroy_arithmetic,
 };
 
+static const op_definition note_op = {
+    "NcclsyncNote",
+    {"meter: int", "span: int", "ends: int", "n_tokens: int >= 0", "n_values: int >= 0", NULL},
+    {"tokens: n_tokens * float", "values: n_values * int64", NULL},
+    NULL,
+    create_note,
+    compute_note,
+    free,
+};
+
 static void register_op(const op_definition* definition, TF_Status* status) {
   TF_OpDefinitionBuilder* op = tf.TF_NewOpDefinitionBuilder(definition->name);
   for (int i = 0; definition->attrs[i] != NULL; ++i) tf.TF_OpDefinitionBuilderAddAttr(op, definition->attrs[i]);
   for (int i = 0; definition->inputs[i] != NULL; ++i) tf.TF_OpDefinitionBuilderAddInput(op, definition->inputs[i]);
-  tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
+  if (definition->output != NULL) tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
+  else tf.TF_OpDefinitionBuilderSetIsStateful(op, true); /* whatever it is given, TensorFlow 2.21 takes it as true */
   tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer_nothing);
   tf.TF_RegisterOpDefinition(op, status);
   if (tf.TF_GetCode(status) != TF_OK) return;
@@ -453,6 +503,7 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
   register_op(&all_reduce_op, status);
   if (tf.TF_GetCode(status) == TF_OK) register_op(&all_gather_op, status);
   if (tf.TF_GetCode(status) == TF_OK) register_op(&arithmetic_op, status);
+  if (tf.TF_GetCode(status) == TF_OK) register_op(&note_op, status);
   if (tf.TF_GetCode(status) == TF_OK) tf.pool = pool;
   else {
     ncs_set_failure(failure, "TF_RegisterOpDefinition", tf.TF_Message(status));

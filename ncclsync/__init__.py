@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.residual import zero_last_gamma as zero_last_gamma
     from ncclsync.shuffled import Shuffled as Shuffled
+    from ncclsync.throughput import Throughput as Throughput
+    from ncclsync.timeline import Timeline as Timeline
     from ncclsync.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -40,6 +42,8 @@ _HOMES = {
     "NoiseScale": "noise",
     "NonFiniteError": "errors",
     "Shuffled": "shuffled",
+    "Throughput": "throughput",
+    "Timeline": "timeline",
     "Towers": "loop",
     "nccl_parallel": "parallel",
     "nccl_version": "native",

@@ -16,6 +16,7 @@ import tensorflow as tf
 from ncclsync import native
 from ncclsync.bucket import plan_buckets
 from ncclsync.exchanges import SUM, find_exchanges
+from ncclsync.meter import Meter
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment
@@ -33,6 +34,7 @@ def cut(
     same_seeds: bool = False,
     on_host: bool = False,
     undone: bool = False,
+    meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -46,13 +48,14 @@ def cut(
         same_seeds: whether random state is equal on all towers.
         on_host: whether `host_ops` may be used.
         undone: whether a step may have to be undone when it has written all it writes.
+        meter: see `build_segment`.
     """
     graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
     if on_host:
         _absorb_scales(graph)
     levels = _assign_levels(graph)
-    segments = _build_segments(graph, levels, bucket_bytes, jit_compile, on_host)
+    segments = _build_segments(graph, levels, bucket_bytes, jit_compile, on_host, meter)
     return Program(
         segments=segments,
         arguments=graph.arguments,
@@ -179,7 +182,12 @@ def _may_raise(op: tf.Operation) -> bool:
 
 
 def _build_segments(
-    graph: StepGraph, levels: dict[str, int], bucket_bytes: int, jit_compile: bool, on_host: bool
+    graph: StepGraph,
+    levels: dict[str, int],
+    bucket_bytes: int,
+    jit_compile: bool,
+    on_host: bool,
+    meter: Meter | None,
 ) -> tuple[Any, ...]:
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
@@ -224,7 +232,7 @@ def _build_segments(
             outgoing=buckets[level],
             fetches=tuple(sorted((made & later) | constants)),
         )
-        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile))
+        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, meter))
     return tuple(segments)
 
 

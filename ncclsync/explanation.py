@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ncclsync.layout import together
+from ncclsync.layout import numbered
 from ncclsync.program import Exchange, Program, Segment
 from ncclsync.shard import shard_sizes
 from ncclsync.towers import TowerState
@@ -133,13 +133,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     calls: dict[str, tuple[int, int]] = {}
     exchanges: dict[str, Exchange] = {}
     for number, segment in enumerate(program.segments, start=1):
-        bucket = 0
-        for indices in together(segment.outgoing):
-            chosen = [segment.outgoing[i] for i in indices]
-            for i, one in enumerate(chosen):
-                bucket += i == 0 or not one.on_host
-                calls.update((exchange.result, (number, bucket)) for exchange in one.exchanges)
-                exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
+        for one, bucket in zip(segment.outgoing, numbered(segment.outgoing), strict=True):
+            calls.update((exchange.result, (number, bucket)) for exchange in one.exchanges)
+            exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
     updates = {name: result for name, result in program.updates if result in calls}
     subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
     for key, exchange in exchanges.items():

@@ -1,8 +1,8 @@
-"""TensorFlow ops over host memory whose kernels are our own C: all-reduce, all-gather, fused arithmetic.
+"""TensorFlow ops over host memory whose kernels are our own C: collectives, fused arithmetic, notes of time.
 
 They take the place of py ops and of chains of TensorFlow's where all towers are on the CPU. `csrc/tf_ops.c`
-registers them by TensorFlow's C API when they are first asked for; where that cannot be done, the py ops of
-`group_ops` do everything.
+registers them by TensorFlow's C API when they are first asked for; where that cannot be done, py ops do
+everything: those of `group_ops` and of `meter`.
 """
 
 import functools
@@ -97,6 +97,33 @@ def _collective(
     count = len(tensors[0])
     attributes |= {"T": flat[0].dtype, "ranks": len(tensors), "tensors": count, "sent": len(flat)}
     return _call(name, [*weights, *flat], attributes, count)
+
+
+def note(
+    notes: native.Notes, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+) -> tf.Operation:
+    """Note, in a graph, when an op runs: behind its inputs, and behind the control dependencies in force.
+
+    Args:
+        notes: where; must live as long as the graph.
+        span: its number.
+        ends: whether it ends here, else it begins.
+        tokens: float32 scalars; what lies on a GPU is copied to the host before.
+        values: at most one int64 scalar, to be noted as well.
+    """
+    attributes = {
+        "meter": notes.address,
+        "span": span,
+        "ends": int(ends),
+        "n_tokens": len(tokens),
+        "n_values": len(values),
+    }
+    node = tf.compat.v1.NodeDef()
+    for name, value in attributes.items():
+        set_attribute(node, name, value)
+    with tf.device("/CPU:0"):
+        graph = tf.compat.v1.get_default_graph()
+        return graph.create_op("NcclsyncNote", [*tokens, *values], [], attrs=dict(node.attr))
 
 
 def _call(op: str, inputs: Sequence[tf.Tensor], attributes: dict[str, Any], count: int) -> list[tf.Tensor]:

@@ -4,191 +4,91 @@ Reads as the data flow: shard, segment, all-reduce, segment, …, results. Calle
 outside one to run the same parts one after another. `program.py` says what is laid out, `towers.py` on what.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ncclsync import host_ops
 from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
+from ncclsync.meter import COMMUNICATION, STEP, STEPS, Begun, Meter, begin, hold
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
-from ncclsync.shard import Shards
+from ncclsync.recovery import Rollback
+from ncclsync.shard import Shards, components_of, shard_batch
 from ncclsync.towers import TowerState
-from ncclsync.variables import Role, role_of
 
 
-class KeptBatch:
-    """The batch of the step that runs, to be run again if that step fails without saying why.
-
-    It shares the batch's memory. Why: an error on one tower cancels the others, and TensorFlow may report
-    the cancellation instead of the error. Run again outside a graph, tower by tower, there is but the error.
-    """
-
-    def __init__(self, specs: Any) -> None:
-        """Prepare for batches of these `tf.TypeSpec`s."""
-        self._specs = specs
-        with tf.device("/CPU:0"):
-            self._leaves = [
-                tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
-                if leaf.dtype != tf.string
-                else tf.Variable([""], shape=tf.TensorShape(None), trainable=False)
-                for leaf in _components(specs)
-            ]
-
-    def keep(self, batch: Any) -> Any:
-        """Keep a batch, in the graph of the step; return it for the step to use."""
-        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, leaves, strict=True)]
-        with tf.control_dependencies(_ops(kept)):
-            return tf.nest.map_structure(
-                lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
-            )
-
-    def batch(self) -> Any:
-        """Return the last batch kept."""
-        leaves = iter([variable.read_value() for variable in self._leaves])
-        return tf.nest.map_structure(
-            lambda spec: (
-                None
-                if spec is None
-                else tf.nest.pack_sequence_as(
-                    spec, [next(leaves) for _ in _components(spec)], expand_composites=True
-                )
-            ),
-            self._specs,
-        )
-
-
-def _components(specs: Any) -> list[tf.TensorSpec]:
-    return [spec for spec in tf.nest.flatten(specs, expand_composites=True) if spec is not None]
-
-
-class Rollback:
-    """What a step that writes weights on its way needs, so that an error on one tower undoes all of it.
-
-    The saved values share memory with tower 0's variables until a step writes those.
-    """
-
-    def __init__(
-        self, program: Program, towers: TowerState, tell: Callable[[np.ndarray], None] | None = None
-    ) -> None:
-        """Prepare for a program.
-
-        Args:
-            program: what is run.
-            towers: where.
-            tell: is called with the values of `program.finite` if one is False, before the step is undone;
-                what it raises fails the step. Needed if the program tells that.
-        """
-        variables = dict(program.variables)
-        self._tell = tell
-        with tf.device(f"/{towers.devices[0]}"):
-            self._saved = [
-                (group[0], tf.Variable(group[0].value(), trainable=False), group)
-                for name in program.rollback
-                for group in _restored(variables[name], towers)
-            ]
-            self._open = tf.Variable(False, trainable=False) if self._saved else None
-
-    def begin(self) -> list[tf.Operation]:
-        """Save, in the graph of the step; the step must wait for what is returned."""
-        if self._open is None:
-            return []
-        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
-        with tf.control_dependencies(_ops(saves)):
-            return _ops([self._open.assign(True)])
-
-    def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
-        """Note, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
-        if finite is not None:
-            with tf.control_dependencies([done]):
-                done = tf.cond(
-                    tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite)
-                )
-        if self._open is None:
-            return done
-        with tf.control_dependencies([done]):
-            return tf.group(self._open.assign(False))
-
-    def restore(self) -> None:
-        """Undo a step that failed on its way; do nothing if it failed before it began."""
-        if self._open is not None and self._open.numpy():
-            for variable, saved, _ in self._saved:
-                variable.assign(saved)
-            self._open.assign(False)
-
-    def _undo(self, finite: tf.Tensor) -> tf.Tensor:
-        """In a branch of the graph of a step: give every tower what it had before the step."""
-        with tf.device("/CPU:0"):
-            told = tf.numpy_function(self._tell, [finite], [])
-        writes = []
-        with tf.control_dependencies([] if tf.executing_eagerly() else [told]):
-            for _, saved, group in self._saved:
-                for copy in group:
-                    with tf.device(copy.device):
-                        writes.append(
-                            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=saved.read_value())
-                        )
-        with tf.control_dependencies([] if tf.executing_eagerly() else writes):
-            return tf.constant(0.0)
-
-
-def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
-    """What a failed step must be undone in, by what has one value: all towers', or each that holds its own.
-
-    The first of a group is what is saved.
-    """
-    copies = towers.copies(variable)
-    own = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
-    return [[copy] for copy in copies] if own else [copies]
-
-
-def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
-    """The ops to wait for; none outside a graph, where everything has happened already."""
-    return [] if tf.executing_eagerly() else [variable.op for variable in assigned]
-
-
-def lay_out(program: Program, towers: TowerState, shards: Shards, rollback: Rollback) -> Any:
+def lay_out(
+    program: Program, towers: TowerState, batch: Any, rollback: Rollback, meter: Meter | None = None
+) -> Any:
     """Run `program` on all towers, in the graph that is being built if there is one.
 
     Args:
         program: a traced step, cut.
         towers: N towers; copies of the program's variables are made as needed.
-        shards: the batch, split into N.
+        batch: is split into N.
         rollback: made for the same program.
+        meter: notes when the parts of the step begin and end; None: nothing is added to the graph.
 
     Returns:
         The step's results as one tower's would be: its structure, tensors combined as the program says.
         They depend on every side effect of every tower.
     """
     count = len(towers)
+    step = begin(meter, STEPS, STEP, components_of(batch))
+    shards = _shard(batch, towers, meter, step.ops)
     values = [_inputs(program, towers, shards, i) for i in range(count)]  # [N] {name: tensor}
     received: list[list[tf.Tensor]] = [[] for _ in range(count)]  # [N][B]
     before: list[Any] = rollback.begin()
-    for segment in program.segments:
-        sent, tokens = [], []
+    for number, segment in enumerate(program.segments, start=1):
+        sent, tokens, ends = [], [], []
         for i, device in enumerate(towers.devices):
-            with tf.device(f"/{device}"), tf.control_dependencies(before):
+            given = received[i] if number > 1 else components_of(shards.batches[i])
+            span = begin(meter, i, segment_name(program, number), [*before, *given])
+            with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
                 outcome = _run_segment(segment, values[i], received[i], shards.shares[i].fraction, i)
             values[i].update(zip(segment.fetches, outcome, strict=False))
             sent.append(outcome[len(segment.fetches) : -1])
             tokens.append(outcome[-1])
+            ends += span.end(tokens=outcome[-1:])
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
-        before = [tf.group(*tokens)]
-        received = _exchange(segment.outgoing, sent, values, shards, towers)
+        before = [tf.group(*tokens, *ends)]
+        begin_call = functools.partial(_begin_call, meter, number, segment.outgoing, [*tokens, *ends])
+        received = _exchange(segment.outgoing, sent, values, shards, towers, begin_call)
     if program.noise is not None:
         towers.noise.update(values[0][program.noise])
     finite = None if program.finite is None else values[0][program.finite]
-    with tf.control_dependencies([rollback.end(before[0], finite)]):
+    done = rollback.end(before[0], finite)
+    with tf.control_dependencies([done, *step.end([done], samples=shards.shares[0].total)]):
         return _results(program, values, shards)
 
 
+def segment_name(program: Program, number: int) -> str:
+    """Return what a segment is called in a timeline; the last one, which writes the weights, "apply"."""
+    return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
+
+
+def _shard(batch: Any, towers: TowerState, meter: Meter | None, after: Sequence[tf.Operation]) -> Shards:
+    """Split a batch; with a meter, copy each part to its tower's device, as TensorFlow else does unseen."""
+    spans = [begin(meter, i, "shard", after) for i in range(len(towers))]
+    shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(towers))
+    batches = []
+    for i, (span, shard) in enumerate(zip(spans, shards.batches, strict=True)):
+        shard = hold(shard, span.end(components_of(shard)))
+        if meter is not None and towers.devices[i] != "CPU:0":
+            copying = begin(meter, i, "copy_to_device", components_of(shard))
+            with tf.device(f"/{towers.devices[i]}"):
+                shard = hold(shard, copying.ops)
+            shard = hold(shard, copying.end(components_of(shard)))
+        batches.append(shard)
+    return dataclasses.replace(shards, batches=batches)
+
+
 def _inputs(program: Program, towers: TowerState, shards: Shards, tower: int) -> dict[str, tf.Tensor]:
-    leaves = tf.nest.flatten(shards.batches[tower], expand_composites=True)
-    arguments = [leaf for leaf in leaves if leaf is not None] + [*shards.shares[tower]]
+    arguments = [*components_of(shards.batches[tower]), *shards.shares[tower]]
     values = dict(zip(program.arguments, arguments, strict=True))
     values.update(program.captures)
     values.update((name, towers.copies(variable)[tower].handle) for name, variable in program.variables)
@@ -203,7 +103,8 @@ def _run_segment(
     tower: int,
 ) -> list[tf.Tensor]:
     sources = [values[name] for name in segment.sources]
-    return segment.function(*sources, *received, fraction, tf.constant(tower == 0))
+    about = [tf.constant(tower == 0), *([tf.constant(tower)] if segment.metered else [])]
+    return segment.function(*sources, *received, fraction, *about)
 
 
 def _exchange(
@@ -212,8 +113,12 @@ def _exchange(
     values: list[dict[str, tf.Tensor]],
     shards: Shards,
     towers: TowerState,
+    begin_call: Callable[[list[int]], Begun],
 ) -> list[list[tf.Tensor]]:
-    """Join the towers' buckets; [N][B] in, [N][B] out. `values` are by tower, for conditions and weights."""
+    """Join the towers' buckets; [N][B] in, [N][B] out. `values` are by tower, for conditions and weights.
+
+    `begin_call` lets the span of a call begin, by the indices of the buckets that it joins.
+    """
     count = len(towers)
     if count == 1:
         return sent
@@ -224,16 +129,25 @@ def _exchange(
         given = [[row[i] for i in indices] for row in sent]
         if chosen[0].on_host:
             weights = _weights(chosen[0], values, shards)
-            join = functools.partial(_join_on_host, given, weights, chosen[0].wire)
+            call = functools.partial(_join_on_host, given, weights, chosen[0].wire)
         else:
             wires = [bucket.wire for bucket in chosen]
-            join = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
+            call = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
+        join = functools.partial(_timed, call, functools.partial(begin_call, indices))
         when = chosen[0].when
         joined = tf.cond(values[0][when], join, lambda g=given: g) if when else join()
         for row, tensors in zip(received, joined, strict=True):
             for i, tensor in zip(indices, tensors, strict=True):
                 row[i] = tensor
     return received
+
+
+def _timed(
+    call: Callable[[Begun], list[list[tf.Tensor]]], begin_call: Callable[[], Begun]
+) -> list[list[tf.Tensor]]:
+    span = begin_call()
+    joined = call(span)
+    return hold(joined, span.end([tensor for row in joined for tensor in row]))
 
 
 def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
@@ -254,6 +168,40 @@ def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
     return list(joined.values())
 
 
+def numbered(buckets: tuple[Bucket, ...]) -> list[int]:
+    """Return what each bucket is called, from 1, in the order of the calls that join them.
+
+    On the host, where nothing is packed, all buckets of one call are one.
+    """
+    numbers, last = [0] * len(buckets), 0
+    for indices in together(buckets):
+        for place, i in enumerate(indices):
+            last += place == 0 or not buckets[i].on_host
+            numbers[i] = last
+    return numbers
+
+
+def _begin_call(
+    meter: Meter | None,
+    number: int,
+    buckets: tuple[Bucket, ...],
+    after: Sequence[Any],
+    indices: Sequence[int],
+) -> Begun:
+    """Begin the span of the call that joins some of the buckets behind segment `number`."""
+    numbers = numbered(buckets)
+    called = list(dict.fromkeys(f"{number}.{numbers[i]}" for i in indices))
+    exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
+    sizes = [exchange.shape.num_elements() for exchange in exchanges]
+    wire = buckets[indices[0]].wire
+    details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
+    if None not in sizes:  # else it is known only when it runs
+        details["bytes"] = sum(n * e.dtype.size for n, e in zip(sizes, exchanges, strict=True))
+    kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
+    name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
+    return begin(meter, COMMUNICATION, f"{kind}/{name}", after, **details)
+
+
 def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
     """What each tower's tensors are multiplied by, [N] float64 scalars."""
     exchange = bucket.exchanges[0]
@@ -269,11 +217,11 @@ def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards)
 
 
 def _join_on_host(
-    tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], wire: Collective
+    tensors: list[list[tf.Tensor]], weights: Sequence[tf.Tensor], wire: Collective, span: Begun
 ) -> list[list[tf.Tensor]]:
     if wire.concatenates:
-        return [host_ops.all_gather(tensors)] * len(tensors)
-    reduced = host_ops.all_reduce(tensors, weights, wire.op)
+        return [host_ops.all_gather(hold(tensors, span.ops))] * len(tensors)
+    reduced = host_ops.all_reduce(tensors, hold(weights, span.ops), wire.op)
     return [_own(wire, reduced, tower) for tower in range(len(tensors))]
 
 
@@ -284,14 +232,19 @@ def _own(wire: Collective, reduced: list[tf.Tensor], tower: int) -> list[tf.Tens
 
 
 def _join(
-    wires: Sequence[Collective], sent: list[list[tf.Tensor]], towers: TowerState, labels: Sequence[str]
+    wires: Sequence[Collective],
+    sent: list[list[tf.Tensor]],
+    towers: TowerState,
+    labels: Sequence[str],
+    span: Begun,
 ) -> list[list[tf.Tensor]]:
     """Join buckets that are all reduced, or one of any kind; [N][B] in, [N][B] out."""
     columns = [list(column) for column in zip(*sent, strict=True)]  # [B][N]
-    if wires[0].kind == "all_reduce":
-        columns = group_exchange(columns, towers.communicator, [wire.op for wire in wires], labels)
-    else:
-        columns = [_join_one(wires[0], columns[0], towers, labels[0])]
+    with tf.control_dependencies(span.ops):
+        if wires[0].kind == "all_reduce":
+            columns = group_exchange(columns, towers.communicator, [wire.op for wire in wires], labels)
+        else:
+            columns = [_join_one(wires[0], columns[0], towers, labels[0])]
     return [list(row) for row in zip(*columns, strict=True)]
 
 

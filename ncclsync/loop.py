@@ -10,6 +10,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.errors import NcclSyncError
 from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
 from ncclsync.shard import shard_sizes
 from ncclsync.step import TowerStep, leaves_of, to_tensor
@@ -158,6 +159,6 @@ class _FunctionStep(TowerStep):
         self._function = function
         self._results = results
 
-    def make_program(self, specs: Any) -> Program:
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
         jit_compile = private.is_jit_compiled(self._function)
-        return self.trace_and_cut(self._function, specs, self._results, jit_compile)
+        return self.trace_and_cut(self._function, specs, self._results, jit_compile, meter)

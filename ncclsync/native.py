@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import struct
 import threading
 from typing import Any
 
@@ -179,6 +180,61 @@ def register_tensorflow(path: str) -> None:
     """
     failure = ffi.new("ncs_failure*")
     check_failure(lib.ncs_tf_register(path.encode(), process_pool().handle, failure), failure)
+
+
+_STAMP = struct.Struct("=qqii")  # an ncs_stamp, whose fields leave no gap
+
+
+@ffi.def_extern()
+def ncs_hear_span(context: Any, span: int, ends: int, value: int) -> None:
+    """Called by a thread that notes, while somebody listens."""
+    ffi.from_handle(context)(span, bool(ends), value)
+
+
+class Notes:
+    """What began and ended when, as C notes it; see ``ncs_meter``. Its memory goes with the object."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        handle = ffi.new("ncs_meter**")
+        check(lib.ncs_meter_create(handle), "ncs_meter_create")
+        self.handle = ffi.gc(handle[0], lib.ncs_meter_destroy)
+        self._heard: Any = ffi.NULL
+
+    @property
+    def address(self) -> int:
+        """Where C finds it, for an attribute of an op."""
+        return int(ffi.cast("intptr_t", self.handle))
+
+    def note(self, span: int, ends: bool, value: int = 0) -> None:
+        """Note that a span begins or ends, now.
+
+        Raises:
+            NcclError: there is no memory.
+        """
+        check(lib.ncs_meter_note(self.handle, span, ends, value), "ncs_meter_note")
+
+    def listen(self, hear: Any) -> None:
+        """Let ``hear(span, ends, value)`` be called at each note, on the thread that notes; None: nobody.
+
+        Not while anybody notes.
+        """
+        self._heard = ffi.NULL if hear is None else ffi.new_handle(hear)
+        listener = ffi.NULL if hear is None else lib.ncs_hear_span
+        check(lib.ncs_meter_listen(self.handle, listener, self._heard), "ncs_meter_listen")
+
+    def take(self) -> list[tuple[int, int, int, int]]:
+        """Return what was noted since the last call, in order: (time in ns, value, span, 1 if it ended).
+
+        Times are those of ``time.monotonic_ns()``.
+        """
+        found: list[tuple[int, int, int, int]] = []
+        stamps, taken = ffi.new("ncs_stamp[256]"), ffi.new("size_t*")
+        while True:
+            check(lib.ncs_meter_take(self.handle, len(stamps), stamps, taken), "ncs_meter_take")
+            found += _STAMP.iter_unpack(ffi.buffer(stamps, taken[0] * _STAMP.size))
+            if taken[0] < len(stamps):
+                return found
 
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:

@@ -21,6 +21,7 @@ from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateful_random_ops,
 )
+from tensorflow.python.profiler import trace as profiler_trace
 
 # Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.
 VARIABLE_WRITERS = (
@@ -56,6 +57,16 @@ def variables_read_in(graph: Any) -> list[tf.Variable]:
 def is_stateful(op: tf.Operation) -> bool:
     """Return whether TensorFlow declares `op` stateful: a variable's op, a random draw, an assertion."""
     return op.op_def.is_stateful
+
+
+def run_independently(op: tf.Operation) -> None:
+    """Let a stateful op of a `tf.function` wait for its inputs alone; it is run nevertheless."""
+    op.graph.experimental_acd_manager.run_independently(op)
+
+
+def is_profiling() -> bool:
+    """Return whether TensorFlow's profiler is recording."""
+    return profiler_trace.enabled()
 
 
 def is_seed(variable: tf.Variable) -> bool:

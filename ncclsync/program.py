@@ -76,7 +76,8 @@ class Segment:
 
     `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
     the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
-    token depends on every side effect of the segment.
+    token depends on every side effect of the segment. If it is `metered`, the last argument is the tower's
+    number (int32).
     """
 
     function: Any
@@ -84,6 +85,7 @@ class Segment:
     incoming: tuple[Bucket, ...]
     fetches: tuple[str, ...]
     outgoing: tuple[Bucket, ...]
+    metered: bool = False
 
 
 class Results(enum.Enum):
@@ -133,6 +135,11 @@ class Program:
     finite: str | None = None
     gradients: tuple[str, ...] = ()
     noise: str | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything is packed to be sent."""
+        return any(bucket.packed for segment in self.segments for bucket in segment.outgoing)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.bucket import pack, unpack
 from ncclsync.fusion import Update, find_fusions, fused_nodes
+from ncclsync.meter import Meter, begin, hold
 from ncclsync.program import Bucket, Exchange, Segment
 from ncclsync.row_reads import read_rows_only
 from ncclsync.step_graph import Fold, StepGraph, op_name
@@ -31,7 +32,9 @@ class SegmentPlan:
     outgoing: tuple[Bucket, ...] = ()
 
 
-def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses: bool) -> Segment:
+def build_segment(
+    graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses: bool, meter: Meter | None = None
+) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
     Args:
@@ -39,7 +42,10 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses:
         plan: what to build.
         jit_compile: whether XLA compiles it.
         fuses: whether updates of variables are fused; see `fusion.py`.
+        meter: notes when packing and unpacking begin and end; not where XLA compiles.
     """
+    if jit_compile or not any(bucket.packed for bucket in (*plan.incoming, *plan.outgoing)):
+        meter = None
     asked_for = {*plan.fetches, *(exchange.source for exchange in plan.sent)}
     needed = {op_name(name) for name in asked_for}.union(*(fold.writers for fold in plan.fold_reads))
     fusions = find_fusions(graph, plan.ops, needed) if fuses else []
@@ -48,10 +54,10 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses:
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed)
 
     def body(*args):
-        fraction, is_root = args[-2:]
+        count = len(plan.sources), len(plan.sources) + len(plan.incoming)
+        fraction, is_root, *tower = args[count[1] :]
         values = dict(zip(plan.sources, args, strict=False))
-        for bucket, tensor in zip(plan.incoming, args[len(plan.sources) : -2], strict=True):
-            values.update(_receive(bucket, tensor, fraction))
+        values.update(_unpack_all(plan.incoming, args[count[0] : count[1]], fraction, meter, *tower))
         wanted = sorted(name for name in asked_for if name not in values and not name.startswith("@fold_"))
         writers = sorted({name for fold in plan.fold_reads for name in fold.writers} & set(plan.ops))
         effects = sorted({node.name for node in definition.node} & graph.must_run)
@@ -74,16 +80,17 @@ def build_segment(graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses:
                 value = values[fold.result]
                 kept = tf.where(is_root, value, tf.zeros_like(value)) if fold.root_only else value
                 side_effects.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))
-        outgoing = [_send(bucket, values, fraction) for bucket in plan.outgoing]
-        with tf.control_dependencies(side_effects):
+        outgoing, packed = _pack_all(plan.outgoing, values, fraction, meter, *tower)
+        with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
         return [*(tf.identity(values[name]) for name in plan.fetches), *outgoing, tf.identity(token)]
 
     signature = [graph.spec(name) for name in plan.sources]
     signature += [_bucket_spec(bucket) for bucket in plan.incoming]
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
+    signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
     function = private.shared_function(body, signature, jit_compile)
-    return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing)
+    return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing, meter is not None)
 
 
 def _graph_def(
@@ -167,6 +174,37 @@ def _bucket_spec(bucket: Bucket) -> tf.TensorSpec:
     if not bucket.packed:
         return tf.TensorSpec(first.shape, first.dtype)
     return tf.TensorSpec([sum(e.shape.num_elements() for e in bucket.exchanges)], first.dtype)
+
+
+def _unpack_all(
+    buckets: Sequence[Bucket],
+    tensors: Sequence[tf.Tensor],
+    fraction: tf.Tensor,
+    meter: Meter | None,
+    tower: tf.Tensor | None = None,
+) -> dict[str, tf.Tensor]:
+    packed = any(bucket.packed for bucket in buckets)
+    span = begin(meter if packed else None, tower, "unpack", tensors)
+    values: dict[str, tf.Tensor] = {}
+    for bucket, tensor in zip(buckets, hold(list(tensors), span.ops), strict=True):
+        values.update(_receive(bucket, tensor, fraction))
+    return hold(values, span.end(list(values.values())))
+
+
+def _pack_all(
+    buckets: Sequence[Bucket],
+    values: dict[str, tf.Tensor],
+    fraction: tf.Tensor,
+    meter: Meter | None,
+    tower: tf.Tensor | None = None,
+) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    """Return what the tower sends, and what else is to be waited for."""
+    packed = any(bucket.packed for bucket in buckets)
+    sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
+    span = begin(meter if packed else None, tower, "pack", list(sources.values()))
+    sources = hold(sources, span.ops)
+    outgoing = [_send(bucket, sources, fraction) for bucket in buckets]
+    return outgoing, span.end(outgoing)
 
 
 def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str, tf.Tensor]:

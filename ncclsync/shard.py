@@ -128,6 +128,11 @@ def open_specs(batch: Any) -> Any:
     return _map_rows(batch, lambda _: None)
 
 
+def components_of(batch: Any) -> list[Any]:
+    """Return the tensors that a batch consists of, or their specs; without its Nones."""
+    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+
+
 def _map_rows(batch: Any, new_rows: Callable[[int | None], int | None]) -> Any:
     def spec_of(leaf):
         if leaf is None:

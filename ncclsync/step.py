@@ -18,12 +18,14 @@ from ncclsync import peers, private
 from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
 from ncclsync.hooks import step_hooks
-from ncclsync.layout import KeptBatch, Rollback, lay_out
+from ncclsync.layout import lay_out
+from ncclsync.meter import STEPS, WAIT, Meter, begin, hold
 from ncclsync.noise import gradient_moments
 from ncclsync.nonfinite import finite_flags
 from ncclsync.program import Program, Results, trace
 from ncclsync.randomness import draws_of_whole_batch
-from ncclsync.shard import Shards, open_specs, shard_batch, shard_specs
+from ncclsync.recovery import KeptBatch, Rollback
+from ncclsync.shard import components_of, open_specs, shard_specs
 from ncclsync.towers import TowerState
 from ncclsync.traced_draws import check_draws
 from ncclsync.watch import Watch
@@ -40,6 +42,7 @@ class _Plan:
     program: Program
     rollback: Rollback
     kept: KeptBatch
+    meter: Meter | None
 
 
 class TowerStep(abc.ABC):
@@ -61,15 +64,23 @@ class TowerStep(abc.ABC):
         """
         self.towers = towers
         self._trains = trains
-        self._programs: dict[str, Program] = {}  # by the specs of a shard, and what is told of it
-        self._graphs: dict[str, tuple[Callable, _Plan]] = {}  # by the specs of a batch, these, what feeds it
+        self._meter: Meter | None = None  # of all graphs that are watched
+        # By the specs of a shard, what is told of its gradients, and whether watched.
+        self._programs: dict[tuple[str, bool], Program] = {}
+        # By the specs of a batch, what is told, what feeds it, and whether watched.
+        self._graphs: dict[tuple[str, bool], tuple[Callable, _Plan]] = {}
 
     @abc.abstractmethod
-    def make_program(self, specs: Any) -> Program:
-        """Trace the step for shards of these specs, and cut it."""
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step for shards of these specs, and cut it; see `segment.build_segment` for `meter`."""
 
     def trace_and_cut(
-        self, step: Callable[[Any], Any], specs: Any, results: Results, jit_compile: bool
+        self,
+        step: Callable[[Any], Any],
+        specs: Any,
+        results: Results,
+        jit_compile: bool,
+        meter: Meter | None,
     ) -> Program:
         """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
         readers = self._readers()
@@ -93,6 +104,7 @@ class TowerStep(abc.ABC):
             same_seeds=same_seeds,
             on_host=self.towers.on_host,
             undone="finite" in readers,
+            meter=meter,
         )
         if watch is None:
             return program
@@ -143,16 +155,14 @@ class TowerStep(abc.ABC):
             DivergenceError: towers hold different values; see `TowerState`.
             NonFiniteError: a gradient is not finite; see `TowerState`.
         """
-        graph, plan = self._graph_of(iterator.element_spec, iterated=True)
-        done, results = self.guarded(functools.partial(graph, iterator), plan)
+        done, results = self._run(iterator.element_spec, True, [iterator])
         self.count(done)
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
         """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
-        graph, plan = self._graph_of(open_specs(batch), iterated=False)
-        results = self.guarded(functools.partial(graph, *leaves_of(batch)), plan)
+        results = self._run(open_specs(batch), False, leaves_of(batch))
         self.count(None)
         return results
 
@@ -161,23 +171,39 @@ class TowerStep(abc.ABC):
         if self._trains and self.towers.counts_steps:
             self.towers.count_steps(1 if steps is None else int(steps))
 
-    def _graph_of(self, batch_specs: Any, iterated: bool) -> "tuple[Callable, _Plan]":
+    def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
+        """Run the graph function for batches of these specs; another one if somebody watches the step."""
+        watchers = self.towers.next_watchers() if self._trains else []
+        if not watchers:
+            graph, plan = self._graph_of(batch_specs, iterated, None)
+            return self.guarded(functools.partial(graph, *arguments), plan)
+        self._meter = self._meter or Meter()
+        known = len(self._graphs)
+        graph, plan = self._graph_of(batch_specs, iterated, self._meter)
+        with self._meter.told_to(watchers, traced=len(self._graphs) > known):
+            return self.guarded(functools.partial(graph, *arguments), plan)
+
+    def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.
 
         Before, since a step that is traced while another function is being traced records no gradients.
         """
         peers.check_outside_strategy()
-        key = f"{batch_specs!r} {iterated} {[*self._readers()]}"
+        key = f"{batch_specs!r} {iterated} {[*self._readers()]}", meter is not None
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
-            program = self.program_of(specs)
+            program = self.program_of(specs, meter)
             for _, variable in program.variables:
                 self.towers.copies(variable)
             for doubt in program.doubts:
                 self.towers.warn_once(doubt)
-            kept = KeptBatch(specs)
-            tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
-            plan = _Plan(program, Rollback(program, self.towers, tell), kept)
+            _, other = self._graphs.get((key[0], meter is None), (None, None))
+            if other is not None and other.program is program:
+                plan = dataclasses.replace(other, meter=meter)
+            else:
+                kept = KeptBatch(specs)
+                tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
+                plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
             else:
@@ -186,23 +212,27 @@ class TowerStep(abc.ABC):
             self._graphs[key] = graph, plan
         return self._graphs[key]
 
-    def program_of(self, specs: Any) -> Program:
-        """Return the program for batches of these specs.
+    def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
+        """Return the program for batches of these specs, with notes in its segments if a meter is given.
 
         The number of rows is left open while it is traced, so that what depends on it can be told from what
         does not. Only where a step cannot be traced so, the shard's is given.
         """
         shard = open_specs(specs)
-        key = f"{shard!r} {[*self._readers()]}"
+        name = f"{shard!r} {[*self._readers()]}"
+        key = name, meter is not None
         if key in self._programs:
             return self._programs[key]
+        other = self._programs.get((name, meter is None))
+        if other is not None and not other.packs:  # its segments have no notes, watched or not
+            return other
         try:
-            program = self.make_program(shard)
+            program = self.make_program(shard, meter)
         except (TypeError, ValueError) as error:
             known = shard_specs(specs, len(self.towers))
             if self.towers.batch_invariant_random or repr(known) == repr(shard):
                 raise
-            program = self.make_program(known)
+            program = self.make_program(known, meter)
             logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
         return self._programs.setdefault(key, program)
 
@@ -250,7 +280,7 @@ class TowerStep(abc.ABC):
         """Run the batch of a cancelled step again, outside a graph: one tower after another."""
         self.towers.sync()
         try:
-            lay_out(plan.program, self.towers, self._shards(plan.kept.batch()), plan.rollback)
+            lay_out(plan.program, self.towers, plan.kept.batch(), plan.rollback)
         except BaseException:
             self._mend(plan)
             raise
@@ -260,7 +290,7 @@ class TowerStep(abc.ABC):
 
         Returns how many have run, None where it can only be one, and the results of the last.
         """
-        logs = self._on_towers(plan, iterator.get_next())
+        logs = self._on_towers(plan, _waited_for(plan.meter, iterator.get_next))
         steps = self.steps_per_execution
         if steps == 1:
             return None, logs
@@ -269,7 +299,7 @@ class TowerStep(abc.ABC):
         def fetch_if_needed(done):
             return tf.cond(
                 done < steps,
-                iterator.get_next_as_optional,
+                functools.partial(_waited_for, plan.meter, iterator.get_next_as_optional),
                 lambda: tf.experimental.Optional.empty(iterator.element_spec),
             )
 
@@ -290,10 +320,15 @@ class TowerStep(abc.ABC):
     def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
         """In a graph: one step on all towers."""
         batch = plan.kept.keep(without_optionals(batch))
-        return lay_out(plan.program, self.towers, self._shards(batch), plan.rollback)
+        return lay_out(plan.program, self.towers, batch, plan.rollback, plan.meter)
 
-    def _shards(self, batch: Any) -> Shards:
-        return shard_batch(batch, len(self.towers))
+
+def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
+    """In a graph: return the next batch, perhaps as an optional."""
+    span = begin(meter, STEPS, WAIT)
+    with tf.control_dependencies(span.ops):
+        batch = get_next()
+    return hold(batch, span.end(components_of(batch)))
 
 
 def python_step(step: Callable) -> Callable:

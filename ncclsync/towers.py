@@ -19,6 +19,7 @@ from ncclsync.compression import ErrorFeedback, check_compression
 from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.meter import Measured
 from ncclsync.noise import NoiseAverages
 from ncclsync.nonfinite import OnNonFinite
 from ncclsync.optimizer_sharding import OptimizerSharding
@@ -116,6 +117,7 @@ class TowerState:
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()
         self._warned: set[str] = set()
+        self._watchers: list[Callable[[Measured], None]] = []
         self._save: Callable[[], None] | None = None
         self._saved_after: BaseException | None = None
         self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
@@ -199,6 +201,17 @@ class TowerState:
         """Return what messages call tower 0's variables: their Keras paths where known."""
         paths = self._paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
+
+    def watch_next(self, watcher: Callable[[Measured], None]) -> None:
+        """Let `watcher` be told when the parts of the next training step began and ended, or of the next
+        steps, if one call makes several. Whatever happens, the one behind it is not watched by this.
+        """
+        self._watchers.append(watcher)
+
+    def next_watchers(self) -> list[Callable[[Measured], None]]:
+        """Return who watches the step that is about to run; nobody does any more."""
+        watchers, self._watchers = self._watchers, []
+        return watchers
 
     @property
     def counts_steps(self) -> bool:

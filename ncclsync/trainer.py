@@ -21,6 +21,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
 from ncclsync.explanation import Explanation, explain_program, rows_of
 from ncclsync.loop import Towers
+from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
 from ncclsync.random_data import fixed_batch_size, random_data
 from ncclsync.step import TowerStep, to_tensor, without_optionals
@@ -183,14 +184,15 @@ class ModelStep(TowerStep):
         self.count(None)
         return results
 
-    def make_program(self, specs: Any) -> Program:
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the model's method, having built what it needs, and cut it."""
         model = self._model
         _build_state(model, self._name, specs)
         if self._sync_batch_norm:
             synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
-        program = self.trace_and_cut(getattr(model, self._name), specs, results, bool(model.jit_compile))
+        jit_compile = bool(model.jit_compile)
+        program = self.trace_and_cut(getattr(model, self._name), specs, results, jit_compile, meter)
         if self._name == "train_step":
             # Now, since some layers exist only once they are built.
             invariant = self.towers.batch_invariant_random

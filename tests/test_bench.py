@@ -269,7 +269,7 @@ def test_step(tmp_path):
     found, table = run_bench(
         tmp_path,
         *("step", "--model", "mlp", "--towers", "2", "--rounds", "1"),
-        *("--against", "mirrored", "--plot", "it.svg"),
+        *("--against", "mirrored", "--plot", "it.svg", "--watched"),
     )
     rows = {row["side"]: row for row in found["rows"]}
     assert list(rows) == ["ncclsync", "mirrored"]
@@ -280,6 +280,7 @@ def test_step(tmp_path):
     assert set(ours["ratios"]) == {"mirrored"}
     parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]
     assert sum(parts) == pytest.approx(ours["value"]["median"])
+    assert ours["more"]["watched"]["median"] > 0 and "watched" in table
     assert "communicate" in table
     assert (tmp_path / "it.svg").read_text().startswith("<?xml")
 

@@ -8,7 +8,7 @@ import pytest
 from standin import Standin
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c", "arithmetic.c")]
+SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c", "arithmetic.c", "meter.c")]
 FLAGS = [
     "-std=c99",
     "-Wall",

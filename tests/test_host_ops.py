@@ -115,6 +115,19 @@ def test_all_reduce_writes_no_input_that_anybody_else_holds():
     np.testing.assert_array_equal(variable, [1.0, 2.0])
 
 
+def test_all_reduce_is_no_side_effect():
+    """TensorFlow may leave one out that nobody uses; an op that was registered as stateful it may not."""
+
+    @tf.function
+    def unused(x):
+        host_ops.all_reduce([[x], [x]], [ONE, ONE], "sum")
+        return x
+
+    graph = unused.get_concrete_function(tf.TensorSpec([2])).graph
+    (op,) = [op for op in graph.get_operations() if op.type == "NcclsyncAllReduce"]
+    assert op not in graph.control_outputs
+
+
 # Updates as one op
 
 

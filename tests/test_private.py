@@ -63,6 +63,28 @@ def test_is_stateful():
     assert not private.is_stateful(ops["StatelessRandomNormalV2"])
 
 
+def test_run_independently():
+    """Two stateful ops that are said to be independent run, and neither waits for the other."""
+
+    def step(x):
+        for _ in range(2):
+            private.run_independently(tf.print("", output_stream="file:///dev/null"))
+        return x
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([])).graph
+    prints = [op for op in graph.get_operations() if op.type == "PrintV2"]
+    assert len(prints) == 2 and set(prints) <= set(graph.control_outputs)
+    assert not any(op.control_inputs for op in prints)
+
+
+def test_is_profiling(tmp_path):
+    """Between the profiler's start and its stop."""
+    states = [private.is_profiling()]
+    with tf.profiler.experimental.Profile(str(tmp_path)):
+        states.append(private.is_profiling())
+    assert [*states, private.is_profiling()] == [False, True, False]
+
+
 def test_is_seed():
     """Keras names the state of its seed generators so, alone and inside a layer; and nothing else."""
     dropout = keras.layers.Dropout(0.5)

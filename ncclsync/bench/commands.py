@@ -103,6 +103,9 @@ def _add_step(benchmarks: Any) -> None:
     _add_towers(parser)
     _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
+    parser.add_argument(
+        "--watched", action="store_true", help="also time steps that Timeline and Throughput watch"
+    )
     _add_rounds(parser, 15, "turns of each side")
 
 

@@ -13,6 +13,8 @@ from ncclsync.bench.models import MODELS
 from ncclsync.bench.split import StepParts
 from ncclsync.bench.turns import Requests
 from ncclsync.parallel import nccl_parallel
+from ncclsync.throughput import Throughput
+from ncclsync.timeline import Timeline
 
 LIBRARIES = ("ncclsync", "mirrored", "single", "sharded")  # the last: ncclsync, with shard_optimizer
 FEEDS = ("constant", "tf.data", "numpy", "generator")
@@ -46,8 +48,9 @@ def build(library: str, model: str, towers: int) -> keras.Model:
 def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed: str) -> None:
     """Train by `fit` as long as there are requests.
 
-    The request "fit" is for so many steps inside `fit`, its callbacks included; those of `StepParts` are for
-    steps of a variant, while `fit` waits. Answers tell the mean seconds of a step.
+    The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
+    `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
+    Answers tell the mean seconds of a step.
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers)
@@ -77,11 +80,24 @@ class _Turns(keras.callbacks.Callback):
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
         self._steps = self._left = 0
         self._began = 0.0
+        self._watchers: list[keras.callbacks.Callback] = []
+        self._watching: list[keras.callbacks.Callback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if self._parts is not None:
+            # The file is never written: this process is killed, and there is no last step.
+            self._watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()]
+        for watcher in self._watchers:
+            watcher.set_model(self.model)
         self._wait()
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        for watcher in self._watching:
+            watcher.on_train_batch_begin(batch)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for watcher in self._watching:
+            watcher.on_train_batch_end(batch, logs)
         self._left -= 1
         if self._left == 0:
             tf.test.experimental.sync_devices()  # a GPU may still be at work
@@ -91,7 +107,8 @@ class _Turns(keras.callbacks.Callback):
     def _wait(self) -> None:
         while True:
             request = self._requests.next()
-            if request["do"] == "fit":
+            if request["do"] in ("fit", "watched"):
+                self._watching = self._watchers if request["do"] == "watched" else []
                 self._steps = self._left = request["steps"]
                 self._began = time.perf_counter()
                 return

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.meter import Meter
 from ncclsync.program import Bucket, Program, Segment
 from ncclsync.trainer import ModelStep
 
@@ -60,10 +61,10 @@ class _Variant(ModelStep):
         self._shared = programs
         self._change = change
 
-    def make_program(self, specs: Any) -> Program:
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
         key = repr(specs)
         if key not in self._shared:
-            self._shared[key] = super().make_program(specs)
+            self._shared[key] = super().make_program(specs, meter)
         return self._change(self._shared[key])
 
 

@@ -26,7 +26,7 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
     """Time a step inside `fit`, and the parts of ncclsync's.
 
     Args:
-        given: `model`, a list; `towers`; `against`; `split`; `rounds`.
+        given: `model`, a list; `towers`; `against`; `split`; `watched`; `rounds`.
         tell: is told the progress.
 
     Raises:
@@ -37,7 +37,8 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
         libraries = ["ncclsync", *given.against]
         started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
-        seconds = _fit_in_turns(started, variants, given.rounds, _about(model, tell))
+        watched = ("watched",) if given.watched else ()
+        seconds = _fit_in_turns(started, (*variants, *watched), given.rounds, _about(model, tell))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for library in libraries:
             spread = Spread.of(seconds[library])
@@ -47,6 +48,8 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
             more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
             if library == "ncclsync" and variants:
                 more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
+            if library == "ncclsync" and watched:
+                more["watched"] = ratio(seconds["watched"], seconds[library])
             rows.append(Row(case, library, spread, ratios, more))
     return Result("step", "s", tuple(rows))
 
@@ -179,7 +182,7 @@ def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str
 
 
 def step_listings() -> list[Listing]:
-    """Return the tables of `bench step`: whole steps, then the parts of ncclsync's."""
+    """Return the tables of `bench step`: whole steps, the parts of ncclsync's, and what watching costs."""
     whole = [
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
@@ -187,7 +190,15 @@ def step_listings() -> list[Listing]:
         *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in PEERS),
     ]
     parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
-    return [Listing(whole), Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more)]
+    watched = [
+        *_case_columns("library"),
+        Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"])),
+    ]
+    return [
+        Listing(whole),
+        Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more),
+        Listing(watched, lambda row: "watched" in row.more),
+    ]
 
 
 def feed_listings() -> list[Listing]:

@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from ncclsync.bench.turns import Spread, take_turns
-from ncclsync.layout import Rollback, lay_out
+from ncclsync.layout import lay_out
 from ncclsync.plan.roofline import shares_before
 from ncclsync.plan.workload import Message, Stage
 from ncclsync.program import Program, Segment
-from ncclsync.shard import shard_batch
+from ncclsync.recovery import Rollback
 from ncclsync.trainer import ModelStep
 
 _TURN_S = 0.2  # of one batch size
@@ -110,7 +110,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     )
     for _, variable in program.variables:
         model.towers.copies(variable)
-    lay_out(watched, model.towers, shard_batch(rows, 1), Rollback(watched, model.towers))
+    lay_out(watched, model.towers, rows, Rollback(watched, model.towers))
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)
     return Traffic(stages, _is_conditional(program))

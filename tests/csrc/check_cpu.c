@@ -1,5 +1,6 @@
-/* Runs cpu.c, arithmetic.c and pool.c under a sanitizer: every dtype, operation and level, several callers on one pool, pools made
- * and ended. Prints what is wrong and returns 1; silent and 0 if nothing is. Built by tests/test_csrc.py. */
+/* Runs cpu.c, arithmetic.c, pool.c and meter.c under a sanitizer: every dtype, operation and level, several callers on
+ * one pool, pools made and ended, several threads that note while another takes. Prints what is wrong and returns 1;
+ * silent and 0 if nothing is. Built by tests/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -185,6 +186,42 @@ static void bad_arguments(ncs_pool* pool) {
   EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, -1) == ncclInvalidArgument);
 }
 
+enum { NOTES = 2000 };
+
+static void* note_repeatedly(void* meter) {
+  for (int i = 0; i < NOTES; ++i) EXPECT(ncs_meter_note(meter, i, i % 2, i) == ncclSuccess);
+  return NULL;
+}
+
+static void hear(void* heard, int span, int ends, int64_t value) {
+  EXPECT(ends == span % 2 && value == span);
+  __atomic_fetch_add((int*)heard, 1, __ATOMIC_RELAXED);
+}
+
+static void note_from_several_threads(void) {
+  static ncs_stamp stamps[100];
+  ncs_meter* meter = NULL;
+  pthread_t threads[CALLERS];
+  size_t taken, total = 0;
+  int64_t last_ns = 0;
+  int heard = 0;
+  EXPECT(ncs_meter_create(&meter) == ncclSuccess);
+  EXPECT(ncs_meter_listen(meter, hear, &heard) == ncclSuccess);
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&threads[i], NULL, note_repeatedly, meter) == 0);
+  while (total < CALLERS * NOTES) {
+    EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken <= 100);
+    for (size_t i = 0; i < taken; ++i) {
+      EXPECT(stamps[i].time_ns >= last_ns && stamps[i].value == stamps[i].span);
+      last_ns = stamps[i].time_ns;
+    }
+    total += taken;
+  }
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(threads[i], NULL) == 0);
+  EXPECT(heard == CALLERS * NOTES);
+  EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken == 0);
+  EXPECT(ncs_meter_destroy(meter) == ncclSuccess && ncs_meter_destroy(NULL) == ncclSuccess);
+}
+
 int main(void) {
   ncs_pool* pool = NULL;
   pthread_t callers[CALLERS];
@@ -212,6 +249,8 @@ int main(void) {
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&callers[i], NULL, call_repeatedly, pool) == 0);
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(callers[i], NULL) == 0);
   EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
+
+  note_from_several_threads();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
     EXPECT(ncs_pool_create(1 + i % 4, NCS_LEVEL_BEST, &pool) == ncclSuccess);

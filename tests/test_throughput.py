@@ -1,0 +1,59 @@
+"""`Throughput`: samples per second and shares of the step's time, in progress bar and logs."""
+
+import time
+
+import keras
+import pytest
+import tensorflow as tf
+from parity import data, mlp, on_towers
+
+from ncclsync import Throughput
+from ncclsync.communicator import CpuCommunicator
+
+X, Y = data()  # 61 rows: batches of 20, 20, 20 and 1
+SHARES = ("computing", "communicating", "waiting_for_data")
+
+
+def test_logs(capsys):
+    """Every row counts once, in the last, smaller batch too; the shares add up; all is shown and logged."""
+    model, throughput, seen = on_towers(lambda: mlp(steps_per_execution=3), 3), Throughput(), []
+    shown = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(dict(logs)))
+    history = model.fit(X, Y, batch_size=20, epochs=2, verbose=2, callbacks=[throughput, shown]).history
+    assert throughput.samples == 61  # of the second epoch, when nothing is traced any more
+    assert history["samples_per_second"][1] == pytest.approx(61 / throughput.seconds)
+    for logs in [{name: values[1] for name, values in history.items()}, *seen[-2:]]:
+        assert sum(logs[share] for share in SHARES) == pytest.approx(1)
+        assert all(0 < logs[share] < 1 for share in SHARES)
+    assert "waiting_for_data:" in capsys.readouterr().out
+
+
+def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
+    """Data that comes late makes the share of waiting high, an all-reduce that takes long its own."""
+
+    def late(x):
+        time.sleep(0.1)
+        return x
+
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
+    slow_rows = rows.map(
+        lambda x, y: (tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), [None, 12]), y)
+    )
+    reduce = CpuCommunicator.all_reduce
+
+    def slowly(*arguments, **options):
+        time.sleep(0.1)
+        return reduce(*arguments, **options)
+
+    model, shares = on_towers(mlp, 2), []
+    for data_set, function in ((rows, reduce), (slow_rows, reduce), (rows, slowly)):
+        monkeypatch.setattr(CpuCommunicator, "all_reduce", function)
+        shares.append(model.fit(data_set, epochs=3, verbose=0, callbacks=[Throughput()]).history)
+    fast, slow_data, slow_exchange = shares
+    # Of several epochs the one that other load has disturbed least; the first one of all is traced.
+    for share, slow, other in (
+        ("waiting_for_data", slow_data, slow_exchange),
+        ("communicating", slow_exchange, slow_data),
+    ):
+        assert max(slow[share]) > max(min(fast[share][1:]), min(other[share]))
+        assert max(slow[share]) > min(slow["computing"])
+    assert max(fast["computing"][1:]) > max(min(slow_data["computing"]), min(slow_exchange["computing"]))

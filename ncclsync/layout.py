@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import host_ops
+from ncclsync import host_ops, native
+from ncclsync.communicator import AllGather, AllReduce, ReduceScatter
 from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
@@ -224,8 +225,7 @@ def _exchange(
             weights = _weights(chosen[0], values, shards)
             join = functools.partial(_join_on_host, given, weights, chosen[0].wire)
         else:
-            wires = [bucket.wire for bucket in chosen]
-            join = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
+            join = functools.partial(_join, chosen, given, towers, [labels[i] for i in indices])
         when = chosen[0].when
         joined = tf.cond(values[0][when], join, lambda g=given: g) if when else join()
         for row, tensors in zip(received, joined, strict=True):
@@ -237,8 +237,8 @@ def _exchange(
 def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
     """Return the indices of the buckets that one call joins.
 
-    By the host's op all of one kind and weight; by the communicator all that are reduced, in one group, but
-    for those with a condition.
+    By the host's op all of one kind and weight; by the communicator all that its collectives can take, in one
+    group, but for those with a condition.
     """
     joined: dict[Any, list[int]] = {}
     for i, bucket in enumerate(buckets):
@@ -246,10 +246,20 @@ def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
         key: Any = i
         if bucket.on_host:
             key = (bucket.wire, first.collective, first.dtype, first.when, first.scale)
-        elif bucket.wire.kind == "all_reduce" and bucket.when is None:
+        elif _is_grouped(bucket) and bucket.when is None:
             key = "one group"
         joined.setdefault(key, []).append(i)
     return list(joined.values())
+
+
+def _is_grouped(bucket: Bucket) -> bool:
+    """Whether a collective of the communicator's does what the bucket's wire says."""
+    if bucket.wire.kind in ("all_reduce", "reduce_scatter"):
+        return True
+    # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
+    exchange = bucket.exchanges[0]
+    same = bucket.wire.kind == "stack" and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
+    return same and exchange.dtype.name in native.DTYPES
 
 
 def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
@@ -282,15 +292,24 @@ def _own(wire: Collective, reduced: list[tf.Tensor], tower: int) -> list[tf.Tens
 
 
 def _join(
-    wires: Sequence[Collective], sent: list[list[tf.Tensor]], towers: TowerState, labels: Sequence[str]
+    buckets: Sequence[Bucket], sent: list[list[tf.Tensor]], towers: TowerState, labels: Sequence[str]
 ) -> list[list[tf.Tensor]]:
-    """Join buckets that are all reduced, or one of any kind; [N][B] in, [N][B] out."""
+    """Join buckets that are all grouped, or one of any kind; [N][B] in, [N][B] out."""
     columns = [list(column) for column in zip(*sent, strict=True)]  # [B][N]
-    if wires[0].kind == "all_reduce":
-        columns = group_exchange(columns, towers.communicator, [wire.op for wire in wires], labels)
+    if _is_grouped(buckets[0]):
+        collectives = [_collective(bucket.wire, label) for bucket, label in zip(buckets, labels, strict=True)]
+        columns = group_exchange(columns, towers.communicator, collectives)
     else:
-        columns = [_join_one(wires[0], columns[0], towers, labels[0])]
+        columns = [_join_one(buckets[0].wire, columns[0], towers, labels[0])]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _collective(wire: Collective, label: str) -> AllReduce | ReduceScatter | AllGather:
+    """What the communicator does to a bucket that is grouped."""
+    if wire.kind == "stack":
+        return AllGather((), (), label)
+    kind = ReduceScatter if wire.kind == "reduce_scatter" else AllReduce
+    return kind((), (), wire.op, label)
 
 
 def _join_one(
@@ -305,8 +324,6 @@ def _join_one(
     if wire.concatenates:
         return _gather(tensors, towers)
     reduced = group_all_reduce(tensors, towers.communicator, wire.op, label)
-    if wire.kind == "reduce_scatter":
-        return [_own(wire, [t], i)[0] for i, t in enumerate(reduced)]
     if wire.kind == "reduce":
         reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
     return reduced

@@ -40,11 +40,11 @@ def reduce_ones(comm, **options):
 
 def reduce_in_parts(comm):
     """Reduce-scatter ones, and gather twos, in one group; check what every rank receives."""
-    _, sent = buffers(1.0, comm.size, 5 * comm.size)
+    _ones, sent = buffers(1.0, comm.size, 5 * comm.size)
     parts, received = buffers(0.0, comm.size)
-    _, twos = buffers(2.0, comm.size)
+    _twos, to_gather = buffers(2.0, comm.size)
     wholes, gathered = buffers(0.0, comm.size, 5 * comm.size)
-    comm.run_group([ReduceScatter(sent, received), AllGather(twos, gathered)])
+    comm.run_group([ReduceScatter(sent, received), AllGather(to_gather, gathered)])
     np.testing.assert_array_equal(parts, np.full((comm.size, 5), comm.size))
     np.testing.assert_array_equal(wholes, np.full((comm.size, 5 * comm.size), 2.0))
 

@@ -48,6 +48,31 @@ class AllGather(NamedTuple):
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
 
+def read_buffers(
+    collective: AnyCollective, memory: Mapping[int, str], world_size: int
+) -> tuple[Buffers, Buffers]:
+    """Return what a collective reads and what it writes; of a broadcast the same.
+
+    Args:
+        collective: its lists have one buffer per rank of this process.
+        memory: the DLPack device types that the buffers may lie on.
+        world_size: the number of ranks in all processes.
+
+    Raises:
+        TypeError, ValueError: as `Buffers` does, or if counts and dtypes do not fit each other.
+    """
+    if isinstance(collective, Broadcast):
+        buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
+        return buffers, buffers
+    reads = Buffers(collective.sends, "sends", memory, writable=False)
+    writes = Buffers(collective.recvs, "recvs", memory, writable=True)
+    if isinstance(collective, ReduceScatter):
+        reads.check_like(writes, world_size)
+    else:
+        writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
+    return reads, writes
+
+
 class Communicator(abc.ABC):
     """N ranks of this process. Whoever creates it closes it, best as a context manager.
 
@@ -181,19 +206,6 @@ class Communicator(abc.ABC):
             raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {collective.op!r}")
         if len(collective.sends) != self.size or len(collective.recvs) != self.size:
             self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
-
-    def _read(self, collective: AnyCollective) -> tuple[Buffers, Buffers]:
-        """Return what it reads and what it writes, with counts and dtypes that fit each other."""
-        if isinstance(collective, Broadcast):
-            buffers = Buffers(collective.buffers, "buffers", self.memory, writable=True)
-            return buffers, buffers
-        reads = Buffers(collective.sends, "sends", self.memory, writable=False)
-        writes = Buffers(collective.recvs, "recvs", self.memory, writable=True)
-        if isinstance(collective, ReduceScatter):
-            reads.check_like(writes, self.world_size)
-        else:
-            writes.check_like(reads, self.world_size if isinstance(collective, AllGather) else 1)
-        return reads, writes
 
     def reopen(self) -> None:
         """Join the ranks again after a failed collective; nothing to do where none can fail."""

@@ -18,6 +18,7 @@ from ncclsync.collectives import AnyCollective as AnyCollective
 from ncclsync.collectives import Broadcast as Broadcast
 from ncclsync.collectives import Communicator as Communicator
 from ncclsync.collectives import ReduceScatter as ReduceScatter
+from ncclsync.collectives import read_buffers
 from ncclsync.nccl_communicator import NcclCommunicator as NcclCommunicator
 
 
@@ -57,7 +58,7 @@ class CpuCommunicator(Communicator):
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """One after another: there is no launch to be saved."""
-        runs = [self._read(collective) for collective in collectives]
+        runs = [read_buffers(collective, HOST, self.size) for collective in collectives]
         single = len(runs) == 1 and isinstance(collectives[0], AllReduce | Broadcast)
         if not single:  # a single call of C's is checked there, before it writes
             for collective, (reads, writes) in zip(collectives, runs, strict=True):

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -17,11 +17,14 @@ from ncclsync.communicator import (
 )
 from ncclsync.errors import NcclSyncError
 
+# What takes a tensor from each tower and gives each one.
+Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
+
 
 def group_exchange(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
-    collectives: Sequence[AllReduce | ReduceScatter | AllGather],
+    collectives: Sequence[Joining],
 ) -> list[list[tf.Tensor]]:
     """Join B tensors of each tower, in a graph, by py ops that wait for nothing but their inputs.
 
@@ -47,7 +50,7 @@ def group_exchange(
 
     def join_on_devices(sends, recvs):
         rows = zip(collectives, sends, recvs, strict=True)
-        _alive(borrowed).run_group([one._replace(sends=sent, recvs=received) for one, sent, received in rows])
+        _alive(borrowed).run_group([_filled(*row) for row in rows])
 
     def shape_received(column: int, sent: tf.TensorShape) -> tf.TensorShape:
         return _shape_received(collectives[column], sent, ranks)
@@ -62,9 +65,12 @@ def group_all_reduce(
     return group_exchange([tensors], communicator, [AllReduce((), (), op, label)])[0]
 
 
-def _shape_received(
-    collective: AllReduce | ReduceScatter | AllGather, sent: tf.TensorShape, ranks: int
-) -> tf.TensorShape:
+def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
+    """Return the same with buffers."""
+    return type(collective)(sends, recvs, *collective[2:])
+
+
+def _shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
     """Return the shape of what a rank receives, as far as that of what it sends is known."""
     if isinstance(collective, AllReduce) or not sent.rank or sent[0] is None:
         return sent
@@ -75,7 +81,7 @@ def _shape_received(
 def _join_on_host(
     tensors: Sequence[tf.Tensor],
     communicator: Communicator,
-    collective: AllReduce | ReduceScatter | AllGather,
+    collective: Joining,
 ) -> list[tf.Tensor]:
     borrowed, ranks = weakref.ref(communicator), len(tensors)
     differ = isinstance(collective, ReduceScatter)  # else all receive the same
@@ -83,8 +89,7 @@ def _join_on_host(
     def join_on_host(*sends):
         shape = _shape_received(collective, tf.TensorShape(sends[0].shape), ranks)
         recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(ranks if differ else 1)]
-        filled = collective._replace(sends=sends, recvs=recvs if differ else recvs * ranks)
-        _alive(borrowed).run_group([filled])
+        _alive(borrowed).run_group([_filled(collective, sends, recvs if differ else recvs * ranks)])
         return recvs
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be

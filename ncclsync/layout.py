@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ncclsync import host_ops, native
 from ncclsync.communicator import AllGather, AllReduce, ReduceScatter
-from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
+from ncclsync.group_ops import Joining, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
 from ncclsync.shard import Shards
@@ -304,7 +304,7 @@ def _join(
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _collective(wire: Collective, label: str) -> AllReduce | ReduceScatter | AllGather:
+def _collective(wire: Collective, label: str) -> Joining:
     """What the communicator does to a bucket that is grouped."""
     if wire.kind == "stack":
         return AllGather((), (), label)

@@ -23,6 +23,7 @@ from ncclsync.collectives import (
     Broadcast,
     Communicator,
     ReduceScatter,
+    read_buffers,
 )
 from ncclsync.errors import NcclError, NcclSyncError
 from ncclsync.nccl_calls import Progress
@@ -234,7 +235,7 @@ class NcclCommunicator(Communicator):
             )
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        buffers = [self._read(collective) for collective in collectives]
+        buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
         group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
         with self._lock:
             handle = self._handle

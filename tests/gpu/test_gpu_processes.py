@@ -32,7 +32,7 @@ def joined(index, folder):
 
 
 def reduce_ranks(comm, memory):
-    """One of each collective, as one group: the ranks' numbers are added up, rank 1's go to all, each rank gets
+    """One of each collective, as one group: the ranks' numbers are added up, rank 1's go to all, each gets
     its block of the largest ones, and all get all ranks' blocks, in place; check all four.
     """
     world_size = comm.world_size

@@ -1,5 +1,6 @@
 """The collectives: outside a step, inside one on unequal shards, their gradients, and how many there are."""
 
+import collections
 import contextlib
 
 import keras
@@ -401,6 +402,20 @@ def test_small_buckets_make_more_collectives(py_ops):
     with counted(model.towers.communicator) as calls:
         model.train_on_batch(X, Y)
     assert len(calls) == 4 + 4
+
+
+def test_divided_optimizer_by_py_ops(py_ops):
+    """Each tower is given its part of each gradient, and the parts of the weights: as on one device."""
+    model, alone = on_towers(lambda: mlp(metrics=None), 3, shard_optimizer=True), mlp(metrics=None)
+    kinds = collections.Counter()
+    real = model.towers.communicator.run_group
+    model.towers.communicator.run_group = lambda group: (kinds.update(map(type, group)), real(group))
+    for one in (model, alone):
+        one.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False)
+    steps = 2 * -(-len(X) // 20)
+    assert (kinds[ReduceScatter], kinds[AllGather]) == (4 * steps, 4 * steps)
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
 
 
 @pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])

@@ -50,6 +50,10 @@ typedef struct {
     ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream))                  \
   X(ncclResult_t, ncclBroadcast, (const void* sendbuff, void* recvbuff, size_t count,                \
     ncclDataType_t datatype, int root, ncclComm_t comm, cudaStream_t stream))                        \
+  X(ncclResult_t, ncclReduceScatter, (const void* sendbuff, void* recvbuff, size_t recvcount,        \
+    ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream))                  \
+  X(ncclResult_t, ncclAllGather, (const void* sendbuff, void* recvbuff, size_t sendcount,            \
+    ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream))                                  \
   X(ncclResult_t, ncclSend, (const void* sendbuff, size_t count, ncclDataType_t datatype, int peer,  \
     ncclComm_t comm, cudaStream_t stream))                                                           \
   X(ncclResult_t, ncclRecv, (void* recvbuff, size_t count, ncclDataType_t datatype, int peer,        \

@@ -39,25 +39,38 @@ static ncclResult_t refuse(ncs_failure* failure, int index) {
 static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* what, int index, ncs_failure* failure) {
   if (ncs_size_of(what->dtype) == 0)
     return NCS_REFUSE(index, "Expected a dtype of NCCL's. Received: %d", what->dtype);
-  if (what->kind == NCS_ALL_REDUCE && (what->op < ncclSum || what->op > ncclAvg))
+  if ((what->kind == NCS_ALL_REDUCE || what->kind == NCS_REDUCE_SCATTER) &&
+      (what->op < ncclSum || what->op > ncclAvg))
     return NCS_REFUSE(index, "Expected an operation of NCCL's. Received: %d", what->op);
   if (what->kind == NCS_BROADCAST && (what->root < 0 || what->root >= comm->world_size))
     return NCS_REFUSE(index, "Expected a root below %d. Received: %d", comm->world_size, what->root);
-  if (what->kind < NCS_ALL_REDUCE || what->kind > NCS_ALL_TO_ALL)
+  if (what->kind < NCS_ALL_REDUCE || what->kind > NCS_ALL_GATHER)
     return NCS_REFUSE(index, "Expected a kind of collective. Received: %d", what->kind);
   return ncclSuccess;
 }
 
-/* Appends a collective's buffers. A buffer that is sent and received in place is one, which is written. */
+enum { NCS_MOST_EXTENTS = 3 }; /* of one rank in one collective */
+
+/* Appends a collective's buffers. What is sent and received in place is one piece of memory, which is written; what
+ * else is sent lies before it and behind it. */
 static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, int index, extent* next) {
-  const int is_broadcast = what->kind == NCS_BROADCAST;
-  const size_t size = what->count * ncs_size_of(what->dtype) *
-                      (what->kind == NCS_ALL_TO_ALL ? (size_t)comm->world_size : 1);
-  for (int r = 0; r < comm->n && size > 0; ++r) {
+  const int kind = what->kind;
+  const size_t block = what->count * ncs_size_of(what->dtype), whole = block * (size_t)comm->world_size;
+  const size_t sent = kind == NCS_ALL_TO_ALL || kind == NCS_REDUCE_SCATTER ? whole : block;
+  const size_t received = kind == NCS_ALL_TO_ALL || kind == NCS_ALL_GATHER ? whole : block;
+  for (int r = 0; r < comm->n && block > 0; ++r) {
+    const size_t own = block * (size_t)comm->ranks[r];
     const uintptr_t send = (uintptr_t)what->sends[r], recv = (uintptr_t)what->recvs[r];
-    *next++ = (extent){recv, recv + size, is_broadcast ? "buffers" : "recvs", r, index, 1};
-    if (is_broadcast || (send == recv && what->kind == NCS_ALL_REDUCE)) continue;
-    *next++ = (extent){send, send + size, "sends", r, index, 0};
+    *next++ = (extent){recv, recv + received, kind == NCS_BROADCAST ? "buffers" : "recvs", r, index, 1};
+    if (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && send == recv) ||
+        (kind == NCS_ALL_GATHER && send == recv + own))
+      continue;
+    if (kind != NCS_REDUCE_SCATTER || recv != send + own) {
+      *next++ = (extent){send, send + sent, "sends", r, index, 0};
+      continue;
+    }
+    if (own > 0) *next++ = (extent){send, recv, "sends", r, index, 0};
+    if (own + block < sent) *next++ = (extent){recv + block, send + sent, "sends", r, index, 0};
   }
   return next;
 }
@@ -71,8 +84,8 @@ static ncclResult_t refuse_overlap(const extent* one, const extent* other, ncs_f
   char where[48] = "";
   if (one->index != other->index) snprintf(where, sizeof(where), " of collective %d of the group", other->index + 1);
   return NCS_REFUSE(one->index,
-                    "Expected %s[%d] to be apart from %s[%d]%s; only recvs[r] may be sends[r]. Received: %zu and %zu "
-                    "bytes, %zu bytes apart",
+                    "Expected %s[%d] to be apart from %s[%d]%s; only recvs[r] may be sends[r] (of several blocks "
+                    "the r-th). Received: %zu and %zu bytes, %zu bytes apart",
                     one->name, one->rank, other->name, other->rank, where, (size_t)(one->end - one->begin),
                     (size_t)(other->end - other->begin), (size_t)(one->begin - other->begin));
 }
@@ -124,7 +137,7 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
   for (int i = 0; i < n_collectives && status == ncclSuccess; ++i)
     status = check_kind(comm, &collectives[i], i, failure);
   if (status != ncclSuccess) return status;
-  all = next = malloc(((size_t)n_collectives * (size_t)comm->n * 2 + 1) * sizeof(*all));
+  all = next = malloc(((size_t)n_collectives * (size_t)comm->n * NCS_MOST_EXTENTS + 1) * sizeof(*all));
   if (all == NULL) return ncclSystemError;
   for (int i = 0; i < n_collectives; ++i) next = collect(comm, &collectives[i], i, next);
   status = ncs_enter(comm, 0, failure, &current);

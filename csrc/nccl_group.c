@@ -93,6 +93,12 @@ static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* w
     case NCS_BROADCAST:
       return nccl->ncclBroadcast(what->sends[r], what->recvs[r], what->count, dtype, what->root, comm->comms[r],
                                  comm->streams[r]);
+    case NCS_REDUCE_SCATTER:
+      return nccl->ncclReduceScatter(what->sends[r], what->recvs[r], what->count, dtype, (ncclRedOp_t)what->op,
+                                     comm->comms[r], comm->streams[r]);
+    case NCS_ALL_GATHER:
+      return nccl->ncclAllGather(what->sends[r], what->recvs[r], what->count, dtype, comm->comms[r],
+                                 comm->streams[r]);
     default:
       return send_to_all(comm, what, r);
   }
@@ -101,7 +107,8 @@ static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* w
 /* Collective by collective, so that every rank makes its calls in the same order: NCCL matches them by it. */
 static ncclResult_t launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                  ncs_failure* failure) {
-  static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend"};
+  static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend", "ncclReduceScatter",
+                                      "ncclAllGather"}; /* by ncs_kind */
   const ncs_nccl* nccl = comm->nccl;
   ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
   if (status != ncclSuccess) return status;

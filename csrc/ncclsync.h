@@ -222,26 +222,36 @@ typedef enum {
 } ncs_progress;
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
-/* NCS_ALL_REDUCE and NCS_BROADCAST as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. NCS_ALL_TO_ALL:
- * each rank sends its p-th block of `count` elements to rank p, and receives its p-th from it, by messages of their
- * own; world_size blocks each. */
-typedef enum { NCS_ALL_REDUCE = 0, NCS_BROADCAST = 1, NCS_ALL_TO_ALL = 2 } ncs_kind;
+/* NCS_ALL_REDUCE and NCS_BROADCAST as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. The others are of
+ * blocks of `count` elements, one for each rank p of the world:
+ *   NCS_ALL_TO_ALL      each rank sends its p-th block to rank p, and receives its p-th from it, by messages
+ *   NCS_REDUCE_SCATTER  each rank sends world_size blocks; rank p receives one, what all ranks' p-th are reduced to
+ *   NCS_ALL_GATHER      each rank sends one block; all receive world_size blocks, the p-th from rank p */
+typedef enum {
+  NCS_ALL_REDUCE = 0,
+  NCS_BROADCAST = 1,
+  NCS_ALL_TO_ALL = 2,
+  NCS_REDUCE_SCATTER = 3,
+  NCS_ALL_GATHER = 4
+} ncs_kind;
 
 /* One collective: sends[r] and recvs[r] lie on this process' r-th device. */
 typedef struct {
   int kind;
   const void* const* sends; /* of a broadcast: the same as recvs */
-  void* const* recvs;       /* recvs[r] may be sends[r], but in an all-to-all */
+  void* const* recvs;       /* in place: sends[r] of an all-reduce, and as ncs_nccl_check_group says */
   size_t count;
   int dtype;
-  int op;   /* of an all-reduce */
+  int op;   /* of an all-reduce or a reduce-scatter */
   int root; /* of a broadcast: a rank of the world, of this process or not */
 } ncs_collective;
 
 /* Whether a group can be run: ncclInvalidArgument and a sentence if a kind, dtype, op or root is unknown, or if a
  * buffer (of more than nothing) is NULL, misaligned, or by the driver's account neither on its rank's device nor
  * managed; or if one that is written overlaps another one of the group (the collectives of a group happen at once),
- * other than a recvs[r] that is sends[r]. Launches and waits for nothing. */
+ * other than in place. In place, of the rank p of the world that is this process' r-th, recvs[r] is sends[r] of an
+ * all-reduce, or its p-th block of a reduce-scatter; sends[r] of an all-gather is the p-th block of recvs[r]. Launches
+ * and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
 

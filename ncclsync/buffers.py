@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class Buffers:
 
     __slots__ = ("_alive", "count", "dtype", "pointers", "what")
 
-    def __init__(self, buffers: Sequence[Any], what: str, devices: dict[int, str], writable: bool) -> None:
+    def __init__(self, buffers: Sequence[Any], what: str, devices: Mapping[int, str], writable: bool) -> None:
         """Read one buffer per rank.
 
         Args:
@@ -116,13 +116,19 @@ class Buffers:
             self.pointers.append(pointer)
             last = buffer
 
-    def check_like(self, other: Buffers) -> None:
-        """Raise ValueError unless both have the same count and dtype."""
-        if self.count != other.count or self.dtype != other.dtype:
+    def check_like(self, other: Buffers, blocks: int = 1) -> None:
+        """Raise ValueError unless each of these is so many blocks of the other's count and dtype."""
+        if self.count != blocks * other.count or self.dtype != other.dtype:
+            like = f"like {other.what}[0]" if blocks == 1 else f"{blocks} blocks like {other.what}[0]"
             raise ValueError(
-                f"Expected {self.what}[0] to be like {other.what}[0], {other.count} × "
+                f"Expected {self.what}[0] to be {like}, {blocks * other.count} × "
                 f"{_DTYPE_NAMES[other.dtype]}. Received: {self.count} × {_DTYPE_NAMES[self.dtype]}"
             )
+
+    def block(self, index: int, count: int) -> list[Any]:
+        """Return pointers to the block of that index, of `count` elements, of each buffer."""
+        offset = index * count * DTYPE_SIZES[self.dtype]
+        return [ffi.cast(_BYTE_POINTER, pointer) + offset for pointer in self.pointers]
 
     def addresses(self) -> list[int]:
         """Return the pointers as numbers."""
@@ -138,22 +144,30 @@ class Buffers:
                     f"Received: address {address:#x}"
                 )
 
-    def check_apart(self, other: Buffers) -> None:
-        """Raise ValueError if one of these overlaps one of the other's partly."""
-        size_bytes = self.count * DTYPE_SIZES[self.dtype]
+    def check_apart(self, other: Buffers, may_be_same: bool = True) -> None:
+        """Raise ValueError if one of these overlaps one of the other's, but for what `may_be_same` allows.
+
+        Then two may be the same; or, where the one is several blocks, the other the one's block of its rank.
+        """
+        size, other_size = (buffers.count * DTYPE_SIZES[buffers.dtype] for buffers in (self, other))
         others = other.addresses()
         for rank, address in enumerate(self.addresses()):
             for other_rank, other_address in enumerate(others):
-                distance = abs(address - other_address)
-                if 0 < distance < size_bytes:
-                    raise ValueError(
-                        f"Expected {self.what}[{rank}] to be apart from {other.what}[{other_rank}]"
-                        f", or the same. Received: {size_bytes} bytes each, {distance} bytes apart"
-                    )
+                distance = other_address - address
+                if (self is other and rank == other_rank) or not -other_size < distance < size:
+                    continue
+                in_place = other_rank * other_size if other_size < size else -rank * size
+                if may_be_same and distance == (0 if size == other_size else in_place):
+                    continue
+                same = f", or {'the same' if size == other_size else 'in place'}" if may_be_same else ""
+                raise ValueError(
+                    f"Expected {self.what}[{rank}] to be apart from {other.what}[{other_rank}]{same}. "
+                    f"Received: {size} and {other_size} bytes, {abs(distance)} bytes apart"
+                )
 
 
 def _read_numpy(
-    array: np.ndarray, what: str, rank: int, devices: dict[int, str], writable: bool
+    array: np.ndarray, what: str, rank: int, devices: Mapping[int, str], writable: bool
 ) -> tuple[Any, int, int]:
     if devices is not HOST:
         raise ValueError(
@@ -202,7 +216,7 @@ def _dtype_code(dtype: Any, what: str, rank: int) -> int:
     return DTYPES[name]
 
 
-def _read_dlpack(buffer: Any, what: str, rank: int, devices: dict[int, str]) -> tuple[Any, int, int, Any]:
+def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) -> tuple[Any, int, int, Any]:
     device_type = int(buffer.__dlpack_device__()[0])
     if device_type not in devices:
         raise ValueError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync import native
+from ncclsync.buffers import Buffers
 from ncclsync.errors import NcclSyncError
 
 
@@ -27,12 +28,58 @@ class Broadcast(NamedTuple):
     label: str = ""
 
 
+class ReduceScatter(NamedTuple):
+    """A reduce-scatter of a group; its fields are the arguments of ``Communicator.reduce_scatter``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    op: str = "sum"
+    label: str = ""
+
+
+class AllGather(NamedTuple):
+    """An all-gather of a group; its fields are the arguments of ``Communicator.all_gather``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    label: str = ""
+
+
+AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
+
+
+def read_buffers(
+    collective: AnyCollective, memory: Mapping[int, str], world_size: int
+) -> tuple[Buffers, Buffers]:
+    """Return what a collective reads and what it writes; of a broadcast the same.
+
+    Args:
+        collective: its lists have one buffer per rank of this process.
+        memory: the DLPack device types that the buffers may lie on.
+        world_size: the number of ranks in all processes.
+
+    Raises:
+        TypeError, ValueError: as `Buffers` does, or if counts and dtypes do not fit each other.
+    """
+    if isinstance(collective, Broadcast):
+        buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
+        return buffers, buffers
+    reads = Buffers(collective.sends, "sends", memory, writable=False)
+    writes = Buffers(collective.recvs, "recvs", memory, writable=True)
+    if isinstance(collective, ReduceScatter):
+        reads.check_like(writes, world_size)
+    else:
+        writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
+    return reads, writes
+
+
 class Communicator(abc.ABC):
     """N ranks of this process. Whoever creates it closes it, best as a context manager.
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
-    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU.
+    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU. Where a buffer is
+    ``world_size`` blocks, one behind the other, block r is that of rank r of all processes.
 
     Attributes:
         size: number of ranks of this process.
@@ -51,7 +98,7 @@ class Communicator(abc.ABC):
         return self.size
 
     @abc.abstractmethod
-    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Do it; there is one at least, and the arguments' lengths, operations and roots are checked."""
 
     @abc.abstractmethod
@@ -95,15 +142,46 @@ class Communicator(abc.ABC):
         """
         self.run_group([Broadcast(buffers, root, label)])
 
-    def run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+    def reduce_scatter(
+        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
+    ) -> None:
+        """Reduce over all ranks; every rank receives its block of the result. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank: ``world_size`` blocks.
+            recvs: one writable buffer per rank: one block, ``1 / world_size`` of the elements of a send. It
+                may be the rank's own block of what the rank sends (in place).
+            op, label: as for ``all_reduce``, of whose result a rank receives its part, to the bit on the
+                host.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        self.run_group([ReduceScatter(sends, recvs, op, label)])
+
+    def all_gather(self, sends: Sequence[Any], recvs: Sequence[Any], *, label: str = "") -> None:
+        """Give every rank the buffers of all ranks, in their order. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank: one block.
+            recvs: one writable buffer per rank: ``world_size`` blocks, ``world_size`` times the elements of
+                a send. The rank's own block of it may be what the rank sends (in place).
+            label: as for ``all_reduce``.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        self.run_group([AllGather(sends, recvs, label)])
+
+    def run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run collectives of any dtypes, sizes and operations as one; blocks until all are done.
 
         They happen at once or in any order: what one of them writes no other may read or write. NCCL
         runs them as one group, which costs one launch and one wait.
 
         Args:
-            collectives: ``AllReduce`` and ``Broadcast`` in any mix; of several processes, all give the
-                same ones in the same order.
+            collectives: ``AllReduce``, ``Broadcast``, ``ReduceScatter`` and ``AllGather`` in any mix; of
+                several processes, all give the same ones in the same order.
 
         Raises:
             As ``all_reduce``; a NcclError or NcclTimeoutError ends all of them.
@@ -115,20 +193,19 @@ class Communicator(abc.ABC):
         if collectives:
             self._run_group(collectives)
 
-    def _check(self, collective: AllReduce | Broadcast) -> None:
-        if isinstance(collective, AllReduce):
-            sends, recvs, op, _ = collective
-            if op not in native.OPS:
-                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
-            if len(sends) != self.size or len(recvs) != self.size:
-                self._raise_length("sends and recvs", f"{len(sends)} and {len(recvs)}")
+    def _check(self, collective: AnyCollective) -> None:
+        if isinstance(collective, Broadcast):
+            if len(collective.buffers) != self.size:
+                self._raise_length("buffers", str(len(collective.buffers)))
+            if not 0 <= collective.root < self.world_size:
+                raise ValueError(
+                    f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {collective.root}"
+                )
             return
-        if len(collective.buffers) != self.size:
-            self._raise_length("buffers", str(len(collective.buffers)))
-        if not 0 <= collective.root < self.world_size:
-            raise ValueError(
-                f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {collective.root}"
-            )
+        if not isinstance(collective, AllGather) and collective.op not in native.OPS:
+            raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {collective.op!r}")
+        if len(collective.sends) != self.size or len(collective.recvs) != self.size:
+            self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
 
     def reopen(self) -> None:
         """Join the ranks again after a failed collective; nothing to do where none can fail."""

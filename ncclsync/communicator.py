@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from ncclsync import native
 from ncclsync.buffers import HOST, Buffers
 from ncclsync.buffers import empty_aligned as empty_aligned
+from ncclsync.collectives import AllGather as AllGather
 from ncclsync.collectives import AllReduce as AllReduce
+from ncclsync.collectives import AnyCollective as AnyCollective
 from ncclsync.collectives import Broadcast as Broadcast
 from ncclsync.collectives import Communicator as Communicator
+from ncclsync.collectives import ReduceScatter as ReduceScatter
+from ncclsync.collectives import read_buffers
 from ncclsync.nccl_communicator import NcclCommunicator as NcclCommunicator
 
 
@@ -22,8 +26,9 @@ class CpuCommunicator(Communicator):
     """N ranks in host memory. Any number of threads may use it at the same time.
 
     Results are bitwise the same whatever the number of cores and threads: ranks are combined in
-    order; float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` may all be one
-    array, which is then written once. It owns nothing but a share in the process-wide worker pool.
+    order; float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that
+    are to hold the same may all be one array, which is then written once. It owns nothing but a share in the
+    process-wide worker pool.
     """
 
     memory = HOST
@@ -51,37 +56,41 @@ class CpuCommunicator(Communicator):
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""
         self._closed = True
 
-    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """One after another: there is no launch to be saved."""
-        runs = [self._read(collective) for collective in collectives]
-        if len(runs) > 1:  # one alone is checked in C, before it writes
-            for reads, writes in runs:
-                _check(reads, writes)
+        runs = [read_buffers(collective, HOST, self.size) for collective in collectives]
+        single = len(runs) == 1 and isinstance(collectives[0], AllReduce | Broadcast)
+        if not single:  # a single call of C's is checked there, before it writes
+            for collective, (reads, writes) in zip(collectives, runs, strict=True):
+                _check(collective, reads, writes)
         pool = self._pool or native.process_pool()
         for collective, (reads, writes) in zip(collectives, runs, strict=True):
-            pointers, count, dtype = writes.pointers, writes.count, writes.dtype
-            if isinstance(collective, AllReduce):
-                op = native.OPS[collective.op]
-                status = native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
-            else:
-                status = native.cpu_broadcast(pool, pointers, count, dtype, collective.root)
+            status = _run(pool, collective, reads, writes)
             if status != 0:
-                _check(reads, writes)  # C has written nothing: find out which buffer it was
+                _check(collective, reads, writes)  # C has written nothing: find out which buffer it was
                 native.check(status, "ncs_cpu_all_reduce or ncs_cpu_broadcast")
 
-    def _read(self, collective: AllReduce | Broadcast) -> tuple[Buffers, Buffers]:
-        """Return what it reads and what it writes."""
-        if isinstance(collective, Broadcast):
-            buffers = Buffers(collective.buffers, "buffers", HOST, writable=True)
-            return buffers, buffers
-        reads = Buffers(collective.sends, "sends", HOST, writable=False)
-        writes = Buffers(collective.recvs, "recvs", HOST, writable=True)
-        writes.check_like(reads)
-        return reads, writes
+
+def _run(pool: native.Pool, collective: AnyCollective, reads: Buffers, writes: Buffers) -> int:
+    """Return the worst status of the calls that make up a collective."""
+    pointers, dtype = writes.pointers, reads.dtype
+    if isinstance(collective, Broadcast):
+        return native.cpu_broadcast(pool, pointers, writes.count, dtype, collective.root)
+    if isinstance(collective, AllGather):
+        count, blocks = reads.count, range(len(pointers))
+        copies = ([reads.pointers[r], *writes.block(r, count)] for r in blocks)
+        return max(native.cpu_broadcast(pool, buffers, count, dtype, 0) for buffers in copies)
+    count, op = writes.count, native.OPS[collective.op]
+    if isinstance(collective, AllReduce):
+        return native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
+    parts = ((reads.block(r, count), [recv] * len(pointers)) for r, recv in enumerate(pointers))
+    return max(native.cpu_all_reduce(pool, *part, count, dtype, op) for part in parts)
 
 
-def _check(reads: Buffers, writes: Buffers) -> None:
+def _check(collective: AnyCollective, reads: Buffers, writes: Buffers) -> None:
     """Raise ValueError for a buffer that begins within an element, or overlaps one that is written."""
     for buffers in (reads, writes):
         buffers.check_aligned()
-        writes.check_apart(buffers)
+    writes.check_apart(reads)
+    # Ranks that receive the same may receive it into one buffer.
+    writes.check_apart(writes, may_be_same=not isinstance(collective, ReduceScatter))

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ncclsync import host_ops, native, private_strategy
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES, pack, plan_buckets, unpack
-from ncclsync.communicator import Communicator
+from ncclsync.communicator import AllReduce, Communicator
 from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host
 from ncclsync.errors import NcclSyncError
 from ncclsync.group_ops import group_exchange
@@ -201,8 +201,9 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
                     column.append(pack(parts) if len(parts) > 1 else parts[0])
             packed.append(column)
         assert self._communicator is not None
-        labels = [f"bucket {b + 1} of {len(buckets)}" for b in range(len(buckets))]
-        joined = group_exchange(packed, self._communicator, ["sum"] * len(buckets), labels)
+        count = len(buckets)
+        sums_of = [AllReduce((), (), "sum", f"bucket {b + 1} of {count}") for b in range(count)]
+        joined = group_exchange(packed, self._communicator, sums_of)
         sums: list[list[tf.Tensor]] = [[] for _ in columns]
         for bucket, column in zip(buckets, joined, strict=True):
             for tensor, device in zip(column, self._devices, strict=True):

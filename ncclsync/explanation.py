@@ -168,15 +168,7 @@ def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int)
             what = f"{subjects.get(exchange.result, 'other')}; {_words(exchange)}"
             found.setdefault((what, exchange.line), []).append(exchange)
         for (what, line), group in found.items():
-            yield CutRow(number, what, len(group), sum(_bytes(e, towers) for e in group), line)
-
-
-def _bytes(exchange: Exchange, towers: int) -> int:
-    """Of the whole tensor; 0 where that is not known."""
-    shape = exchange.shape
-    if exchange.collective.divides:
-        shape = tf.TensorShape([towers, *shape[1:]])
-    return int(shape.num_elements() or 0) * exchange.dtype.size
+            yield CutRow(number, what, len(group), sum(e.size_bytes(towers) or 0 for e in group), line)
 
 
 def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:

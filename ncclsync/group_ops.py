@@ -3,67 +3,104 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from ncclsync.communicator import AllReduce, Communicator, NcclCommunicator, empty_aligned
+from ncclsync.communicator import (
+    AllGather,
+    AllReduce,
+    Communicator,
+    NcclCommunicator,
+    ReduceScatter,
+    empty_aligned,
+)
 from ncclsync.errors import NcclSyncError
+
+# What takes a tensor from each tower and gives each one.
+Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
 def group_exchange(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
-    ops: Sequence[str],
-    labels: Sequence[str],
+    collectives: Sequence[Joining],
 ) -> list[list[tf.Tensor]]:
-    """Reduce B tensors of each tower, in a graph, by py ops that wait for nothing but their inputs.
+    """Join B tensors of each tower, in a graph, by py ops that wait for nothing but their inputs.
 
     Args:
         columns: [B][N] tensors; those of one column of one shape and dtype, tensor i on tower i's device.
+            Of a reduce-scatter a multiple of N rows: tower i receives the i-th part of them. Of an
+            all-gather any number of rows: each tower receives N times as many.
         communicator: of N ranks. NCCL's runs all columns as one group.
-        ops: [B] "sum", "prod", "max", "min" or "avg".
-        labels: [B] what each column is, for NCCL's messages, such as "bucket 2 of 5".
+        collectives: [B] what happens to each column; `sends` and `recvs` are filled in when it happens.
 
     Returns:
-        [B][N] tensors on the same devices. Towers that share the host's memory get the same one.
+        [B][N] tensors on the same devices. Towers that share the host's memory, and receive the same, get
+        the same one.
     """
     if not columns:
         return []
     if not isinstance(communicator, NcclCommunicator):
-        pairs = zip(columns, ops, strict=True)
-        return [_reduce_on_host(column, communicator, op) for column, op in pairs]
-    # TensorFlow keeps every py op's function for good.
+        pairs = zip(columns, collectives, strict=True)
+        return [_join_on_host(column, communicator, collective) for column, collective in pairs]
+    # TensorFlow keeps every py op's function for good, and what that refers to.
     borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
+    ranks = len(columns[0])
 
-    def reduce_on_devices(sends, recvs):
-        rows = zip(sends, recvs, ops, labels, strict=True)
-        _alive(borrowed).run_group([AllReduce(*row) for row in rows])
+    def join_on_devices(sends, recvs):
+        rows = zip(collectives, sends, recvs, strict=True)
+        _alive(borrowed).run_group([_filled(*row) for row in rows])
 
-    return _group_on_devices(columns, reduce_on_devices)
+    def shape_received(column: int, sent: tf.TensorShape) -> tf.TensorShape:
+        return _shape_received(collectives[column], sent, ranks)
+
+    return _group_on_devices(columns, join_on_devices, shape_received)
 
 
 def group_all_reduce(
     tensors: Sequence[tf.Tensor], communicator: Communicator, op: str = "sum", label: str = ""
 ) -> list[tf.Tensor]:
     """Reduce one tensor per tower; `group_exchange` of one column: [N] in, [N] out."""
-    return group_exchange([tensors], communicator, [op], [label])[0]
+    return group_exchange([tensors], communicator, [AllReduce((), (), op, label)])[0]
 
 
-def _reduce_on_host(tensors: Sequence[tf.Tensor], communicator: Communicator, op: str) -> list[tf.Tensor]:
-    borrowed = weakref.ref(communicator)
+def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
+    """Return the same with buffers."""
+    return type(collective)(sends, recvs, *collective[2:])
 
-    def reduce_on_host(*sends):
-        result = empty_aligned(sends[0].shape, sends[0].dtype)
-        _alive(borrowed).all_reduce(sends, [result] * len(sends), op)
-        return result
+
+def _shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
+    """Return the shape of what a rank receives, as far as that of what it sends is known."""
+    if isinstance(collective, AllReduce) or not sent.rank or sent[0] is None:
+        return sent
+    rows = sent[0] * ranks if isinstance(collective, AllGather) else sent[0] // ranks
+    return tf.TensorShape([rows, *sent[1:]])
+
+
+def _join_on_host(
+    tensors: Sequence[tf.Tensor],
+    communicator: Communicator,
+    collective: Joining,
+) -> list[tf.Tensor]:
+    borrowed, ranks = weakref.ref(communicator), len(tensors)
+    differ = isinstance(collective, ReduceScatter)  # else all receive the same
+
+    def join_on_host(*sends):
+        shape = _shape_received(collective, tf.TensorShape(sends[0].shape), ranks)
+        recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(ranks if differ else 1)]
+        _alive(borrowed).run_group([_filled(collective, sends, recvs if differ else recvs * ranks)])
+        return recvs
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
     # merged with another call: every py op carries a token of its own.
+    dtypes = [tensors[0].dtype] * (ranks if differ else 1)
     with tf.device("/CPU:0"):
-        result = tf.numpy_function(reduce_on_host, list(tensors), tensors[0].dtype, stateful=False)
-    result.set_shape(tensors[0].shape)
-    return [result] * len(tensors)
+        # Outside a graph one result comes as itself, not in a list.
+        results = tf.nest.flatten(tf.numpy_function(join_on_host, list(tensors), dtypes, stateful=False))
+    for result in results:
+        result.set_shape(_shape_received(collective, tensors[0].shape, ranks))
+    return results if differ else results * ranks
 
 
 def group_broadcast(
@@ -109,6 +146,7 @@ def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
 def _group_on_devices(
     columns: Sequence[Sequence[tf.Tensor]],
     run: Callable[[Sequence[Sequence[Any]], Sequence[Sequence[Any]]], None],
+    shape_received: Callable[[int, tf.TensorShape], tf.TensorShape] = lambda _, sent: sent,
 ) -> list[list[tf.Tensor]]:
     """Run a group of collectives over tensors that stay in their devices' memory: [B][N] in, [B][N] out.
 
@@ -124,6 +162,7 @@ def _group_on_devices(
     Args:
         columns: tensors of B collectives of N towers.
         run: runs all of them, given what to send and what to write into, both [B][N].
+        shape_received: of a column's index and the shape of what a tower sends: that of what it receives.
     """
     towers = list(zip(*(map(_as_carried, column) for column in columns), strict=True))  # [N][B]
     rounds: dict[int, list] = {}
@@ -132,7 +171,11 @@ def _group_on_devices(
     def take(index):
         def stage(*sends):
             # The same op may run again (steps_per_execution) only after its outputs were handed out.
-            recvs = [tf.raw_ops.Empty(shape=tf.shape(s), dtype=s.dtype, init=False) for s in sends]
+            shapes = [shape_received(b, send.shape) for b, send in enumerate(sends)]
+            recvs = [
+                tf.raw_ops.Empty(shape=tf.constant(list(shape), tf.int32), dtype=send.dtype, init=False)
+                for shape, send in zip(shapes, sends, strict=True)
+            ]
             with lock:
                 rounds[index] = [sends, recvs]
             return tf.zeros([], tf.float32)
@@ -168,8 +211,8 @@ def _group_on_devices(
         with tf.device(sends[0].device):
             recvs = tf.py_function(hand_out(i), [done], [send.dtype for send in sends])
             results.append([tf.cast(r, column[i].dtype) for r, column in zip(recvs, columns, strict=True)])
-        for result, column in zip(results[-1], columns, strict=True):
-            result.set_shape(column[i].shape)
+        for b, (result, column) in enumerate(zip(results[-1], columns, strict=True)):
+            result.set_shape(shape_received(b, column[i].shape))
     return [list(column) for column in zip(*results, strict=True)]
 
 

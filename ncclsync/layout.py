@@ -11,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync import host_ops
-from ncclsync.group_ops import group_all_reduce, group_broadcast, group_exchange
+from ncclsync import host_ops, native
+from ncclsync.communicator import AllGather, AllReduce, ReduceScatter
+from ncclsync.group_ops import Joining, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.meter import COMMUNICATION, STEP, STEPS, Begun, Meter, begin, hold
 from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Program, Results, Segment
@@ -56,7 +57,7 @@ def lay_out(
             ends += span.end(tokens=outcome[-1:])
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens, *ends)]
-        begin_call = functools.partial(_begin_call, meter, number, segment.outgoing, [*tokens, *ends])
+        begin_call = functools.partial(_begin_call, meter, count, number, segment.outgoing, [*tokens, *ends])
         received = _exchange(segment.outgoing, sent, values, shards, towers, begin_call)
     if program.noise is not None:
         towers.noise.update(values[0][program.noise])
@@ -131,8 +132,7 @@ def _exchange(
             weights = _weights(chosen[0], values, shards)
             call = functools.partial(_join_on_host, given, weights, chosen[0].wire)
         else:
-            wires = [bucket.wire for bucket in chosen]
-            call = functools.partial(_join, wires, given, towers, [labels[i] for i in indices])
+            call = functools.partial(_join, chosen, given, towers, [labels[i] for i in indices])
         join = functools.partial(_timed, call, functools.partial(begin_call, indices))
         when = chosen[0].when
         joined = tf.cond(values[0][when], join, lambda g=given: g) if when else join()
@@ -153,8 +153,8 @@ def _timed(
 def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
     """Return the indices of the buckets that one call joins.
 
-    By the host's op all of one kind and weight; by the communicator all that are reduced, in one group, but
-    for those with a condition.
+    By the host's op all of one kind and weight; by the communicator all that its collectives can take, in one
+    group, but for those with a condition.
     """
     joined: dict[Any, list[int]] = {}
     for i, bucket in enumerate(buckets):
@@ -162,7 +162,7 @@ def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
         key: Any = i
         if bucket.on_host:
             key = (bucket.wire, first.collective, first.dtype, first.when, first.scale)
-        elif bucket.wire.kind == "all_reduce" and bucket.when is None:
+        elif _is_grouped(bucket) and bucket.when is None:
             key = "one group"
         joined.setdefault(key, []).append(i)
     return list(joined.values())
@@ -183,6 +183,7 @@ def numbered(buckets: tuple[Bucket, ...]) -> list[int]:
 
 def _begin_call(
     meter: Meter | None,
+    towers: int,
     number: int,
     buckets: tuple[Bucket, ...],
     after: Sequence[Any],
@@ -192,14 +193,24 @@ def _begin_call(
     numbers = numbered(buckets)
     called = list(dict.fromkeys(f"{number}.{numbers[i]}" for i in indices))
     exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
-    sizes = [exchange.shape.num_elements() for exchange in exchanges]
+    sizes = [exchange.size_bytes(towers) for exchange in exchanges]
     wire = buckets[indices[0]].wire
     details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
     if None not in sizes:  # else it is known only when it runs
-        details["bytes"] = sum(n * e.dtype.size for n, e in zip(sizes, exchanges, strict=True))
+        details["bytes"] = sum(sizes)
     kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
     name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
     return begin(meter, COMMUNICATION, f"{kind}/{name}", after, **details)
+
+
+def _is_grouped(bucket: Bucket) -> bool:
+    """Whether a collective of the communicator's does what the bucket's wire says."""
+    if bucket.wire.kind in ("all_reduce", "reduce_scatter"):
+        return True
+    # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
+    exchange = bucket.exchanges[0]
+    same = bucket.wire.kind == "stack" and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
+    return same and exchange.dtype.name in native.DTYPES
 
 
 def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
@@ -232,20 +243,30 @@ def _own(wire: Collective, reduced: list[tf.Tensor], tower: int) -> list[tf.Tens
 
 
 def _join(
-    wires: Sequence[Collective],
+    buckets: Sequence[Bucket],
     sent: list[list[tf.Tensor]],
     towers: TowerState,
     labels: Sequence[str],
     span: Begun,
 ) -> list[list[tf.Tensor]]:
-    """Join buckets that are all reduced, or one of any kind; [N][B] in, [N][B] out."""
+    """Join buckets that are all grouped, or one of any kind; [N][B] in, [N][B] out."""
     columns = [list(column) for column in zip(*sent, strict=True)]  # [B][N]
     with tf.control_dependencies(span.ops):
-        if wires[0].kind == "all_reduce":
-            columns = group_exchange(columns, towers.communicator, [wire.op for wire in wires], labels)
+        if _is_grouped(buckets[0]):
+            pairs = zip(buckets, labels, strict=True)
+            collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
+            columns = group_exchange(columns, towers.communicator, collectives)
         else:
-            columns = [_join_one(wires[0], columns[0], towers, labels[0])]
+            columns = [_join_one(buckets[0].wire, columns[0], towers, labels[0])]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _collective(wire: Collective, label: str) -> Joining:
+    """What the communicator does to a bucket that is grouped."""
+    if wire.kind == "stack":
+        return AllGather((), (), label)
+    kind = ReduceScatter if wire.kind == "reduce_scatter" else AllReduce
+    return kind((), (), wire.op, label)
 
 
 def _join_one(
@@ -260,8 +281,6 @@ def _join_one(
     if wire.concatenates:
         return _gather(tensors, towers)
     reduced = group_all_reduce(tensors, towers.communicator, wire.op, label)
-    if wire.kind == "reduce_scatter":
-        return [_own(wire, [t], i)[0] for i, t in enumerate(reduced)]
     if wire.kind == "reduce":
         reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
     return reduced

@@ -49,7 +49,14 @@ _ADVICE = (
 
 
 ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
-_CALLS = {ALL_REDUCE: "ncclAllReduce", BROADCAST: "ncclBroadcast", ALL_TO_ALL: "ncclSend"}
+REDUCE_SCATTER, ALL_GATHER = lib.NCS_REDUCE_SCATTER, lib.NCS_ALL_GATHER
+_CALLS = {
+    ALL_REDUCE: "ncclAllReduce",
+    BROADCAST: "ncclBroadcast",
+    ALL_TO_ALL: "ncclSend",
+    REDUCE_SCATTER: "ncclReduceScatter",
+    ALL_GATHER: "ncclAllGather",
+}
 
 
 class Progress(enum.IntEnum):

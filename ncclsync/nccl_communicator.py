@@ -16,13 +16,27 @@ from typing import Any
 
 from ncclsync import native, nccl_calls, watchdog
 from ncclsync.buffers import CUDA, Buffers
-from ncclsync.collectives import AllReduce, Broadcast, Communicator
+from ncclsync.collectives import (
+    AllGather,
+    AllReduce,
+    AnyCollective,
+    Broadcast,
+    Communicator,
+    ReduceScatter,
+    read_buffers,
+)
 from ncclsync.errors import NcclError, NcclSyncError
 from ncclsync.nccl_calls import Progress
 from ncclsync.preflight import check_paths
 
 _DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
-_KINDS = {AllReduce: "all-reduce", Broadcast: "broadcast"}
+# The C library's kind of each collective, and what it is called in messages.
+_KINDS = {
+    AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
+    Broadcast: (nccl_calls.BROADCAST, "broadcast"),
+    ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
+    AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
+}
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _LISTED = 6  # collectives of a group that a message names
 
@@ -220,9 +234,9 @@ class NcclCommunicator(Communicator):
                 "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
             )
 
-    def _run_group(self, collectives: Sequence[AllReduce | Broadcast]) -> None:
-        reads = [self._read(collective) for collective in collectives]
-        group = nccl_calls.Group(reads)
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
+        group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
         with self._lock:
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
@@ -230,8 +244,8 @@ class NcclCommunicator(Communicator):
             first = self._count + 1
 
             def name(index: int) -> str:
-                _kind, _sends, _recvs, count, dtype, *_ = reads[index]
-                what, label = _KINDS[type(collectives[index])], collectives[index].label
+                what, label = _KINDS[type(collectives[index])][1], collectives[index].label
+                count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
                 size_bytes = count * native.DTYPE_SIZES[dtype]
                 return (
                     f"{what} {first + index}{f' ({label})' if label else ''} of {size_bytes} bytes "
@@ -245,21 +259,6 @@ class NcclCommunicator(Communicator):
             self._count += group.size
             with self._aborted_on_error(handle):
                 self._launch(handle, lambda: _list(group.size, name), group.call, begin)
-
-    def _read(
-        self, collective: AllReduce | Broadcast
-    ) -> tuple[int, list[Any], list[Any], int, int, int, int]:
-        """Return the fields of an ``ncs_collective``."""
-        if isinstance(collective, Broadcast):
-            buffers = Buffers(collective.buffers, "buffers", self.memory, writable=True)
-            pointers = buffers.pointers
-            numbers = (buffers.count, buffers.dtype, 0, collective.root)
-            return nccl_calls.BROADCAST, pointers, pointers, *numbers
-        reads = Buffers(collective.sends, "sends", self.memory, writable=False)
-        writes = Buffers(collective.recvs, "recvs", self.memory, writable=True)
-        writes.check_like(reads)
-        numbers = (reads.count, reads.dtype, native.OPS[collective.op], 0)
-        return nccl_calls.ALL_REDUCE, reads.pointers, writes.pointers, *numbers
 
     def _launch(
         self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
@@ -360,6 +359,17 @@ class NcclCommunicator(Communicator):
                 source=self,
                 stacklevel=2,
             )
+
+
+def _fields(
+    collective: AnyCollective, buffers: tuple[Buffers, Buffers]
+) -> tuple[int, list[Any], list[Any], int, int, int, int]:
+    """Return the fields of an ``ncs_collective`` that reads and writes these."""
+    reads, writes = buffers
+    op = 0 if isinstance(collective, Broadcast | AllGather) else native.OPS[collective.op]
+    root = collective.root if isinstance(collective, Broadcast) else 0
+    count = min(reads.count, writes.count)  # of blocks: of one
+    return _KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
 def _checked_numbers(numbers: Sequence[int], what: str, words: str) -> list[int]:

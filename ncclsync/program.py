@@ -46,6 +46,11 @@ class Exchange:
     scale: str | None = None
     line: str = ""
 
+    def size_bytes(self, towers: int) -> int | None:
+        """Return the size of the whole tensor on so many towers; None where it is known only when it runs."""
+        shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
+        return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:

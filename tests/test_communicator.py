@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ncclsync import native
-from ncclsync.communicator import CpuCommunicator, empty_aligned
+from ncclsync.communicator import AllGather, AllReduce, CpuCommunicator, ReduceScatter, empty_aligned
 from ncclsync.errors import NcclSyncError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -95,6 +95,66 @@ def test_recvs_may_be_sends_and_each_other(size, count):
     check(lambda sends: [np.empty_like(sends[0])] * size)
     check(lambda sends: [sends[-1]] * size)
     check(lambda sends: sends[::-1])
+
+
+def blocks_of(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Of each array of N blocks, N arrays in all, the block of its own index; views."""
+    return [np.split(array, len(arrays))[rank] for rank, array in enumerate(arrays)]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_reduce_scatter_gives_each_rank_its_block(size):
+    """Of every operation, dtype and length, in place or not; nothing else of what is sent is written."""
+    with CpuCommunicator(size) as comm:
+        for dtype, op, count in itertools.product(DTYPES, native.OPS, COUNTS[:3]):
+            sends = unique_inputs(size, size * count, dtype)
+            before = [send.copy() for send in sends]
+            expected = np.split(closed_form(op, sends), size)
+            recvs = [np.full(count, 77, dtype) for _ in range(size)]
+            comm.reduce_scatter(sends, recvs, op)
+            for rank in range(size):
+                np.testing.assert_array_equal(bits(recvs[rank]), bits(expected[rank]), f"{op} {rank}")
+                np.testing.assert_array_equal(bits(sends[rank]), bits(before[rank]))
+            comm.reduce_scatter(sends, blocks_of(sends), op)
+            for block, array in zip(blocks_of(before), expected, strict=True):
+                block[:] = array
+            np.testing.assert_array_equal(sends, before, f"{op} in place")
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_all_gather_gives_all_ranks_blocks(size):
+    """In the order of the ranks, of every dtype and length: into arrays of their own, in place, into one."""
+    with CpuCommunicator(size) as comm:
+        for dtype, count in [*itertools.product(DTYPES, COUNTS[:3]), (DTYPES[0], COUNTS[-1])]:
+            sends = [
+                send + np.array(rank, dtype) for rank, send in enumerate(unique_inputs(size, count, dtype))
+            ]
+            expected = np.concatenate(sends)
+            recvs = [np.full(size * count, 77, dtype) for _ in range(size)]
+            comm.all_gather(sends, recvs)
+            np.testing.assert_array_equal(recvs, [expected] * size)
+            for recv in recvs:
+                recv[:] = 77
+            for block, send in zip(blocks_of(recvs), sends, strict=True):
+                block[:] = send
+            comm.all_gather(blocks_of(recvs), recvs)
+            np.testing.assert_array_equal(recvs, [expected] * size)
+            recvs[0][:] = 77
+            comm.all_gather(sends, [recvs[0]] * size)
+            np.testing.assert_array_equal(recvs[0], expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + HALVES, ids=str)
+def test_reduce_scatter_is_a_part_of_an_all_reduce(dtype):
+    """Bitwise, where sums are rounded, and blocks begin within a vector."""
+    rng = np.random.default_rng(2)
+    sends = [rng.standard_normal(5 * 80_003).astype(dtype) for _ in range(5)]
+    whole, recvs = np.empty_like(sends[0]), [np.empty(80_003, dtype) for _ in range(5)]
+    with CpuCommunicator(5) as comm:
+        for op in ("sum", "avg", "prod"):
+            comm.all_reduce(sends, [whole] * 5, op)
+            comm.reduce_scatter(sends, recvs, op)
+            np.testing.assert_array_equal(bits(np.concatenate(recvs)), bits(whole))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -371,6 +431,55 @@ def test_bad_broadcasts_are_refused():
             comm.broadcast(PAIR, root)
 
 
+EIGHT = [np.zeros(8, np.float32), np.zeros(8, np.float32)]
+BLOCKS = {
+    "reduce_scatter": {
+        "all of it": (PAIR, PAIR, r"sends\[0\] to be 2 blocks like recvs\[0\], 8 × float32. Received: 4 ×"),
+        "dtype": (EIGHT, [np.zeros(4)] * 2, r"sends\[0\] to be 2 blocks .*, 8 × float64. Received: 8 × fl"),
+        "one recv": (EIGHT, PAIR[:1] * 2, r"recvs\[0\] to be apart from recvs\[1\]. Received: 16 and 16"),
+        "own block": (
+            EIGHT,
+            [EIGHT[0][:4], EIGHT[1][:4]],
+            r"recvs\[1\] to be apart from sends\[1\], or in place. Received: 16 and 32 bytes, 0 bytes apa",
+        ),
+        "another's block": (EIGHT, [EIGHT[1][4:], PAIR[0]], r"recvs\[0\] to be apart from sends\[1\]"),
+        "partly": (EIGHT, [EIGHT[0][1:5], PAIR[0]], r"recvs\[0\] to be apart from sends\[0\]"),
+    },
+    "all_gather": {
+        "as long": (PAIR, PAIR, r"recvs\[0\] to be 2 blocks like sends\[0\], 8 × float32. Received: 4 × fl"),
+        "own block": (
+            [PAIR[0], EIGHT[1][:4]],
+            EIGHT,
+            r"recvs\[1\] to be apart from sends\[1\], or in place. Received: 32 and 16 bytes, 0 bytes apa",
+        ),
+        "partly": ([EIGHT[0][1:5], PAIR[0]], EIGHT, r"recvs\[0\] to be apart from sends\[0\]"),
+        "recvs": (
+            [PAIR[0][:3], PAIR[1][:3]],
+            [BASE[:6], BASE[2:]],
+            r"recvs\[0\] to be apart from recvs\[1\], or the same",
+        ),
+        "read-only": (PAIR, [EIGHT[0], read_only(8)], r"recvs\[1\].*read-only"),
+        "misaligned": (PAIR, [EIGHT[0], misaligned(8)], r"recvs\[1\].*multiple of 4"),
+    },
+}
+
+
+@pytest.mark.parametrize("name, case", [(name, case) for name, cases in BLOCKS.items() for case in cases])
+def test_bad_blocks_are_refused(name, case):
+    """Counts that do not fit, and overlaps other than in place; alone and in a group, nothing is written."""
+    sends, recvs, message = BLOCKS[name][case]
+    arrays = [array for array in (*sends, *recvs) if array.flags.writeable]
+    for array in arrays:
+        array[:] = 5
+    made = {"reduce_scatter": ReduceScatter, "all_gather": AllGather}[name](sends, recvs)
+    other = AllReduce([np.ones(1)] * 2, [np.zeros(1)] * 2)
+    with CpuCommunicator(2) as comm:
+        for call in (lambda: getattr(comm, name)(sends, recvs), lambda: comm.run_group([other, made])):
+            with pytest.raises(ValueError, match=f"Expected {message}"):
+                call()
+    assert all((array == 5).all() for array in arrays) and not other.recvs[0].any()
+
+
 def test_bad_sizes_and_operations_are_refused():
     """Only whole numbers of ranks, only NCCL's five operations."""
     for size in (0, -1, 1.5, "2"):
@@ -379,6 +488,11 @@ def test_bad_sizes_and_operations_are_refused():
     for op in ("mean", "SUM", None):
         with pytest.raises(ValueError, match="Expected op to be one of sum, prod, max, min, avg"):
             CpuCommunicator(2).all_reduce(PAIR, PAIR, op)
+        with pytest.raises(ValueError, match="Expected op to be one of sum, prod, max, min, avg"):
+            CpuCommunicator(2).reduce_scatter(EIGHT, PAIR, op)
+    for collective in (CpuCommunicator(2).reduce_scatter, CpuCommunicator(2).all_gather):
+        with pytest.raises(ValueError, match=r"sends and recvs to hold 2 buffers, one per .* 2 and 1"):
+            collective(PAIR, PAIR[:1])
 
 
 def test_closed_communicator_refuses_every_collective():
@@ -391,6 +505,9 @@ def test_closed_communicator_refuses_every_collective():
         comm.all_reduce(PAIR, PAIR)
     with pytest.raises(NcclSyncError, match="Expected an open CpuCommunicator"):
         comm.broadcast(PAIR)
+    for collective in (comm.reduce_scatter, comm.all_gather):
+        with pytest.raises(NcclSyncError, match="Expected an open CpuCommunicator"):
+            collective(PAIR, PAIR)
 
 
 @pytest.mark.parametrize("shape", [0, 1, 1000, (3, 5), (2, 0)])

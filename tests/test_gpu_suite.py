@@ -83,10 +83,10 @@ def test_a_failure_is_not_overlooked(built_standin, tmp_path):
     """An NCCL that gives wrong numbers fails the tests, and the command with them."""
     path = os.pathsep.join([str(SUITE), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     code, printed = run(
-        *["-m", "pytest", "tests/gpu", "-k", "broadcast or preflight", "-p", "no:cacheprovider"],
+        *["-m", "pytest", "tests/gpu", "-k", "broadcast or preflight or blocks", "-p", "no:cacheprovider"],
         **{**built_standin.environment, "PYTHONPATH": path, "STANDIN_FAIL": "corrupt:0:1"},
     )
-    assert code == 1 and "4 failed" in printed, printed
+    assert code == 1 and "6 failed" in printed, printed
 
 
 def test_wheels_in_pieces(load, tmp_path):

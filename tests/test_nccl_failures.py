@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ncclsync import native, nccl_communicator, watchdog
-from ncclsync.communicator import NcclCommunicator
+from ncclsync.communicator import AllGather, NcclCommunicator, ReduceScatter
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,6 +36,17 @@ def reduce_ones(comm, **options):
     recvs, received = buffers(0.0, comm.size)
     comm.all_reduce(sent, received, **options)
     np.testing.assert_array_equal(recvs, np.full((comm.size, 5), comm.world_size))
+
+
+def reduce_in_parts(comm):
+    """Reduce-scatter ones, and gather twos, in one group; check what every rank receives."""
+    _ones, sent = buffers(1.0, comm.size, 5 * comm.size)
+    parts, received = buffers(0.0, comm.size)
+    _twos, to_gather = buffers(2.0, comm.size)
+    wholes, gathered = buffers(0.0, comm.size, 5 * comm.size)
+    comm.run_group([ReduceScatter(sent, received), AllGather(to_gather, gathered)])
+    np.testing.assert_array_equal(parts, np.full((comm.size, 5), comm.size))
+    np.testing.assert_array_equal(wholes, np.full((comm.size, 5 * comm.size), 2.0))
 
 
 def opened(**options):
@@ -224,7 +235,7 @@ def test_ctrl_c_ends_a_collective(any_standin, fail):
 
 CALLS = (
     *("ncclGetUniqueId", "ncclGroupStart", "ncclGroupEnd", "ncclCommInitRankConfig", "ncclCommGetAsyncError"),
-    *("ncclAllReduce", "ncclBroadcast", "ncclSend", "ncclRecv"),
+    *("ncclAllReduce", "ncclBroadcast", "ncclReduceScatter", "ncclAllGather", "ncclSend", "ncclRecv"),
     *("ncclCommFinalize", "ncclCommDestroy", "ncclCommAbort"),
     *("cudaSetDevice", "cudaMalloc", "cudaMemcpy", "cudaFree"),
     *("cudaStreamCreateWithPriority", "cudaStreamQuery", "cudaStreamDestroy"),
@@ -274,6 +285,7 @@ def test_random_faults(standin, monkeypatch, seeds):
             for _ in range(3):
                 reduce_ones(comm)
                 comm.broadcast(buffers(2.0, size)[1])
+                reduce_in_parts(comm)
             outcomes.add("unharmed")
         except NcclSyncError as error:
             outcomes.add(type(error).__name__)

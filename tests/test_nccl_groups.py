@@ -1,11 +1,22 @@
 """Collectives in groups: of any dtypes, sizes and operations at once, with one launch and one wait."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
+from test_communicator import DTYPES, blocks_of, closed_form, unique_inputs
 from test_nccl_failures import opened
 
-from ncclsync.communicator import AllReduce, Broadcast, CpuCommunicator
+from ncclsync import native
+from ncclsync.communicator import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    CpuCommunicator,
+    NcclCommunicator,
+    ReduceScatter,
+)
 from ncclsync.errors import NcclError, NcclTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
@@ -154,3 +165,124 @@ def test_bad_memory_in_a_group_of_ours():
     with CpuCommunicator(2) as comm, pytest.raises(ValueError, match=message):
         comm.run_group(group)
     assert not recvs[0][0].any()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_blocks(standin, size):
+    """Reduce-scatters and all-gathers of every dtype, operation and length, in place or not, in one group:
+    NumPy's result on every rank, one call of NCCL's for each, and nothing else is written.
+    """
+    rows = [*itertools.product(DTYPES, native.OPS, (0, 1, 7), (False, True))]
+    sends = [unique_inputs(size, size * count, dtype) for dtype, _, count, _ in rows]
+    totals = [closed_form(op, sent) for (_, op, _, _), sent in zip(rows, sends, strict=True)]
+    recvs = [
+        blocks_of(sent) if in_place else [np.zeros(count, dtype) for _ in sent]
+        for (dtype, _, count, in_place), sent in zip(rows, sends, strict=True)
+    ]
+    wholes = [[np.zeros_like(one) for one in sent] for sent in sends]
+    before = [[one.copy() for one in sent] for sent in sends]
+
+    def place(arrays):
+        return [on_device(array) for array in arrays]
+
+    with NcclCommunicator(range(size), timeout_s=30.0, preflight=False) as comm:
+        for begin in range(0, len(rows), 100):
+            chosen = [ReduceScatter(place(sends[b]), place(recvs[b]), rows[b][1]) for b in range(len(rows))]
+            standin.count("ncclGroupEnd", "ncclReduceScatter", "ncclAllGather")
+            comm.run_group(chosen[begin : begin + 100])
+            assert standin.counted() == [1, 100 * size, 0]
+            gathers = []
+            for b in range(begin, begin + 100):
+                if rows[b][3]:  # in place
+                    for block, part in zip(blocks_of(wholes[b]), recvs[b], strict=True):
+                        block[:] = part
+                parts = blocks_of(wholes[b]) if rows[b][3] else recvs[b]
+                gathers.append(AllGather(place(parts), place(wholes[b])))
+            comm.run_group(gathers)
+            assert standin.counted() == [2, 100 * size, 100 * size]
+    for row, sent, was, whole, total in zip(rows, sends, before, wholes, totals, strict=True):
+        np.testing.assert_array_equal(whole, [total] * size, str(row))
+        if row[3]:
+            for block, part in zip(blocks_of(was), blocks_of(whole), strict=True):
+                block[:] = part
+        np.testing.assert_array_equal(sent, was, str(row))
+
+
+def block_group(count=5):
+    """A reduce-scatter, an all-reduce and an all-gather of three ranks; what they receive."""
+    sends = [np.full(3 * count, r + 1, np.float32) for r in range(3)]
+    recvs = [[np.zeros(n, np.float32) for _ in range(3)] for n in (count, count, 3 * count)]
+    whole, first = [on_device(a) for a in sends], [on_device(a[:count]) for a in sends]
+    part, total, gathered = ([on_device(a) for a in side] for side in recvs)
+    kinds = (
+        ReduceScatter(whole, part, "max", "gradients"),
+        AllReduce(first, total),
+        AllGather(first, gathered, "weights"),
+    )
+    return kinds, sends, recvs
+
+
+BLOCK_FAILURES = {
+    "ncclReduceScatter:2=5": "reduce-scatter 1 (gradients) of 60 bytes (15 × float32)",
+    "ncclAllGather:3": "all-gather 3 (weights) of 60 bytes (15 × float32)",
+}
+
+
+@pytest.mark.parametrize("fail", BLOCK_FAILURES)
+def test_failure_of_blocks(standin, fail):
+    """As of any collective: it is named, nothing was launched; joined anew, the same group is right."""
+    comm = opened()
+    group, _, recvs = block_group()
+    standin.fail(fail)
+    with pytest.raises(NcclError) as caught:
+        comm.run_group(group)
+    assert (caught.value.call, caught.value.during) == (fail.partition(":")[0], BLOCK_FAILURES[fail])
+    assert comm.closed and not any(recv.any() for side in recvs for recv in side)
+    standin.fail("")
+    comm.reopen()
+    comm.run_group(group)
+    np.testing.assert_array_equal(recvs[2][1], np.repeat([1.0, 2.0, 3.0], 5))
+    assert [(side[1] == value).all() for side, value in zip(recvs, (3, 6), strict=False)] == [True, True]
+    comm.close()
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_blocks_that_never_arrive(standin, kind):
+    """A rank that is missing is named, in a message with the size of all ranks' blocks."""
+    comm = opened(timeout_s=0.1)
+    group, _, _ = block_group()
+    chosen = group[0] if kind == "reduce_scatter" else group[2]
+    standin.fail("stuck:2")
+    with pytest.raises(NcclTimeoutError) as caught:
+        getattr(comm, kind)(*chosen[:-1], label=chosen.label)
+    words = f"{kind.replace('_', '-')} 1 ({chosen.label}) of 60 bytes (15 × float32)"
+    assert str(caught.value).startswith(f"Expected {words} to end. Received: it has not within 0.1 s: rank 0")
+    assert "rank 2 (GPU 2) not arrived" in str(caught.value)
+    assert caught.value.call == {"reduce_scatter": "ncclReduceScatter", "all_gather": "ncclAllGather"}[kind]
+
+
+def test_bad_blocks_are_refused(standin):
+    """Counts, operations and overlaps other than in place, before anything is called."""
+    with opened() as comm:
+        group, sends, recvs = block_group()
+        (whole, part, *_), (first, gathered, _) = group[0], group[2]
+        second = [on_device(a[5:10]) for a in sends]
+        standin.count("ncclGroupStart", "cuCtxRecordEvent")
+        for bad, message in (
+            (ReduceScatter(whole, part, "median"), "Expected op to be one of"),
+            (ReduceScatter(whole[:2], part), "to hold 3 buffers"),
+            (AllGather(first, gathered[:1]), "to hold 3 buffers"),
+            (ReduceScatter(whole, gathered), r"sends\[0\] to be 3 blocks like recvs\[0\], 45 × float32"),
+            (AllGather(first, part), r"recvs\[0\] to be 3 blocks like sends\[0\], 15 × float32"),
+            # The second block is rank 1's own, and no other's; another rank's is nobody's.
+            (ReduceScatter(whole, second), r"recvs\[([02])\] to be apart from sends\[\1\]; only"),
+            (ReduceScatter(whole, [part[0], second[2], part[2]]), r"recvs\[1\] to be apart from sends\[2\]"),
+            (AllGather(second, whole), r"sends\[([02])\] to be apart from recvs\[\1\]; only"),
+            (AllGather(first, [gathered[0]] * 3), r"recvs\[\d\] to be apart from recvs\[\d\]"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                comm.run_group([bad])
+        with pytest.raises(ValueError, match=r"of collective [12] of the group; .*, in (all-g|reduce-s)"):
+            comm.run_group([group[0], AllGather(part, gathered)])  # what the one writes, the other reads
+        assert standin.counted() == [0, 0] and not comm.closed
+        assert not any(recv.any() for side in recvs for recv in side)

@@ -80,6 +80,8 @@ NOTHING, ONE = ctypes.c_void_p(), ctypes.c_size_t(1)
     [
         ("ncclAllReduce", (NOTHING, NOTHING, ONE, 7, 0, NOTHING, NOTHING)),
         ("ncclBroadcast", (NOTHING, NOTHING, ONE, 7, 0, NOTHING, NOTHING)),
+        ("ncclReduceScatter", (NOTHING, NOTHING, ONE, 7, 0, NOTHING, NOTHING)),
+        ("ncclAllGather", (NOTHING, NOTHING, ONE, 7, NOTHING, NOTHING)),
         ("ncclSend", (NOTHING, ONE, 7, 0, NOTHING, NOTHING)),
         ("ncclRecv", (NOTHING, ONE, 7, 0, NOTHING, NOTHING)),
         ("ncclCommGetAsyncError", (NOTHING, ctypes.byref(ctypes.c_int()))),

@@ -36,8 +36,8 @@ def nccl(standin, monkeypatch):
     return standin
 
 
-def fit(model, epochs=2, **options):
-    return model.fit(X, Y, batch_size=20, epochs=epochs, shuffle=False, verbose=0, **options).history
+def fit(model, epochs=2, x=X, **options):
+    return model.fit(x, Y, batch_size=20, epochs=epochs, shuffle=False, verbose=0, **options).history
 
 
 def arrays(model):
@@ -168,6 +168,51 @@ def test_buckets_travel_in_one_group(nccl):
     ):
         model.train_on_batch(X, Y)
     assert_same(arrays(model), before)
+    model.towers.close()
+
+
+def clipped_embedding():
+    """Sparse gradients, which are gathered as they are; the norm of all gradients bounds the dense ones."""
+    model = embedding()
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), model.loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize(
+    "factory, towers, fails",
+    [
+        (mlp, 3, ["ncclReduceScatter:2", "ncclAllGather:2=5", "stuck:1:2"]),
+        (clipped_embedding, 4, ["ncclAllGather:2=5"]),  # sums that are to be clipped must be known whole
+    ],
+    ids=["mlp", "embedding"],
+)
+def test_divided_optimizer(nccl, factory, towers, fails):
+    """As on one device; by NCCL's own collectives each tower gets its part of the gradients, and all parts of
+    the weights, with two launches. A step in which one of them fails leaves no trace.
+    """
+    x = np.abs(X).astype("int32") if factory is clipped_embedding else X
+    model = on_towers(factory, towers, backend="nccl", shard_optimizer=True, timeout_s=0.5)
+    alone = factory()
+    assert_close(*([fit(one, x=x), arrays(one)] for one in (model, alone)))
+    assert_towers_agree(model)
+    calls = ("ncclReduceScatter", "ncclAllGather", "ncclGroupEnd")
+    nccl.count(*calls)
+    for one in (model, alone):
+        one.train_on_batch(x, Y)
+    dense = sum("embeddings" not in weight.name for weight in model.trainable_weights)
+    scatters, gathers, groups = nccl.counted()
+    assert (scatters, gathers) == (dense * towers * (calls[0] in fails[0]), dense * towers)
+    assert groups == 2
+    before = arrays(model)
+    for fail in fails:
+        nccl.fail(fail)
+        with pytest.raises(NcclError, match=r"\(bucket \d+ of \d+\) of \d+ bytes"):
+            model.train_on_batch(x, Y)
+        assert_same(arrays(model), before)
+        nccl.fail("")
+        assert model.towers.divergence() == 0.0  # joined anew
+    assert_close(*([fit(one, x=x), arrays(one)] for one in (model, alone)))
+    assert_towers_agree(model)
     model.towers.close()
 
 

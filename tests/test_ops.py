@@ -1,5 +1,6 @@
 """The collectives: outside a step, inside one on unequal shards, their gradients, and how many there are."""
 
+import collections
 import contextlib
 
 import keras
@@ -9,7 +10,7 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import group_ops, native, ops
-from ncclsync.communicator import AllReduce, CpuCommunicator
+from ncclsync.communicator import AllGather, AllReduce, CpuCommunicator, ReduceScatter
 
 TOWERS = 4
 ROWS = 64 - 6  # 15, 15, 14, 14
@@ -320,16 +321,21 @@ def test_group_collectives_of_every_dtype(dtype):
         @tf.function
         def joined():
             tensors = [unique(dtype, i) for i in range(3)]
-            return group_ops.group_all_reduce(tensors, communicator), group_ops.group_broadcast(
-                tensors, communicator, 1
+            both = [ReduceScatter((), (), "max"), AllGather((), ())]
+            return (
+                group_ops.group_all_reduce(tensors, communicator),
+                group_ops.group_broadcast(tensors, communicator, 1),
+                *group_ops.group_exchange([tensors, tensors], communicator, both),
             )
 
-        reduced, copied = joined()
+        reduced, copied, scattered, gathered = joined()
     base = np.arange(6).reshape(3, 2) % 4
-    for sum_, copy in zip(reduced, copied, strict=True):
-        assert sum_.dtype.name == copy.dtype.name == dtype
-        np.testing.assert_array_equal(tf.cast(sum_, tf.float64), 3 * base + 3)
-        np.testing.assert_array_equal(tf.cast(copy, tf.float64), base + 1)
+    whole = np.concatenate([base, base + 1, base + 2])
+    results = [(3 * base + 3, base + 1, base[[tower]] + 2, whole) for tower in range(3)]
+    for row, expected in zip(zip(reduced, copied, scattered, gathered, strict=True), results, strict=True):
+        for one, other in zip(row, expected, strict=True):
+            assert one.dtype.name == dtype
+            np.testing.assert_array_equal(tf.cast(one, tf.float64), other)
 
 
 @pytest.mark.parametrize("loops", [1, 3])
@@ -368,12 +374,15 @@ def test_group_on_devices(loops):
 @contextlib.contextmanager
 def counted(communicator):
     calls = []
-    real = communicator.all_reduce
-    communicator.all_reduce = lambda sends, *rest: (calls.append(sends[0].dtype.name), real(sends, *rest))
+    real = communicator.run_group
+    communicator.run_group = lambda group: (
+        calls.extend(one.sends[0].dtype.name for one in group),
+        real(group),
+    )
     try:
         yield calls
     finally:
-        communicator.all_reduce = real
+        communicator.run_group = real
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
@@ -395,19 +404,33 @@ def test_small_buckets_make_more_collectives(py_ops):
     assert len(calls) == 4 + 4
 
 
+def test_divided_optimizer_by_py_ops(py_ops):
+    """Each tower is given its part of each gradient, and the parts of the weights: as on one device."""
+    model, alone = on_towers(lambda: mlp(metrics=None), 3, shard_optimizer=True), mlp(metrics=None)
+    kinds = collections.Counter()
+    real = model.towers.communicator.run_group
+    model.towers.communicator.run_group = lambda group: (kinds.update(map(type, group)), real(group))
+    for one in (model, alone):
+        one.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False)
+    steps = 2 * -(-len(X) // 20)
+    assert (kinds[ReduceScatter], kinds[AllGather]) == (4 * steps, 4 * steps)
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
 @pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])
 def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, py_ops, steps, expected):
     """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's
     accumulators read as one device's in between.
     """
-    reduce, large = CpuCommunicator.all_reduce, []
+    run, large = CpuCommunicator.run_group, []
 
-    def counting(self, sends, recvs, op="sum"):
-        if np.size(sends[0]) >= 12 * 16:
-            large.append(np.size(sends[0]))
-        return reduce(self, sends, recvs, op)
+    def counting(self, group):
+        reduces = [one for one in group if isinstance(one, AllReduce)]
+        large.extend(size for one in reduces if (size := np.size(one.sends[0])) >= 12 * 16)
+        return run(self, group)
 
-    monkeypatch.setattr(CpuCommunicator, "all_reduce", counting)
+    monkeypatch.setattr(CpuCommunicator, "run_group", counting)
 
     def factory():
         return mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps))

@@ -172,6 +172,42 @@ def reduce_on(ranks, count=6, op=SUM, dtype=FLOAT32, stream=None):
     return call
 
 
+def test_overlaps(ranks):
+    """What is sent and received is apart, or in place: of several blocks the rank's own, and no other."""
+    n, comm, stream, nccl = size(2), ranks.comm, ranks.streams, ranks.nccl
+
+    def scatter(r, shift):
+        block = at(wholes[r][2 * ((r + shift) % 3) :])
+        return nccl.ncclReduceScatter(at(wholes[r]), block, n, FLOAT32, SUM, comm(r), stream[r])
+
+    def gather(r, shift):
+        block = at(wholes[r][2 * ((r + shift) % 3) :])
+        return nccl.ncclAllGather(block, at(wholes[r]), n, FLOAT32, comm(r), stream[r])
+
+    def reduce(r, shift):
+        recv = at(wholes[r][shift:])
+        return nccl.ncclAllReduce(at(wholes[r]), recv, n, FLOAT32, SUM, comm(r), stream[r])
+
+    for call in (scatter, gather, reduce):
+        wholes = numbers()
+        assert ranks.group(lambda r, call=call: call(r, 1)) == INVALID_ARGUMENT
+        assert "overlap, and not in place" in ranks.last_error()
+        assert ranks.group(lambda r, call=call: call(r, 0)) == 0
+        assert ranks.synchronized() == [0, 0, 0]
+        total, own = sum(numbers()), [np.s_[2 * r : 2 * r + 2] for r in range(3)]
+        expected = numbers()
+        for r in range(3):
+            if call is scatter:
+                expected[r][own[r]] = total[own[r]]
+            elif call is gather:
+                expected[r] = np.concatenate(
+                    [array[slot] for array, slot in zip(numbers(), own, strict=True)]
+                )
+            else:
+                expected[r][:2] = total[:2]
+        np.testing.assert_array_equal(wholes, expected)
+
+
 @pytest.mark.parametrize("different", [{"count": 5}, {"op": 2}, {"dtype": 2}])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_collectives_must_match(standin, different, blocking):

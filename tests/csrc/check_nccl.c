@@ -95,6 +95,31 @@ static void check_collectives(ncs_nccl_comm* comm) {
   free(all_copied);
 }
 
+/* In place and not; a rank's part of what it sends is its own block. */
+static void check_blocks(ncs_nccl_comm* comm) {
+  float *sends[N], *parts[N], *wholes[N], *own[N], *first[N];
+  float *all = make(sends, N), *all_parts = make(parts, 1), *all_wholes = make(wholes, N);
+  for (int r = 0; r < N; ++r) {
+    own[r] = wholes[r] + r * COUNT;
+    first[r] = wholes[r];
+  }
+  const ncs_collective group[] = {of(NCS_REDUCE_SCATTER, sends, parts), of(NCS_ALL_GATHER, own, wholes)};
+  const ncs_collective in_place = of(NCS_REDUCE_SCATTER, wholes, own);
+  const ncs_collective wrong[] = {of(NCS_REDUCE_SCATTER, wholes, first), of(NCS_ALL_GATHER, first, wholes)};
+  EXPECT(run(comm, group, 2, 5.0, NULL) == ncclSuccess);
+  for (int r = 0; r < N; ++r) {
+    EXPECT(parts[r][COUNT - 1] == 300.0f + (float)(N * r));
+    for (int p = 0; p < N; ++p) EXPECT(wholes[r][p * COUNT] == (float)(101 * p));
+  }
+  EXPECT(run(comm, &in_place, 1, 5.0, NULL) == ncclSuccess);
+  for (int r = 0; r < N; ++r)
+    for (int p = 0; p < N; ++p) EXPECT(wholes[r][p * COUNT + COUNT - 1] == (float)((p == r ? N : 1) * 101 * p));
+  for (int i = 0; i < 2; ++i) EXPECT(ncs_nccl_check_group(comm, &wrong[i], 1, NULL) == ncclInvalidArgument);
+  free(all);
+  free(all_parts);
+  free(all_wholes);
+}
+
 static void check_failures(void) {
   static const char* const calls[] = {"cudaSetDevice",   "cudaStreamCreateWithPriority", "ncclGetUniqueId",
                                       "ncclGroupStart",  "ncclCommInitRankConfig",       "ncclGroupEnd",
@@ -153,6 +178,7 @@ int main(int argc, char** argv) {
   EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
   EXPECT(create(4, &comm) == ncclSuccess);
   check_collectives(comm);
+  check_blocks(comm);
   end(comm);
   check_failures();
   for (int i = 0; i < CALLERS; ++i) {

@@ -25,6 +25,19 @@ int standin_fit(const request* one, const request* other) {
                                     one->root == other->root));
 }
 
+/* What a rank sends and receives is apart, or in place as NCCL defines it: at the same address, or, of blocks, with
+ * the rank's own block at the address of the other buffer. Else ranks would read what they have already written. */
+int standin_is_in_order(const request* asked) {
+  const size_t block = asked->count * standin_size_of(asked->dtype), n = (size_t)asked->comm->clique->n;
+  const size_t own = (size_t)asked->comm->rank * block;
+  const uintptr_t send = (uintptr_t)asked->send, recv = (uintptr_t)asked->recv;
+  const uintptr_t send_end = send + (asked->kind == REDUCE_SCATTER ? n : 1) * block;
+  const uintptr_t recv_end = recv + (asked->kind == ALL_GATHER ? n : 1) * block;
+  if (asked->kind == MESSAGES || block == 0 || recv == 0 || send_end <= recv || recv_end <= send) return 1;
+  if (asked->kind == REDUCE_SCATTER) return recv == send + own;
+  return send == recv + (asked->kind == ALL_GATHER ? own : 0);
+}
+
 static const message* find(const request* asked, int is_send, int peer) {
   for (int i = 0; i < asked->n_messages; ++i)
     if (asked->messages[i].is_send == is_send && asked->messages[i].peer == peer) return &asked->messages[i];

@@ -134,6 +134,10 @@ static int ask(const char* name, request asked, const message* one) {
     status = ncclInvalidUsage;
   }
   if (status == 0 && asked.dtype > ncclBfloat16) status = standin_refuse(ncclInvalidArgument, "no such dtype");
+  if (status == 0 && !standin_is_in_order(&asked)) {
+    standin_say("%s on rank %d: what is sent and what is received overlap, and not in place", name, comm->rank);
+    status = ncclInvalidArgument;
+  }
   if (status == 0 && queued == MAX_QUEUE) status = standin_refuse(ncclInternalError, "too many calls in a group");
   if (status == 0) {
     for (int i = 0; i < queued && one != NULL; ++i)

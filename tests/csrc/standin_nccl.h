@@ -101,5 +101,6 @@ void standin_say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 /* Adds a request to its meeting and queues it on its stream. ncclInvalidUsage: it does not go with the others'. */
 int standin_meet(const request* asked);
 int standin_fit(const request* one, const request* other);
+int standin_is_in_order(const request* asked);
 
 #endif

@@ -9,7 +9,7 @@ import pytest
 from device_memory import check, count_gpus, open_memory, open_runtime
 
 from ncclsync import native
-from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter
 
 RANKS = (2, 3)
 COUNTS = (0, 1, 7, 1000, 30_011)
@@ -72,6 +72,40 @@ def broadcast_grid(ranks):
                     np.testing.assert_array_equal(one.get(), numbers(root, count, dtype), err_msg=row)
 
 
+def part(placed, begin, count, dtype):
+    """Elements of what is placed, as an address."""
+    return (placed.pointer + begin * numpy_dtype(dtype).itemsize, count, dtype)
+
+
+def block_grid(ranks):
+    """Every dtype, operation and size, in place and out of place: a reduce-scatter, its parts gathered."""
+    with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm:
+        for dtype, op, count, in_place in itertools.product(native.DTYPES, native.OPS, COUNTS, (False, True)):
+            row = f"{op} of {ranks} × {count} × {dtype}, {'in' if in_place else 'out of'} place"
+            print(row, flush=True)
+            arrays = [numbers(rank, ranks * count, dtype) for rank in range(ranks)]
+            with open_memory() as memory:
+                sends = [memory.put(array) for array in arrays]
+                wholes = sends if in_place else [memory.put(np.zeros_like(array)) for array in arrays]
+                parts = [part(whole, rank * count, count, dtype) for rank, whole in enumerate(wholes)]
+                comm.reduce_scatter([s.buffer for s in sends], parts, op)
+                expected = reduced(arrays, op, dtype)
+                rounding = ROUNDING.get(dtype, 0) if op == "avg" else 0
+                for rank, (whole, array) in enumerate(zip(wholes, arrays, strict=True)):
+                    own = slice(rank * count, (rank + 1) * count)
+                    others = array.astype(expected.dtype) if in_place else np.zeros_like(expected)
+                    others[own] = expected[own]
+                    got = whole.get().astype(expected.dtype)
+                    np.testing.assert_allclose(got, others, rtol=rounding, atol=0, err_msg=row)
+                comm.all_gather(parts, [w.buffer for w in wholes])
+                for whole in wholes:
+                    got = whole.get().astype(expected.dtype)
+                    np.testing.assert_allclose(got, expected, rtol=rounding, atol=0, err_msg=row)
+                    np.testing.assert_array_equal(whole.get(), wholes[0].get(), err_msg=row)
+                for send, array in zip([] if in_place else sends, arrays, strict=False):
+                    np.testing.assert_array_equal(send.get(), array, err_msg=f"{row}: the input was written")
+
+
 def buckets_of_one_buffer(ranks):
     """One buffer per rank, reduced piece by piece: pieces that begin anywhere, one after the other."""
     cuts = [0, 1, 3, 1027, 1028, 65_536, 100_003]
@@ -91,28 +125,44 @@ def buckets_of_one_buffer(ranks):
                 np.testing.assert_array_equal(recv.get(), expected)
 
 
+def of_each_rank(op, ranks, count, dtype):
+    """What each rank receives of a collective of that operation, or kind, among those at once."""
+    arrays = [numbers(rank, count, dtype) for rank in range(ranks)]
+    if op == "reduce_scatter":
+        blocks = [numbers(rank, ranks * count, dtype) for rank in range(ranks)]
+        return np.split(reduced(blocks, "sum", dtype), ranks)
+    if op in ("broadcast", "all_gather"):
+        return [arrays[-1] if op == "broadcast" else np.concatenate(arrays)] * ranks
+    return [reduced(arrays, op, dtype)] * ranks
+
+
 def one_group_of_all(ranks):
-    """Every dtype and operation, and broadcasts between them, at once."""
-    rows = [(dtype, op) for dtype in native.DTYPES for op in (*native.OPS, "broadcast")]
+    """Every dtype and operation, and of each dtype one of all other collectives, at once."""
+    kinds = (*native.OPS, "broadcast", "reduce_scatter", "all_gather")
+    rows = [(dtype, op) for dtype in native.DTYPES for op in kinds]
     with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm, open_memory() as memory:
         for count in (1000, 30_011):
             group, received = [], []
             for dtype, op in rows:
-                placed = [memory.put(numbers(rank, count, dtype)) for rank in range(ranks)]
+                sent = ranks * count if op == "reduce_scatter" else count
+                got = ranks * count if op == "all_gather" else count
+                placed = [memory.put(numbers(rank, sent, dtype)) for rank in range(ranks)]
+                recvs = [memory.put(np.zeros(got, numpy_dtype(dtype))) for _ in range(ranks)]
+                buffers = [[one.buffer for one in side] for side in (placed, recvs)]
                 if op == "broadcast":
-                    group.append(Broadcast([p.buffer for p in placed], ranks - 1))
+                    group.append(Broadcast(buffers[0], ranks - 1))
+                elif op == "reduce_scatter":
+                    group.append(ReduceScatter(*buffers))
                 else:
-                    recvs = [memory.put(np.zeros(count, numpy_dtype(dtype))) for _ in range(ranks)]
-                    group.append(AllReduce([p.buffer for p in placed], [r.buffer for r in recvs], op))
+                    group.append(AllGather(*buffers) if op == "all_gather" else AllReduce(*buffers, op))
                 received.append(placed if op == "broadcast" else recvs)
             comm.run_group(group)
             for (dtype, op), placed in zip(rows, received, strict=True):
-                arrays = [numbers(rank, count, dtype) for rank in range(ranks)]
-                expected = arrays[-1] if op == "broadcast" else reduced(arrays, op, dtype)
+                expected = of_each_rank(op, ranks, count, dtype)
                 rounding = ROUNDING.get(dtype, 0) if op == "avg" else 0
-                for one in placed:
-                    got = one.get().astype(expected.dtype)
-                    np.testing.assert_allclose(got, expected, rtol=rounding, err_msg=f"{op} of {dtype}")
+                for one, wanted in zip(placed, expected, strict=True):
+                    got = one.get().astype(wanted.dtype)
+                    np.testing.assert_allclose(got, wanted, rtol=rounding, err_msg=f"{op} of {dtype}")
 
 
 def preflight(ranks):
@@ -164,6 +214,12 @@ def test_broadcast(ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_blocks(ranks):
+    """Reduce-scatter and all-gather of every dtype, operation and size, in place or not: NumPy's result."""
+    isolated.run(block_grid, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_buckets(ranks):
     """Collectives follow each other over parts of one buffer."""
     isolated.run(buckets_of_one_buffer, ranks=ranks)
@@ -171,7 +227,7 @@ def test_buckets(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_group(ranks):
-    """One launch of sixty collectives: every dtype and operation gives what it gives alone."""
+    """One launch of eighty collectives: every dtype and operation gives what it gives alone."""
     isolated.run(one_group_of_all, ranks=ranks)
 
 

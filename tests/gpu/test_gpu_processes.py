@@ -9,7 +9,7 @@ import isolated
 import numpy as np
 from device_memory import RuntimeMemory, count_gpus
 
-from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter
 from ncclsync.errors import NcclSyncError
 
 COUNT = 1000
@@ -32,17 +32,28 @@ def joined(index, folder):
 
 
 def reduce_ranks(comm, memory):
-    """All-reduce each rank's number, and broadcast that of rank 1, as one group; check both."""
+    """One of each collective, as one group: the ranks' numbers are added up, rank 1's go to all, each gets
+    its block of the largest ones, and all get all ranks' blocks, in place; check all four.
+    """
+    world_size = comm.world_size
     shares = list(zip(comm.ranks, comm.devices, strict=True))
     sends = [memory.put(np.full(COUNT, rank + 1, np.float32), device) for rank, device in shares]
     recvs = [memory.put(np.zeros(COUNT, np.float32), device) for _, device in shares]
     sent = [memory.put(np.full(7, rank, np.int64), device) for rank, device in shares]
-    group = [[placed.buffer for placed in side] for side in (sends, recvs, sent)]
-    comm.run_group([AllReduce(*group[:2]), Broadcast(group[2], 1)])
-    for send, recv, copy, rank in zip(sends, recvs, sent, comm.ranks, strict=True):
-        np.testing.assert_array_equal(recv.get(), comm.world_size * (comm.world_size + 1) / 2)
-        np.testing.assert_array_equal(send.get(), rank + 1)
-        np.testing.assert_array_equal(copy.get(), 1)
+    blocks = np.repeat(np.arange(world_size, dtype=np.int32), 5)  # the sender's rank is added
+    whole = [memory.put(blocks + rank, device) for rank, device in shares]
+    parts = [memory.put(np.zeros(5, np.int32), device) for _, device in shares]
+    gathered = [memory.put(np.where(blocks == rank, rank, -1), device) for rank, device in shares]
+    own = [(g.pointer + 40 * rank, 5, "int64") for g, rank in zip(gathered, comm.ranks, strict=True)]
+    group = [[one.buffer for one in side] for side in (sends, recvs, sent, whole, parts, gathered)]
+    scatter, gather = ReduceScatter(group[3], group[4], "max"), AllGather(own, group[5])
+    comm.run_group([AllReduce(*group[:2]), Broadcast(group[2], 1), scatter, gather])
+    for i, rank in enumerate(comm.ranks):
+        np.testing.assert_array_equal(recvs[i].get(), world_size * (world_size + 1) / 2)
+        np.testing.assert_array_equal(sends[i].get(), rank + 1)
+        np.testing.assert_array_equal(sent[i].get(), 1)
+        np.testing.assert_array_equal(parts[i].get(), rank + world_size - 1)
+        np.testing.assert_array_equal(gathered[i].get(), blocks)
 
 
 def take_part(index, folder):
@@ -65,7 +76,7 @@ def lose_the_other(index, folder):
         try:
             reduce_ranks(comm, memory)
         except NcclSyncError as error:  # NCCL may notice, or it is given up
-            assert "all-reduce 3 of 4000 bytes" in str(error), error
+            assert "all-reduce 5 of 4000 bytes" in str(error), error
         else:
             raise AssertionError("a group has ended without the other process")
         assert comm.closed and time.monotonic() - began < 20

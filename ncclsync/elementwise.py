@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import ops, private_keras
+from ncclsync import ops, private_optimizer
 
 # Ops on arrays of one shape, and scalars, of which each element of the result depends on the operands' only.
 _ELEMENTWISE = (
@@ -32,12 +32,12 @@ def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
         optimizer: any; it is left as it is.
         ranks: of the weights that it is to update.
     """
-    twin = private_keras.twin_of(optimizer)
+    twin = private_optimizer.twin_of(optimizer)
     twin.ema_overwrite_frequency = None  # a branch that copies averages to weights
     shapes = [_LENGTHS[:rank] for rank in sorted(ranks)]
     weights = [keras.Variable(np.zeros(shape, "float32"), name=f"weight_{len(shape)}") for shape in shapes]
     twin.build(weights)
-    for name, slots in sorted(private_keras.slots_of(twin).items()):
+    for name, slots in sorted(private_optimizer.slots_of(twin).items()):
         for weight, state in zip(weights, slots, strict=True):
             if state is None or state.shape != weight.shape:
                 kept = "nothing" if state is None else f"{tuple(state.shape)}"
@@ -46,7 +46,7 @@ def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
 
     @tf.function(input_signature=specs, autograph=False)
     def update(*gradients):
-        private_keras.apply_gradients(twin, gradients, weights)
+        private_optimizer.apply_gradients(twin, gradients, weights)
 
     with ops.running_in(None):
         graph = update.get_concrete_function().graph

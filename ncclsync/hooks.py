@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, peers, private, private_keras
+from ncclsync import ops, peers, private, private_optimizer
 from ncclsync.compression import ErrorFeedback
 from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
@@ -130,7 +130,7 @@ def gradients_reduced(
                 return apply(self, grads, trainable_variables, **kwargs)
             parts = [context.of_shard.get(id(gradient), (None, None))[1] for gradient in grads]
             with _nesting("apply"):
-                if private_keras.accumulates(self):
+                if private_optimizer.accumulates(self):
                     return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
                 # What no tape gave, or what the step has changed, counts by the samples.
                 others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
@@ -138,7 +138,7 @@ def gradients_reduced(
                 with context.implied():
                     added = [None] * len(parts)
                     if compression is not None:
-                        variables = private_keras.built_for(self, trainable_variables)
+                        variables = private_optimizer.built_for(self, trainable_variables)
                         added = compression.add_up(parts, variables, context)
                         parts = [p if a is None else None for p, a in zip(parts, added, strict=True)]
                     left = [None] * len(parts)
@@ -195,8 +195,8 @@ def _apply_accumulated(
     The optimizer's accumulators become partial: what one device would have accumulated is their sum over
     the towers.
     """
-    variables = private_keras.built_for(optimizer, variables)
-    accumulators = private_keras.accumulators(optimizer, variables)
+    variables = private_optimizer.built_for(optimizer, variables)
+    accumulators = private_optimizer.accumulators(optimizer, variables)
     running = {}
     for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
         if gradient is not None:
@@ -204,10 +204,10 @@ def _apply_accumulated(
             part = tf.convert_to_tensor(_weighted(gradient, context) if part is None else part)
             part = context.share.of_samples(part)
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
-    updates = private_keras.update_is_due(optimizer)
+    updates = private_optimizer.update_is_due(optimizer)
     totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
     reduced = dict(zip(running, totals, strict=True))
-    with private_keras.accumulators_emptied(optimizer):
+    with private_optimizer.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
     for i, total in running.items():
         accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))

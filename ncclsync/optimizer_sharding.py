@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private, private_keras
+from ncclsync import ops, private, private_optimizer
 from ncclsync.elementwise import find_coupling
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective
@@ -53,18 +53,20 @@ class _Sharded:
     ) -> None:
         self._dense = {id(weight) for weight in weights}
         _check(optimizer, weights)
-        self.twin = private_keras.twin_of(optimizer)
+        self.twin = private_optimizer.twin_of(optimizer)
         self.groups = _groups(optimizer, weights, bucket_bytes, towers)
-        kept = [group.flat for group in self.groups if not private_keras.decays(optimizer, group.weights[0])]
+        kept = [
+            group.flat for group in self.groups if not private_optimizer.decays(optimizer, group.weights[0])
+        ]
         if kept:
             self.twin.exclude_from_weight_decay(var_list=[flat.value for flat in kept])
         self.twin.build([group.flat for group in self.groups])
-        for name, scalar in private_keras.scalars_of(optimizer).items():
+        for name, scalar in private_optimizer.scalars_of(optimizer).items():
             setattr(self.twin, name, scalar)
-        indices = {id(weight): i for i, weight in enumerate(private_keras.weights_of(optimizer))}
-        wholes = private_keras.slots_of(optimizer)
+        indices = {id(weight): i for i, weight in enumerate(private_optimizer.weights_of(optimizer))}
+        wholes = private_optimizer.slots_of(optimizer)
         self.slots = []
-        partitions = private_keras.slots_of(self.twin) if wholes else {}
+        partitions = private_optimizer.slots_of(self.twin) if wholes else {}
         for name, of_groups in partitions.items():
             for group, partition in zip(self.groups, of_groups, strict=True):
                 private.set_partitioned(private.backend_variable(partition))
@@ -100,7 +102,7 @@ class _Sharded:
         for group in self.groups:
             held = [place.part(tf.convert_to_tensor(weight), tower) for weight, place in group.pairs]
             group.flat.assign(tf.concat(held, 0))
-        private_keras.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
+        private_optimizer.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
         updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.weights]
         sent = [
             flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)
@@ -136,12 +138,12 @@ class OptimizerSharding:
         Raises:
             ValueError: `LargeBatch` updates the optimizer in its own way.
         """
-        if private_keras.has_wrapped_update(optimizer):
+        if private_optimizer.has_wrapped_update(optimizer):
             raise ValueError(
                 "Expected shard_optimizer or LargeBatch. "
                 f"Received: both, for {type(optimizer).__name__} {optimizer.name!r}"
             )
-        if not private_keras.applies_untouched(optimizer):
+        if not private_optimizer.applies_untouched(optimizer):
             return [False] * len(parts)
         left = [isinstance(part, tf.Tensor) for part in parts]
         self._addends = {id(part): part for part, one in zip(parts, left, strict=True) if one}
@@ -164,7 +166,7 @@ class OptimizerSharding:
 
             return sharded_update
 
-        return private_keras.updates_wrapped(sharding)
+        return private_optimizer.updates_wrapped(sharding)
 
     def divide(self) -> None:
         """Before a step: bring what Python wrote into optimizers' variables to the towers, and free them."""
@@ -196,18 +198,18 @@ class OptimizerSharding:
                 "Expected, with shard_optimizer, an optimizer that updates at the top level of every step. "
                 f"Received: {optimizer.name} within a branch, as a LossScaleOptimizer or tf.cond makes it"
             )
-        if private_keras.accumulates(optimizer):
+        if private_optimizer.accumulates(optimizer):
             raise ValueError(
                 "Expected, with shard_optimizer, an optimizer without gradient accumulation. Received: "
                 f"{optimizer.name} with gradient_accumulation_steps={optimizer.gradient_accumulation_steps}"
             )
-        gradients = private_keras.clipped(optimizer, gradients)
+        gradients = private_optimizer.clipped(optimizer, gradients)
         pairs = list(zip(gradients, weights, strict=True))
         dense = [(g, w) for g, w in pairs if not isinstance(g, tf.IndexedSlices)]
         sparse = [(g, w) for g, w in pairs if isinstance(g, tf.IndexedSlices)]
         if sparse:
             _check_scalars(optimizer, sparse[0][1])
-            with private_keras.unclipped(optimizer):
+            with private_optimizer.unclipped(optimizer):
                 update(optimizer, *map(list, zip(*sparse, strict=True)))
         if dense:
             sharded = self._sharded_of(optimizer, [weight for _, weight in dense], copies)
@@ -240,7 +242,7 @@ def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
 
 def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
     """Weights with sparse gradients are updated by the optimizer itself, beside its twin."""
-    both = set(private_keras.scalars_of(optimizer)) - {"_iterations", "_learning_rate"}
+    both = set(private_optimizer.scalars_of(optimizer)) - {"_iterations", "_learning_rate"}
     if both:
         raise ValueError(
             f"Expected, with shard_optimizer, dense gradients for {type(optimizer).__name__}, which keeps "
@@ -255,7 +257,7 @@ def _groups(
     kinds: dict[Any, list[tuple[list[Any], list[Place]]]] = {}
     for weight in weights:
         value = private.backend_variable(weight)
-        decayed = private_keras.decays(optimizer, weight)
+        decayed = private_optimizer.decays(optimizer, weight)
         lists = kinds.setdefault((value.dtype, value.device, decayed), [])
         elements = int(value.shape.num_elements())
         length = -(-elements // towers)

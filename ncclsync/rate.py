@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private_keras
+from ncclsync import ops, private_keras, private_optimizer
 from ncclsync.errors import NcclSyncError
 from ncclsync.kinds import SAME, Kind
 from ncclsync.shard import count_rows
@@ -62,7 +62,7 @@ class ScaledRate:
         self.rule = rule
         self.always = False
         self._model = model
-        self._optimizer = private_keras.innermost(model.optimizer)
+        self._optimizer = private_optimizer.innermost(model.optimizer)
         self._open = 0  # steps of the model's own that are being traced
         self._known = False
         self.active = _variable(False, "active")
@@ -72,7 +72,7 @@ class ScaledRate:
         self._skipped = _variable(tf.constant(0, tf.int64), "skipped_updates")  # of the warm-up
         # The reference rate that the velocities have been made with.
         self._previous = _variable(self._reference(), "previous_rate")
-        private_keras.wrap_update(self._optimizer, self._wrap)
+        private_optimizer.wrap_update(self._optimizer, self._wrap)
         outer = model.optimizer
         vars(outer)["save_own_variables"] = self._settled_before(outer.save_own_variables)
         vars(outer)["load_own_variables"] = self._told_after(outer.load_own_variables)
@@ -89,7 +89,7 @@ class ScaledRate:
 
     def is_for(self, optimizer: keras.Optimizer) -> bool:
         """Whether it is this optimizer's."""
-        return private_keras.innermost(optimizer) is self._optimizer
+        return private_optimizer.innermost(optimizer) is self._optimizer
 
     def begin(self, warmup_epochs: float, steps_per_epoch: int, epoch: int = 0) -> None:
         """Set the warm-up; one that has ended before does not come again, nor does a part of one.
@@ -135,7 +135,7 @@ class ScaledRate:
 
     def settle(self) -> None:
         """Let the velocities be those of the rate that the optimizer has now, as the next update would."""
-        if not self._corrects() or private_keras.schedule_of(self._optimizer) is not None:
+        if not self._corrects() or private_optimizer.schedule_of(self._optimizer) is not None:
             return
         reference = self._reference()
         if float(reference) != float(self._previous.numpy()):
@@ -151,10 +151,10 @@ class ScaledRate:
                     f"batch_size={self.rule.batch_size}, length of the warm-up known: {self._known}"
                 )
             if self.rule.exclude_from_weight_decay:
-                private_keras.exclude_from_weight_decay(self._optimizer, _not_decayed(self._model))
+                private_optimizer.exclude_from_weight_decay(self._optimizer, _not_decayed(self._model))
             reference, factor = self._reference(), self.factor()
             replace = functools.partial(self._update, reference, factor)
-            with private_keras.update_replaced(self._optimizer, reference * factor, replace):
+            with private_optimizer.update_replaced(self._optimizer, reference * factor, replace):
                 return apply(gradients, variables)
 
         return scaled_apply
@@ -170,7 +170,7 @@ class ScaledRate:
             # v' = m * (f'r' / fr) * v - f'r' * g is u' = m * (r' / r) * u - r' * g: f corrects itself.
             self._correct(reference, self._previous_rate())
             self._previous.assign(reference)
-            with private_keras.increments_scaled(self._optimizer, variables, factor):
+            with private_optimizer.increments_scaled(self._optimizer, variables, factor):
                 update(gradients, variables, reference)
 
         return scaled_update
@@ -178,18 +178,18 @@ class ScaledRate:
     def _correct(self, reference: tf.Tensor, previous: tf.Tensor) -> None:
         """Multiply velocities by r'/r. Of a rate of zero none are left, and there is nothing to divide."""
         ratio = tf.where(self.active, tf.math.divide_no_nan(reference, previous), 1.0)
-        for velocity in private_keras.velocities(self._optimizer):
+        for velocity in private_optimizer.velocities(self._optimizer):
             velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
 
     def _corrects(self) -> bool:
-        return self.rule.momentum_correction and private_keras.has_velocities(self._optimizer)
+        return self.rule.momentum_correction and private_optimizer.has_velocities(self._optimizer)
 
     def _previous_rate(self) -> tf.Tensor:
-        schedule = private_keras.schedule_of(self._optimizer)
+        schedule = private_optimizer.schedule_of(self._optimizer)
         if schedule is None:
             return self._previous
         # By its count, which a file holds; a variable of ours it would not hold.
-        last = private_keras.batches_applied(self._optimizer) - self._batches_per_update()
+        last = private_optimizer.batches_applied(self._optimizer) - self._batches_per_update()
         return tf.cast(schedule(tf.maximum(last, 0)), tf.float32)
 
     def _reference(self) -> tf.Tensor:
@@ -232,7 +232,7 @@ def scale_rate(model: keras.Model, rule: Rule) -> ScaledRate:
     """
     members = vars(model)
     owned = {
-        id(private_keras.innermost(one)): one
+        id(private_optimizer.innermost(one)): one
         for one in (getattr(model, "optimizer", None), *members.values())
         if isinstance(one, keras.Optimizer)
     }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync import private, private_keras, private_strategy
+from ncclsync import private, private_keras, private_optimizer, private_strategy
 
 
 def ops_of(function, *arguments):
@@ -433,16 +433,18 @@ def accumulating():
 def test_accumulation_of_an_optimizer():
     """Built as `apply` would, told when it updates, and which variables it accumulates in."""
     optimizer, variables = accumulating()
-    assert private_keras.accumulates(optimizer) and not private_keras.accumulates(keras.optimizers.Adam())
-    assert private_keras.built_for(optimizer, variables) == variables and optimizer.built
-    assert private_keras.built_for(optimizer, None) == variables
+    assert private_optimizer.accumulates(optimizer) and not private_optimizer.accumulates(
+        keras.optimizers.Adam()
+    )
+    assert private_optimizer.built_for(optimizer, variables) == variables and optimizer.built
+    assert private_optimizer.built_for(optimizer, None) == variables
     due = []
     for _ in range(4):
-        due.append(bool(private_keras.update_is_due(optimizer)))
+        due.append(bool(private_optimizer.update_is_due(optimizer)))
         optimizer.apply([tf.ones([2]), tf.ones([1])])
     assert due == [False, True, False, True]
     optimizer.apply([tf.constant([5.0, 6.0]), tf.ones([1])])
-    second, first = private_keras.accumulators(optimizer, variables[::-1])
+    second, first = private_optimizer.accumulators(optimizer, variables[::-1])
     np.testing.assert_array_equal(first.numpy(), [5.0, 6.0])
     np.testing.assert_array_equal(second.numpy(), [1.0])
 
@@ -451,12 +453,12 @@ def test_accumulators_emptied():
     """`apply` takes what it is given for the whole sum, and leaves the accumulators alone."""
     optimizer, variables = accumulating()
     gradients = [tf.constant([2.0, 4.0]), tf.constant([6.0])]
-    private_keras.built_for(optimizer, variables)
+    private_optimizer.built_for(optimizer, variables)
     for _ in range(2):
-        with private_keras.accumulators_emptied(optimizer):
+        with private_optimizer.accumulators_emptied(optimizer):
             optimizer.apply(gradients)
     np.testing.assert_allclose(variables[0].numpy(), [0.9, 1.8])
-    for accumulator in private_keras.accumulators(optimizer, variables):
+    for accumulator in private_optimizer.accumulators(optimizer, variables):
         np.testing.assert_array_equal(accumulator.numpy(), np.zeros(accumulator.shape))
     for _ in range(2):
         optimizer.apply(gradients)
@@ -612,23 +614,23 @@ def test_updates_wrapped_and_apply_gradients():
         return wrapped
 
     gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
-    with private_keras.updates_wrapped(wrap):
+    with private_optimizer.updates_wrapped(wrap):
         optimizer.apply(gradients, weights)
     assert seen == [[2.0, 2.0]] and int(optimizer.iterations) == 1
-    private_keras.apply_gradients(optimizer, gradients, weights)
+    private_optimizer.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == 1.0 - 2.0 - 4.0 and int(optimizer.iterations) == 1
-    assert private_keras.weights_of(optimizer) == weights
+    assert private_optimizer.weights_of(optimizer) == weights
 
 
 def test_clipped_and_unclipped():
     """Clipping is one method, which `updates_wrapped` calls."""
     optimizer, weights = built(keras.optimizers.SGD(1.0, clipvalue=0.5))
     gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
-    assert float(private_keras.clipped(optimizer, gradients)[0][0, 0]) == 0.5
-    with private_keras.unclipped(optimizer):
-        private_keras.apply_gradients(optimizer, gradients, weights)
+    assert float(private_optimizer.clipped(optimizer, gradients)[0][0, 0]) == 0.5
+    with private_optimizer.unclipped(optimizer):
+        private_optimizer.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == -3.0
-    private_keras.apply_gradients(optimizer, gradients, weights)
+    private_optimizer.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == -3.5
 
 
@@ -639,10 +641,10 @@ def test_applies_untouched():
         def apply(self, grads, trainable_variables=None):
             return super().apply(grads, trainable_variables)
 
-    assert private_keras.applies_untouched(keras.optimizers.AdamW())
+    assert private_optimizer.applies_untouched(keras.optimizers.AdamW())
     touching = [Own(), keras.optimizers.SGD(clipnorm=1.0), keras.optimizers.SGD(loss_scale_factor=2.0)]
     touching += [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
-    assert not any(private_keras.applies_untouched(one) for one in touching)
+    assert not any(private_optimizer.applies_untouched(one) for one in touching)
 
 
 def test_decays():
@@ -650,31 +652,31 @@ def test_decays():
     optimizer = keras.optimizers.SGD(weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["b"])
     _, weights = built(optimizer)
-    assert [private_keras.decays(optimizer, weight) for weight in weights] == [True, False]
-    assert not private_keras.decays(*(lambda o, w: (o, w[0]))(*built(keras.optimizers.SGD())))
+    assert [private_optimizer.decays(optimizer, weight) for weight in weights] == [True, False]
+    assert not private_optimizer.decays(*(lambda o, w: (o, w[0]))(*built(keras.optimizers.SGD())))
 
 
 def test_slots_and_scalars():
     """Slots are lists in the order of the weights; the rest are single variables."""
     optimizer, weights = built(keras.optimizers.Nadam())
-    slots = private_keras.slots_of(optimizer)
+    slots = private_optimizer.slots_of(optimizer)
     assert sorted(slots) == ["_momentums", "_velocities"]
     assert all(
         [slot.shape for slot in of_one] == [weight.shape for weight in weights] for of_one in slots.values()
     )
-    assert sorted(private_keras.scalars_of(optimizer)) == ["_iterations", "_learning_rate", "_u_product"]
-    assert private_keras.slots_of(built(keras.optimizers.SGD())[0]) == {}
+    assert sorted(private_optimizer.scalars_of(optimizer)) == ["_iterations", "_learning_rate", "_u_product"]
+    assert private_optimizer.slots_of(built(keras.optimizers.SGD())[0]) == {}
 
 
 def test_twin_of():
     """A twin counts and learns as the optimizer does, clips nothing, and has slots of its own."""
     optimizer, weights = built(keras.optimizers.Adam(0.5, clipnorm=1e-3))
-    twin = private_keras.twin_of(optimizer)
+    twin = private_optimizer.twin_of(optimizer)
     assert not twin.built and twin.iterations is optimizer.iterations
     twin.build(weights)
     optimizer.learning_rate = 0.25
     assert float(twin.learning_rate) == 0.25
-    private_keras.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
+    private_optimizer.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
     assert abs(float(twin._momentums[0][0, 0]) - 0.4) < 1e-6 and float(optimizer._momentums[0][0, 0]) == 0
 
 
@@ -702,7 +704,7 @@ def updated(name, rate, around=None):
     optimizer = OPTIMIZERS[name](rate, weight_decay=0.01, **options)
     optimizer.build([weight])
     if around is not None:
-        private_keras.wrap_update(optimizer, functools.partial(around, optimizer))
+        private_optimizer.wrap_update(optimizer, functools.partial(around, optimizer))
     optimizer.apply([tf.constant([[0.3, 0.2, -0.1]])])
     slots = [v.numpy() for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
     return weight.numpy(), slots
@@ -715,7 +717,7 @@ def test_update_replaced(name):
 
     def around(optimizer, apply):
         def update_at_rate(gradients, variables):
-            replaced = private_keras.update_replaced(optimizer, tf.constant(0.1), noting)
+            replaced = private_optimizer.update_replaced(optimizer, tf.constant(0.1), noting)
             with replaced:
                 apply(gradients, variables)
 
@@ -761,10 +763,10 @@ def test_velocities():
         (keras.optimizers.Adam(0.1), []),
         (Mine(0.1, momentum=0.9), []),
     ):
-        assert private_keras.has_velocities(optimizer) == bool(names)
-        assert private_keras.velocities(optimizer) == []
+        assert private_optimizer.has_velocities(optimizer) == bool(names)
+        assert private_optimizer.velocities(optimizer) == []
         optimizer.build([weight])
-        found = private_keras.velocities(optimizer)
+        found = private_optimizer.velocities(optimizer)
         assert [slot.name.rsplit("_", 1)[-1].split(":")[0] for slot in found] == names
 
 
@@ -775,7 +777,7 @@ def test_increments_scaled(name):
     def around(optimizer, apply):
         def scaled(gradients, variables):
             optimizer.weight_decay = None
-            with private_keras.increments_scaled(optimizer, variables, tf.constant(3.0)):
+            with private_optimizer.increments_scaled(optimizer, variables, tf.constant(3.0)):
                 apply(gradients, variables)
 
         return scaled
@@ -795,15 +797,15 @@ def test_rates_of_an_optimizer():
     """Its schedule, if it has one, is asked for the batches counted; a wrapper's is that of what it wraps."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     optimizer, variables = accumulating()
-    assert private_keras.schedule_of(optimizer) is None
+    assert private_optimizer.schedule_of(optimizer) is None
     optimizer.learning_rate = schedule
-    assert private_keras.schedule_of(optimizer) is schedule
+    assert private_optimizer.schedule_of(optimizer) is schedule
     for _ in range(3):
         optimizer.apply([tf.ones([2]), tf.ones([1])], variables)
-    assert int(private_keras.batches_applied(optimizer)) == 3 and int(optimizer.iterations) == 1
+    assert int(private_optimizer.batches_applied(optimizer)) == 3 and int(optimizer.iterations) == 1
     assert float(optimizer.learning_rate) == pytest.approx(0.1 / 8)
-    assert private_keras.innermost(optimizer) is optimizer
-    assert private_keras.innermost(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
+    assert private_optimizer.innermost(optimizer) is optimizer
+    assert private_optimizer.innermost(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
 
 
 def test_exclude_from_weight_decay():
@@ -812,7 +814,7 @@ def test_exclude_from_weight_decay():
     optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_list=weights[:1], var_names=["two"])
     optimizer.apply([tf.zeros([1])] * 4, weights)
-    private_keras.exclude_from_weight_decay(optimizer, weights[2:3])
+    private_optimizer.exclude_from_weight_decay(optimizer, weights[2:3])
     optimizer.apply([tf.zeros([1])] * 4, weights)
     assert [float(weight[0]) for weight in weights] == [1.0, 1.0, 0.5, 0.25]
 

@@ -1,7 +1,8 @@
-"""Every use of an interface that TensorFlow does not promise to keep; Keras' are in `private_keras.py`.
+"""Every use of an interface that TensorFlow does not promise to keep.
 
+Keras' are in `private_keras.py` and `private_optimizer.py`, those of tf.distribute in `private_strategy.py`.
 Nothing else in the package touches such an interface. `tests/test_private.py` has one test for each
-function of both, so that an upgrade that breaks an assumption is told by that assumption's name.
+function of them, so that an upgrade that breaks an assumption is told by that assumption's name.
 """
 
 import contextlib

@@ -78,7 +78,8 @@ def _run(pool: native.Pool, collective: AnyCollective, reads: Buffers, writes: B
         return native.cpu_broadcast(pool, pointers, writes.count, dtype, collective.root)
     if isinstance(collective, AllGather):
         count, blocks = reads.count, range(len(pointers))
-        copies = ([reads.pointers[r], *writes.block(r, count)] for r in blocks)
+        # A set: what stands for several ranks is written once.
+        copies = ([reads.pointers[r], *set(writes.block(r, count))] for r in blocks)
         return max(native.cpu_broadcast(pool, buffers, count, dtype, 0) for buffers in copies)
     count, op = writes.count, native.OPS[collective.op]
     if isinstance(collective, AllReduce):

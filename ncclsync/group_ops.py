@@ -128,9 +128,8 @@ def group_broadcast(
         return list(tensors)
     sent = tensors[root]
     with tf.device("/CPU:0"):
-        received = tf.numpy_function(
-            broadcast_on_host, [sent], [sent.dtype] * (len(tensors) - 1), stateful=False
-        )
+        dtypes = [sent.dtype] * (len(tensors) - 1)
+        received = tf.nest.flatten(tf.numpy_function(broadcast_on_host, [sent], dtypes, stateful=False))
     for tensor in received:
         tensor.set_shape(sent.shape)
     return [*received[:root], sent, *received[root:]]

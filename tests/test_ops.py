@@ -338,6 +338,22 @@ def test_group_collectives_of_every_dtype(dtype):
             np.testing.assert_array_equal(tf.cast(one, tf.float64), other)
 
 
+@pytest.mark.parametrize("towers", [1, 2, 3])
+def test_group_collectives_outside_a_graph(towers):
+    """As inside one; a step that failed is run again so."""
+    tensors = [unique("float32", i) for i in range(towers)]
+    kinds = [AllReduce((), ()), ReduceScatter((), ()), AllGather((), ())]
+    rows = [[tf.tile(tensor[:1], [towers, 1]) for tensor in tensors], tensors]
+    with CpuCommunicator(towers) as communicator:
+        copied = group_ops.group_broadcast(tensors, communicator, towers - 1)
+        reduced, scattered, gathered = group_ops.group_exchange([tensors, *rows], communicator, kinds)
+    for i in range(towers):
+        np.testing.assert_array_equal(copied[i], tensors[-1])
+        np.testing.assert_array_equal(reduced[i], sum(tensors))
+        np.testing.assert_array_equal(scattered[i], sum(tensors)[:1])
+        np.testing.assert_array_equal(gathered[i], tf.concat(tensors, 0))
+
+
 @pytest.mark.parametrize("loops", [1, 3])
 def test_group_on_devices(loops):
     """The way that tensors in GPU memory take, on host memory: right for a group of several dtypes, when

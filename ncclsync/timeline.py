@@ -32,8 +32,8 @@ class Timeline(StepWatcher):
       `tower_0/apply`. Within them `tower_0/pack` and `tower_0/unpack`, of what is sent and what was received;
       on CPU towers neither is done, and where XLA compiles, both are part of what it compiles;
     - `all-reduce/1.2`, and `reduce-scatter`, `gather`, `broadcast`, `reduce`: the call that joins bucket 2
-      behind segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors, where shapes tell them;
-      of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
+      behind segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
+      where shapes tell them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
 
     On GPUs work is queued. A span there ends, and a collective begins, when the tower's stream has done the
     work before it and a scalar from behind it has arrived in the host's memory; a segment begins when its

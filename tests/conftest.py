@@ -9,6 +9,9 @@ from standin import COMPILER, Standin
 
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Models are small, and another process tests beside: threads within an op would only wait for each other. A
+# quarter of the time. Ops, and so towers, still run on several threads.
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 
 def pytest_addoption(parser, pluginmanager):

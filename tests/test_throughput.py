@@ -38,15 +38,15 @@ def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
     slow_rows = rows.map(
         lambda x, y: (tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), [None, 12]), y)
     )
-    reduce = CpuCommunicator.all_reduce
+    run = CpuCommunicator.run_group
 
     def slowly(*arguments, **options):
         time.sleep(0.1)
-        return reduce(*arguments, **options)
+        return run(*arguments, **options)
 
     model, shares = on_towers(mlp, 2), []
-    for data_set, function in ((rows, reduce), (slow_rows, reduce), (rows, slowly)):
-        monkeypatch.setattr(CpuCommunicator, "all_reduce", function)
+    for data_set, function in ((rows, run), (slow_rows, run), (rows, slowly)):
+        monkeypatch.setattr(CpuCommunicator, "run_group", function)
         shares.append(model.fit(data_set, epochs=3, verbose=0, callbacks=[Throughput()]).history)
     fast, slow_data, slow_exchange = shares
     # Of several epochs the one that other load has disturbed least; the first one of all is traced.

@@ -46,9 +46,9 @@ def chosen(cases: Mapping[str, Case], every: int, at_once: int = ROWS_AT_ONCE) -
 def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
     """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them.
 
-    Of a large table every ninth row, to keep the time of all tests within bounds.
+    Of a large table every twelfth row, to keep the time of all tests within bounds.
     """
-    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=9, at_once=10))]
+    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=12, at_once=10))]
     return [pytest.param(name, count, id=f"{name}-{count}") for name, count in pairs]
 
 

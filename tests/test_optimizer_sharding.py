@@ -61,10 +61,9 @@ def test_same_numbers(name):
     assert_towers_agree(divided)
 
 
-@pytest.mark.parametrize("towers", [2, 8])
-def test_same_as_one_device(towers):
+def test_same_as_one_device():
     """More towers than some weights have elements, weights of odd sizes, several flat variables."""
-    alone, model = mlp(), on_towers(mlp, towers, shard_optimizer=True, bucket_bytes=400)
+    alone, model = mlp(), on_towers(mlp, 8, shard_optimizer=True, bucket_bytes=400)
     assert_close(fit(model), fit(alone))
     assert_close(state(model), state(alone))
     assert len(sharding_of(model).groups) > 1

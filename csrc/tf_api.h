@@ -1,0 +1,103 @@
+/* Inside csrc only: TensorFlow's C API as far as kernels use it, and what they share.
+ *
+ * It is declared here after tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h, so that neither TensorFlow's headers nor
+ * TensorFlow are needed to compile. tests/test_host_ops.py compares both. */
+#ifndef NCCLSYNC_TF_API_H_
+#define NCCLSYNC_TF_API_H_
+
+#include <stdbool.h>
+
+#include "ncclsync.h"
+
+enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8 };
+
+typedef struct TF_Status TF_Status;
+typedef struct TF_Tensor TF_Tensor;
+typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
+typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
+typedef struct TF_KernelBuilder TF_KernelBuilder;
+typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
+typedef struct TF_OpKernelContext TF_OpKernelContext;
+
+#define NCS_TF_CALLS(X)                                                                                               \
+  X(TF_Status*, TF_NewStatus, (void))                                                                                 \
+  X(void, TF_DeleteStatus, (TF_Status*))                                                                              \
+  X(void, TF_SetStatus, (TF_Status*, int code, const char* message))                                                  \
+  X(int, TF_GetCode, (const TF_Status*))                                                                              \
+  X(const char*, TF_Message, (const TF_Status*))                                                                      \
+  X(void, TF_DeleteTensor, (TF_Tensor*))                                                                              \
+  X(void*, TF_TensorData, (const TF_Tensor*))                                                                         \
+  X(int64_t, TF_TensorElementCount, (const TF_Tensor*))                                                               \
+  X(int, TF_NumDims, (const TF_Tensor*))                                                                              \
+  X(int64_t, TF_Dim, (const TF_Tensor*, int index))                                                                   \
+  X(TF_OpDefinitionBuilder*, TF_NewOpDefinitionBuilder, (const char* name))                                           \
+  X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder*, const char* spec))                                 \
+  X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder*, const char* spec))                                \
+  X(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder*, const char* spec))                               \
+  X(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder*, bool is_stateful))                           \
+  X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                            \
+    (TF_OpDefinitionBuilder*, void (*infer)(TF_ShapeInferenceContext*, TF_Status*)))                                  \
+  X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))                           \
+  X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder*, TF_Status*))                                             \
+  X(TF_KernelBuilder*, TF_NewKernelBuilder,                                                                           \
+    (const char* op, const char* device, void* (*create)(TF_OpKernelConstruction*),                                   \
+     void (*compute)(void*, TF_OpKernelContext*), void (*destroy)(void*)))                                            \
+  X(void, TF_RegisterKernelBuilder, (const char* name, TF_KernelBuilder*, TF_Status*))                                \
+  X(void, TF_OpKernelConstruction_GetAttrType, (TF_OpKernelConstruction*, const char*, int* value, TF_Status*))       \
+  X(void, TF_OpKernelConstruction_GetAttrInt64, (TF_OpKernelConstruction*, const char*, int64_t* value, TF_Status*))  \
+  X(void, TF_OpKernelConstruction_GetAttrSize,                                                                        \
+    (TF_OpKernelConstruction*, const char*, int32_t* list_size, int32_t* total_size, TF_Status*))                     \
+  X(void, TF_OpKernelConstruction_GetAttrInt64List,                                                                   \
+    (TF_OpKernelConstruction*, const char*, int64_t* values, int most, TF_Status*))                                   \
+  X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction*, TF_Status*))                                    \
+  X(void, TF_GetInput, (TF_OpKernelContext*, int index, TF_Tensor** tensor, TF_Status*))                              \
+  X(TF_Tensor*, TF_ForwardInputOrAllocateOutput,                                                                      \
+    (TF_OpKernelContext*, const int* candidates, int n_candidates, int output, const int64_t* dims, int n_dims,       \
+     int* forwarded, TF_Status*))                                                                                     \
+  X(void, TF_OpKernelContext_Failure, (TF_OpKernelContext*, TF_Status*))
+
+#define NCS_TF_DECLARE(result, name, arguments) result(*name) arguments;
+/* Loaded once; kernels run for as long as the process does. */
+typedef struct {
+  NCS_TF_CALLS(NCS_TF_DECLARE)
+  ncs_pool* pool;
+} ncs_tf_library;
+#undef NCS_TF_DECLARE
+
+extern ncs_tf_library ncs_tf;
+
+#define NCS_MOST_DIMS 254 /* TensorFlow's own limit */
+
+typedef struct {
+  const void* data;
+  int64_t count;
+} ncs_tf_view;
+
+/* Input `index`; 0 on failure. TensorFlow holds it until the kernel returns: no reference of our own is kept, so that
+ * its memory can be forwarded to an output if nobody else holds it. */
+int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen, TF_Status* status);
+
+/* Shape of input `index`; returns its rank, -1 on failure. */
+int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status);
+
+/* Output `index` with the shape of input `like`, in its memory if that is asked for and free, and of `rows` rows if
+ * that is not negative; NULL on failure. */
+void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
+                         TF_Status* status);
+
+/* An integer attribute; 0 if there was a failure before. */
+int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
+
+void ncs_tf_fail(TF_Status* status, int code, const char* message);
+
+/* An op and its kernel. */
+typedef struct {
+  const char *name, *attrs[8], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
+  void* (*create)(TF_OpKernelConstruction*);
+  void (*compute)(void*, TF_OpKernelContext*);
+  void (*destroy)(void*);
+} ncs_tf_op;
+
+extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_note;
+
+#endif /* NCCLSYNC_TF_API_H_ */

@@ -1,0 +1,49 @@
+/* The kernel of a note, which meter.c keeps. */
+#include <stdlib.h>
+
+#include "tf_api.h"
+
+typedef struct {
+  ncs_meter* meter;
+  int64_t span, ends, tokens, values;
+} note_kernel;
+
+static void* create_note(TF_OpKernelConstruction* context) {
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  note_kernel* kernel = calloc(1, sizeof(*kernel));
+  if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else {
+    kernel->meter = (ncs_meter*)(intptr_t)ncs_tf_read_attr(context, "meter", status);
+    kernel->span = ncs_tf_read_attr(context, "span", status);
+    kernel->ends = ncs_tf_read_attr(context, "ends", status);
+    kernel->tokens = ncs_tf_read_attr(context, "n_tokens", status);
+    kernel->values = ncs_tf_read_attr(context, "n_values", status);
+  }
+  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
+  ncs_tf.TF_DeleteStatus(status);
+  return kernel;
+}
+
+static void compute_note(void* kernel_, TF_OpKernelContext* context) {
+  const note_kernel* kernel = kernel_;
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  int64_t value = 0;
+  ncs_tf_view seen;
+  if (kernel->values > 0 && ncs_tf_read_input(context, (int)kernel->tokens, &seen, status))
+    value = *(const int64_t*)seen.data;
+  if (ncs_tf.TF_GetCode(status) == TF_OK &&
+      ncs_meter_note(kernel->meter, (int)kernel->span, (int)kernel->ends, value) != ncclSuccess)
+    ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
+  ncs_tf.TF_DeleteStatus(status);
+}
+
+const ncs_tf_op ncs_tf_note = {
+    "NcclsyncNote",
+    {"meter: int", "span: int", "ends: int", "n_tokens: int >= 0", "n_values: int >= 0", NULL},
+    {"tokens: n_tokens * float", "values: n_values * int64", NULL},
+    NULL,
+    create_note,
+    compute_note,
+    free,
+};

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -297,10 +298,13 @@ def test_processes_of_a_probe_end_with_it(monkeypatch, tmp_path):
         f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(child.pid))\n"
         "child.wait()"
     )
-    answer = probes.ask("frameworks", 2, dict(os.environ))
+    answer = probes.ask("frameworks", 4, dict(os.environ))
     assert (answer.ended, answer.stage) == ("hang", "importing TensorFlow")
     child = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
-    assert not child.exists() or " Z " in child.read_text()
+    deadline = time.monotonic() + 30  # it has its signal; when it runs to meet it is the machine's business
+    while child.exists() and " Z " not in child.read_text():
+        assert time.monotonic() < deadline, child.read_text()
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("arguments", [["--timeout", "0"], ["--timeout", "x"], ["extra"]])

@@ -41,7 +41,7 @@ def test_own_work_that_never_ends(any_standin, monkeypatch):
     began = time.monotonic()
     with pytest.raises(NcclTimeoutError) as caught:
         reduce_ones(comm, label="bucket 1 of 1")
-    assert 0.2 <= time.monotonic() - began < 3
+    assert 0.2 <= time.monotonic() - began < 20
     assert str(caught.value) == (
         "Expected the GPUs' own work before all-reduce 1 (bucket 1 of 1) of 20 bytes (5 × float32) to end. "
         "Received: it has not within 0.2 s: rank 1 (GPU 0) still busy. The communicator is aborted"

@@ -61,7 +61,7 @@ def test_rank_that_never_arrives(standin):
     began = time.monotonic()
     with pytest.raises(NcclTimeoutError) as caught:
         reduce_ones(comm, label="bucket 2 of 3")
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 20
     assert str(caught.value) == (
         "Expected all-reduce 2 (bucket 2 of 3) of 20 bytes (5 × float32) to end. Received: it has not within "
         "0.2 s: rank 0 (GPU 4), rank 2 (GPU 2) arrived, waiting for the others; rank 1 (GPU 0) not arrived. "
@@ -192,9 +192,9 @@ def test_waiting_is_cheap(standin):
     """A long wait sleeps: the processor is busy for a small part of it."""
     comm = opened()
     standin.fail("slow:1=600")
-    began = time.process_time()
+    began, busy = time.monotonic(), time.process_time()
     reduce_ones(comm)
-    assert time.process_time() - began < 0.2
+    assert time.process_time() - busy < 0.4 * (time.monotonic() - began)
     comm.close()
 
 
@@ -227,7 +227,7 @@ def test_ctrl_c_ends_a_collective(any_standin, fail):
     assert program.stdout.readline() == "begun\n"
     time.sleep(0.3)
     program.send_signal(signal.SIGINT)
-    out, err = program.communicate(timeout=5)
+    out, err = program.communicate(timeout=60)
     assert out == "closed\n"
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert program.returncode == -signal.SIGINT

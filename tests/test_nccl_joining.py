@@ -194,16 +194,16 @@ def different_at_each_call():
 
 
 def test_preflight_is_quick(standin):
-    """Of eight ranks: what it takes beside the messages themselves, within 100 ms."""
-    times = []
-    for on in (False, True):
-        best = 10.0
-        for _ in range(3):
+    """Of eight ranks: what it takes beside the messages themselves, within 100 ms where nothing disturbs."""
+    best = [10.0, 10.0]
+    for _ in range(20):
+        for on in (False, True):
             began = time.perf_counter()
             NcclCommunicator(range(8), preflight=on).close()
-            best = min(best, time.perf_counter() - began)
-        times.append(best)
-    assert times[1] - times[0] < 0.1
+            best[on] = min(best[on], time.perf_counter() - began)
+        if best[True] - best[False] < 0.1:
+            break
+    assert best[True] - best[False] < 0.1
     with pytest.raises(TypeError, match="Expected preflight to be a bool"):
         opened(preflight=1)
 

@@ -25,10 +25,10 @@ from ncclsync.nccl_communicator import NcclCommunicator as NcclCommunicator
 class CpuCommunicator(Communicator):
     """N ranks in host memory. Any number of threads may use it at the same time.
 
-    Results are bitwise the same whatever the number of cores and threads: ranks are combined in
-    order; float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that
-    are to hold the same may all be one array, which is then written once. It owns nothing but a share in the
-    process-wide worker pool.
+    Results are bitwise the same whatever the number of cores and threads: ranks are combined in order;
+    float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that are to hold the same may
+    all be one array, which is then written once. It owns nothing but a share in the process-wide worker
+    pool.
     """
 
     memory = HOST

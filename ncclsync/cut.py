@@ -17,7 +17,7 @@ from ncclsync import native
 from ncclsync.bucket import plan_buckets
 from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.meter import Meter
-from ncclsync.ops import Collective
+from ncclsync.ops import SCATTERED, Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.segment import SegmentPlan, build_segment
 from ncclsync.step_graph import StepGraph, op_name
@@ -245,8 +245,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> t
         direct = on_host and collective.kind not in ("broadcast", "reduce")
         direct = direct and exchange.dtype.name in native.DTYPES
         # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
-        packed = exchange.shape.is_fully_defined() and not direct
-        packed = packed and not collective.concatenates and collective.kind != "reduce_scatter"
+        packed = exchange.shape.is_fully_defined() and not direct and not collective.changes_rows
         kinds.append((_wire(collective), exchange.dtype, exchange.when, packed, direct, packed or index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
@@ -261,27 +260,33 @@ def _absorb_scales(graph: StepGraph) -> None:
     uses = collections.Counter(name for consumer in consumers for name in graph.inputs[consumer])
     uses.update(name for name, _ in graph.outputs)
     uses.update(exchange.source for exchange in graph.exchanges.values())
+
+    def made_by(tensor: str, kind: str) -> tf.Operation | None:
+        """Return the op of that type which makes a tensor that nothing else uses."""
+        op = graph.by_name.get(op_name(tensor))
+        return op if op is not None and op.type == kind and uses[tensor] == 1 else None
+
     absorbed = set()
     for result, exchange in graph.exchanges.items():
-        op = graph.by_name.get(op_name(exchange.source))
-        product, reshape = exchange.source, None
-        if op is not None and op.type == "Reshape" and uses[product] == 1:
-            product, reshape = graph.inputs[op.name][0], op
-            op = graph.by_name.get(op_name(product))
-        if exchange.collective not in (SUM, Collective("reduce_scatter")):
+        if exchange.collective not in (SUM, SCATTERED) or not exchange.dtype.is_floating:
             continue
-        if op is None or op.type != "Mul" or uses[product] > 1:
+        reshape = made_by(exchange.source, "Reshape")  # into the rows that are scattered
+        product = graph.inputs[reshape.name][0] if reshape else exchange.source
+        multiplied = made_by(product, "Mul")
+        if multiplied is None:
             continue
-        for tensor, scale in itertools.permutations(graph.inputs[op.name]):
+        for tensor, scale in itertools.permutations(graph.inputs[multiplied.name]):
             shape = graph.spec(tensor).shape
-            scales = graph.spec(scale).shape.rank == 0 and exchange.dtype.is_floating
-            if scales and shape.rank and shape.is_fully_defined() and shape == graph.spec(product).shape:
-                source = exchange.source if reshape is not None else tensor
-                if reshape is not None:
-                    graph.inputs[reshape.name][0] = tensor
-                graph.exchanges[result] = dataclasses.replace(exchange, source=source, scale=scale)
-                absorbed.add(op.name)
-                break
+            if not shape.rank or not shape.is_fully_defined() or shape != graph.spec(product).shape:
+                continue
+            if graph.spec(scale).shape.rank != 0:
+                continue
+            if reshape:
+                graph.inputs[reshape.name][0] = tensor
+            source = exchange.source if reshape else tensor
+            graph.exchanges[result] = dataclasses.replace(exchange, source=source, scale=scale)
+            absorbed.add(multiplied.name)
+            break
     graph.ops = [op for op in graph.ops if op.name not in absorbed]
 
 

@@ -49,10 +49,10 @@ def gradients_taped() -> contextlib.AbstractContextManager[None]:
         @functools.wraps(gradient)
         def adding_gradient(self, target, sources, output_gradients=None, **kwargs):
             context = ops.current_context()
-            # In a branch or a loop nothing can be added up; the optimizer does it later. And a tape within a
-            # gradient, which computes something again to differentiate it, is a part of that gradient.
             if context is not None:
                 peers.check_not_horovods(self)
+            # In a branch or a loop nothing can be added up; the optimizer does it later. And a tape within a
+            # gradient, which computes something again to differentiate it, is a part of that gradient.
             if context is None or not context.can_exchange() or _is_nested("gradient"):
                 return gradient(self, target, sources, output_gradients, **kwargs)
             target, output_gradients = _parts(target, output_gradients, context)

@@ -38,7 +38,7 @@ def gradient_moments(watch: Watch) -> tf.Tensor | None:
     rest = share.split_fraction()[1]
     parts = [ops.scaled(gradient, rest) for gradient in watch.gradients]  # n_i/B g_i
     with context.implied():
-        # What the hooks have asked for already: it is exchanged once.
+        # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
         sums = ops.add_gradients(parts)
     part, whole = (
         tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, watch.scales, strict=True)])
@@ -120,7 +120,8 @@ class NoiseScale(keras.callbacks.Callback):
     All gradients that the step's tapes take are seen as one vector; for a GAN, those of both models. They are
     those of the loss, with regularisation, before clipping; what a `LossScaleOptimizer` multiplies by is
     taken out. Each tower's gradient and the batch's are read once more per step. With gradient accumulation,
-    `compression` and sparse gradients for `SGD`, the batch's gradient has to be exchanged for it besides.
+    `compression`, `shard_optimizer` and sparse gradients for `SGD`, the batch's gradient has to be
+    all-reduced for it besides.
 
     Source: McCandlish et al., 2018, arXiv:1812.06162, appendix A.1; here towers count by their samples.
     """

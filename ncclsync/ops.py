@@ -44,6 +44,11 @@ class Collective:
         return self.kind in ("all_gather", "stack")
 
     @property
+    def changes_rows(self) -> bool:
+        """Whether the result has other rows than what each tower has given."""
+        return self.concatenates or self.kind == "reduce_scatter"
+
+    @property
     def divides(self) -> bool:
         """Whether it divides a tensor among towers, one row for each, or puts such rows together again."""
         return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
@@ -58,6 +63,9 @@ class Collective:
         if self.concatenates:
             return tf.TensorShape([None, *shape[1:]])
         return tf.TensorShape([1, *shape[1:]]) if self.kind == "reduce_scatter" else shape
+
+
+SCATTERED = Collective("reduce_scatter")
 
 
 class Share(NamedTuple):

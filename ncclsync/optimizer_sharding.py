@@ -18,10 +18,9 @@ import tensorflow as tf
 from ncclsync import ops, private, private_optimizer
 from ncclsync.elementwise import find_coupling
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective
+from ncclsync.ops import SCATTERED, Collective
 from ncclsync.partitions import PartitionedSlot, Place
 
-SCATTERED = Collective("reduce_scatter")
 # Towers without samples have updated their part as well.
 GATHERED = Collective("stack", empty_too=True)
 
@@ -63,7 +62,7 @@ class _Sharded:
         self.twin.build([group.flat for group in self.groups])
         for name, scalar in private_optimizer.scalars_of(optimizer).items():
             setattr(self.twin, name, scalar)
-        indices = {id(weight): i for i, weight in enumerate(private_optimizer.weights_of(optimizer))}
+        indices = {id(weight): i for i, weight in enumerate(private_optimizer.built_for(optimizer, None))}
         wholes = private_optimizer.slots_of(optimizer)
         self.slots = []
         partitions = private_optimizer.slots_of(self.twin) if wholes else {}

@@ -81,9 +81,7 @@ class PartitionedSlot:
         self._partitions = partitions
         self._is_whole = self._is_written = True
         private.watch_reads(variable, self.make_whole)
-        for name in private.VARIABLE_WRITERS:
-            if hasattr(variable, name):
-                setattr(variable, name, self._watched(getattr(variable, name)))
+        private.watch_writes(variable, self._watched)
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
@@ -125,9 +123,7 @@ class PartitionedSlot:
         if variable is None:
             return
         self.make_whole()
-        private.unwatch_reads(variable)
-        for name in private.VARIABLE_WRITERS:
-            variable.__dict__.pop(name, None)
+        private.unwatch(variable)
 
     def _watched(self, write: Callable) -> Callable:
         @functools.wraps(write)

@@ -159,9 +159,17 @@ def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
     variable._read_variable_op = watched
 
 
-def unwatch_reads(variable: tf.Variable) -> None:
-    """Undo `watch_reads`."""
-    vars(variable).pop("_read_variable_op", None)
+def watch_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace each method by which Python writes a variable by `wrap(method)`."""
+    for name in VARIABLE_WRITERS:
+        if hasattr(variable, name):
+            setattr(variable, name, wrap(getattr(variable, name)))
+
+
+def unwatch(variable: tf.Variable) -> None:
+    """Undo `watch_reads` and `watch_writes`."""
+    for name in ("_read_variable_op", *VARIABLE_WRITERS):
+        vars(variable).pop(name, None)
 
 
 def stateful_draws() -> dict[str, ModuleType]:

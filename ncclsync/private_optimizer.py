@@ -109,14 +109,9 @@ def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
     return list(optimizer._clip_gradients(list(gradients)))
 
 
-@contextlib.contextmanager
-def unclipped(optimizer: keras.Optimizer) -> Iterator[None]:
+def unclipped(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer take gradients as they are, for a while."""
-    vars(optimizer)["_clip_gradients"] = lambda gradients: gradients
-    try:
-        yield
-    finally:
-        del vars(optimizer)["_clip_gradients"]
+    return _members_replaced(optimizer, {"_clip_gradients": lambda gradients: gradients})
 
 
 @contextlib.contextmanager
@@ -180,11 +175,6 @@ def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[An
     excluded.update(optimizer._var_key(variable) for variable in variables)
     vars(optimizer)["_exclude_from_weight_decay"] = excluded
     vars(optimizer)["_exclude_from_weight_decay_cache"] = {}
-
-
-def weights_of(optimizer: keras.Optimizer) -> list[Any]:
-    """Return the variables that a built optimizer updates."""
-    return list(optimizer._trainable_variables)
 
 
 def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:

@@ -229,7 +229,7 @@ class _Marking:
         mark = Mark(outputs[0].op.name, collective, when is not None, not self._implied, line)
         self.marks.append((self.graph, mark))
         results = outputs[: len(tensors)]
-        if collective.concatenates or collective.kind == "reduce_scatter":
+        if collective.changes_rows:
             # On towers there will be other rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
         if not collective.differs and when is None:

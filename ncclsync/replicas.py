@@ -43,9 +43,7 @@ class Replicas:
         self.copies = copies
         self.written_by_graph = False
         self._pending = pending
-        for name in private.VARIABLE_WRITERS:
-            if hasattr(variable, name):
-                setattr(variable, name, self._watched(getattr(variable, name)))
+        private.watch_writes(variable, self._watched)
         if role is Role.PARTIAL:
             private.watch_reads(variable, self._note_read)
         self._key = id(variable)
@@ -71,9 +69,7 @@ class Replicas:
 
     def unwatch(self) -> None:
         """Give the variable its own methods back."""
-        for name in private.VARIABLE_WRITERS:
-            self.variable.__dict__.pop(name, None)
-        private.unwatch_reads(self.variable)
+        private.unwatch(self.variable)
 
     def gather_parts(self) -> None:
         """Add up in tower 0's variable what the towers hold parts of, so that it holds the whole."""

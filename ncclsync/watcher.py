@@ -1,5 +1,6 @@
 """What the callbacks that watch steps have in common: which models they can watch, and how."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from ncclsync.meter import Measured
 from ncclsync.trainer import ModelStep
 
 
-class StepWatcher(keras.callbacks.Callback):
+class StepWatcher(keras.callbacks.Callback, abc.ABC):
     """A callback that is told when the parts of training steps began and ended.
 
     One tower, which plain Keras trains, is trained by a step of towers while it is watched.
@@ -48,9 +49,9 @@ class StepWatcher(keras.callbacks.Callback):
         """Let `measure` be told of the next call of the step."""
         self.model.towers.watch_next(self._measure)
 
+    @abc.abstractmethod
     def measure(self, measured: Measured) -> None:
         """Called behind each call that was watched, in the thread of `fit`, also if the call has failed."""
-        raise NotImplementedError
 
     def _measure(self, measured: Measured) -> None:
         self.measure(measured)

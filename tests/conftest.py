@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 
 import pytest
@@ -25,6 +26,25 @@ def pytest_report_header():
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
         return "parity tables: every twelfth row of the large ones, for time; NCCLSYNC_ALL_ROWS=1 runs all"
     return "parity tables: all rows"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_autotuning_of_datasets():
+    """Let datasets be as they are: nothing here is about how fast they are read.
+
+    TensorFlow's autotuner looks after an iterator in ever longer intervals, up to a minute, and now and then
+    misses that the iterator is to be deleted until the next one. Once in a hundred tests, a third of the time.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        yield  # tests/gpu asks for pytest alone
+        return
+    import tensorflow as tf
+
+    options, make_iterator = tf.data.Options(), tf.data.Dataset.__iter__
+    options.autotune.enabled = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.data.Dataset, "__iter__", lambda self: make_iterator(self.with_options(options)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def at_once(*tasks):
     def run(i):
         try:
             results[i] = tasks[i]()
-        except Exception as error:
+        except Exception as error:  # returned to the test, which looks at it
             results[i] = error
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(tasks))]

@@ -493,7 +493,7 @@ def test_watch_reads(read, tmp_path, monkeypatch):
     private.watch_reads(variable, lambda: seen.append(1))
     read(variable)
     assert seen
-    private.unwatch_reads(variable)
+    private.unwatch(variable)
     seen.clear()
     read(variable)
     assert not seen

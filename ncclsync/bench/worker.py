@@ -35,7 +35,7 @@ def main(kind: str, arguments: dict[str, Any]) -> None:
             reducer.follow()
         while True:
             requests.answer(**reducer.serve(requests.next()))
-    except Exception as error:
+    except Exception as error:  # of any kind: the driver is told, and raises it
         requests.fail(error)
 
 

@@ -122,7 +122,7 @@ def _libraries(facts: _Facts, _: Any) -> None:
 
 
 def _frameworks(facts: _Facts, _: Any) -> None:
-    """TensorFlow, Keras, and what `nccl_parallel` chooses. A broken package may raise anything on import."""
+    """TensorFlow, Keras, and what `nccl_parallel` chooses."""
     facts.tell(stage="importing TensorFlow")
     usable = False
     try:
@@ -130,7 +130,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
         facts.tell(tensorflow=str(tf.__version__), tensorflow_path=_folder(tf))
         usable = True
-    except Exception as error:
+    except Exception as error:  # a broken package may raise anything
         facts.tell(tensorflow_error=_words(error))
     facts.tell(stage="importing Keras", keras_backend=_configured_backend())
     try:
@@ -138,7 +138,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
         facts.tell(keras=str(keras.__version__), keras_path=_folder(keras))
         facts.tell(keras_backend=keras.backend.backend())
-    except Exception as error:
+    except Exception as error:  # a broken package may raise anything
         facts.tell(keras_error=_words(error))
     if not usable:
         return
@@ -159,7 +159,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         facts.tell(stage="choosing devices")
         chosen = choose_placement(None, None, None)
         facts.tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
-    except Exception as error:
+    except Exception as error:  # a broken package may raise anything
         facts.tell(ncclsync_error=_words(error))
     if os.environ.get("XLA_FLAGS"):  # a flag that XLA does not know ends the process
         facts.tell(stage="compiling by XLA")

@@ -2,8 +2,8 @@
 
 import contextlib
 import fcntl
-import importlib.util
 import os
+import sys
 
 import pytest
 from standin import COMPILER, Standin
@@ -32,14 +32,14 @@ def pytest_report_header():
 def no_autotuning_of_datasets():
     """Let datasets be as they are: nothing here is about how fast they are read.
 
-    TensorFlow's autotuner looks after an iterator in ever longer intervals, up to a minute, and now and then
-    misses that the iterator is to be deleted until the next one. Once in a hundred tests, a third of the time.
+    TensorFlow's autotuner looks after an iterator in ever longer intervals, up to a minute, and often misses,
+    until the next one, that the iterator is to be deleted. Python waits for it: a third of the time that
+    these tests took.
     """
-    if importlib.util.find_spec("tensorflow") is None:
-        yield  # tests/gpu asks for pytest alone
+    tf = sys.modules.get("tensorflow")
+    if tf is None:  # no module of tests has imported it; tests/gpu asks for pytest alone
+        yield
         return
-    import tensorflow as tf
-
     options, make_iterator = tf.data.Options(), tf.data.Dataset.__iter__
     options.autotune.enabled = False
     with pytest.MonkeyPatch.context() as patch:

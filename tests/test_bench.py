@@ -190,7 +190,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     [
         ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
-        ("step --against nobody", "expected one of mirrored, single, sharded, received 'nobody'"),
+        ("step --against nobody", "expected one of mirrored, single, shard, sharded, received 'nobody'"),
         ("step --model gpt", "expected one of mlp, cnn, resnet50, transformer, embedding, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
     ],
@@ -269,15 +269,16 @@ def test_step(tmp_path):
     found, table = run_bench(
         tmp_path,
         *("step", "--model", "mlp", "--towers", "2", "--rounds", "1"),
-        *("--against", "mirrored", "--plot", "it.svg", "--watched"),
+        *("--against", "mirrored,shard", "--plot", "it.svg", "--watched"),
     )
     rows = {row["side"]: row for row in found["rows"]}
-    assert list(rows) == ["ncclsync", "mirrored"]
-    for row in rows.values():
+    assert list(rows) == ["ncclsync", "mirrored", "shard"]
+    for side, row in rows.items():
         assert row["case"] == {"model": "mlp", "towers": 2, "batch_size": 256}
-        assert row["more"]["samples_per_s"] == pytest.approx(256 / row["value"]["median"])
+        samples = 128 if side == "shard" else 256
+        assert row["more"]["samples_per_s"] == pytest.approx(samples / row["value"]["median"])
     ours = rows["ncclsync"]
-    assert set(ours["ratios"]) == {"mirrored"}
+    assert set(ours["ratios"]) == {"mirrored", "shard"}
     parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]
     assert sum(parts) == pytest.approx(ours["value"]["median"])
     assert ours["more"]["watched"]["median"] > 0 and "watched" in table
@@ -297,11 +298,12 @@ def test_start(tmp_path):
 
 def test_feed(tmp_path):
     """The kinds of data that are asked for, beside the ceiling."""
-    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "numpy,generator")
+    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "single")
     found, _ = run_bench(tmp_path, *arguments)
-    assert [row["side"] for row in found["rows"]] == ["constant", "numpy", "generator"]
-    ceiling = found["rows"][0]["value"]["median"]
-    for row in found["rows"]:
+    rows = found["rows"]
+    assert [row["side"] for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
+    for i, row in enumerate(rows):
+        ceiling = rows[i // 2 * 2]["value"]["median"]
         assert row["more"]["of_ceiling"]["median"] == pytest.approx(ceiling / row["value"]["median"])
 
 

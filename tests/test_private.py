@@ -619,7 +619,7 @@ def test_updates_wrapped_and_apply_gradients():
     assert seen == [[2.0, 2.0]] and int(optimizer.iterations) == 1
     private_optimizer.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == 1.0 - 2.0 - 4.0 and int(optimizer.iterations) == 1
-    assert private_optimizer.weights_of(optimizer) == weights
+    assert private_optimizer.built_for(optimizer, None) == weights
 
 
 def test_clipped_and_unclipped():

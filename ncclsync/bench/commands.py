@@ -22,8 +22,11 @@ from ncclsync.bench.turns import BenchError
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
 _DTYPES = ("float32", "float64", "float16", "int32", "int64")
-_SHARDED = "sharded: ncclsync with shard_optimizer"
-_LIBRARIES = f"mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; {_SHARDED}"
+_LIBRARIES = (
+    "mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; shard: the same on one "
+    "tower's part of the batch (1 is ideal with a GPU for each tower; N towers that share cores have N times "
+    "its work); sharded: ncclsync with shard_optimizer"
+)
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result]
@@ -145,6 +148,8 @@ def _add_feed(benchmarks: Any) -> None:
         metavar="KIND,KIND",
         help=f"of {', '.join(feeds)}; default: all",
     )
+    peers = ("mirrored", "single")
+    _add_against(parser, peers, [], "what feeding costs mirrored (MirroredStrategy), single (plain Keras)")
     _add_rounds(parser, 15, "turns of each side")
 
 
@@ -209,7 +214,7 @@ def _add_against(
         type=listed(_one_of(choices)),
         default=default,
         metavar="NAME,NAME",
-        help=f"{meaning}; 'none' for none; default {','.join(default)}",
+        help=f"{meaning}; 'none' for none; default {','.join(default) or 'none'}",
     )
 
 

@@ -16,7 +16,8 @@ from ncclsync.parallel import nccl_parallel
 from ncclsync.throughput import Throughput
 from ncclsync.timeline import Timeline
 
-LIBRARIES = ("ncclsync", "mirrored", "single", "sharded")  # the last: ncclsync, with shard_optimizer
+# shard: plain Keras on what one tower gets of the batch; sharded: ncclsync with shard_optimizer.
+LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded")
 FEEDS = ("constant", "tf.data", "numpy", "generator")
 
 _BATCHES = {"resnet50": 8}  # of an epoch
@@ -55,7 +56,7 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers)
     batches = _BATCHES.get(model, _BATCHES_ELSE)
-    batch_size = MODELS[model].batch_size
+    batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
     x, y = MODELS[model].data(batches)
     batch = tf.constant(x[:batch_size]), tf.constant(y[:batch_size])
     turns = _Turns(requests, trained, batch)

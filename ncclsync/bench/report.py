@@ -25,7 +25,8 @@ class Row:
     Attributes:
         case: what was varied, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are
             compared.
-        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data.
+        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data, behind
+            the name of another library.
         value: seconds, or bytes in `bench memory`.
         ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this one
             needs more.

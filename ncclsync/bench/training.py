@@ -10,7 +10,7 @@ from ncclsync.bench.report import Column, Listing, Result, Row, ratio_text, sign
 from ncclsync.bench.turns import Side, Spread, ratio, take_turns
 
 MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
-PEERS = ("mirrored", "single", "sharded")
+PEERS = ("mirrored", "single", "shard", "sharded")
 FEEDS = ("numpy", "tf.data", "generator")
 PARTS = ("compute", "communicate", "apply", "feed")
 
@@ -45,7 +45,8 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
             ratios = {
                 other: ratio(seconds[library], seconds[other]) for other in libraries if other != library
             }
-            more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
+            samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
+            more: dict[str, Any] = {"samples_per_s": samples / spread.median}
             if library == "ncclsync" and variants:
                 more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
             if library == "ncclsync" and watched:
@@ -67,24 +68,34 @@ def bench_feed(given: argparse.Namespace, tell: Tell) -> Result:
     """Time a step inside `fit` on data of several kinds, and on a constant batch.
 
     Args:
-        given: `model`, a list; `towers`; `data`, a list of `FEEDS`; `rounds`.
+        given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
         tell: is told the progress.
 
     Raises:
         BenchError: a process failed.
     """
     rows: list[Row] = []
-    feeds = ["constant", *given.data]
     for model in given.model:
-        started = {feed: _fit_side("ncclsync", model, given.towers, feed) for feed in feeds}
+        sides = {
+            _feed_name(library, feed): (library, feed)
+            for library in ("ncclsync", *given.against)
+            for feed in ("constant", *given.data)
+        }
+        started = {
+            name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()
+        }
         seconds = _fit_in_turns(started, (), given.rounds, _about(model, tell))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
-        for feed in feeds:
-            spread = Spread.of(seconds[feed])
+        for name, (library, _) in sides.items():
+            spread = Spread.of(seconds[name])
             more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
-            more["of_ceiling"] = ratio(seconds["constant"], seconds[feed])
-            rows.append(Row(case, feed, spread, {}, more))
+            more["of_ceiling"] = ratio(seconds[_feed_name(library, "constant")], seconds[name])
+            rows.append(Row(case, name, spread, {}, more))
     return Result("feed", "s", tuple(rows))
+
+
+def _feed_name(library: str, feed: str) -> str:
+    return feed if library == "ncclsync" else f"{library}, {feed}"
 
 
 def _about(model: str, tell: Tell) -> Tell:

@@ -6,6 +6,7 @@ Nothing here depends on how long anything takes.
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -277,6 +278,7 @@ def test_step(tmp_path):
         assert row["case"] == {"model": "mlp", "towers": 2, "batch_size": 256}
         samples = 128 if side == "shard" else 256
         assert row["more"]["samples_per_s"] == pytest.approx(samples / row["value"]["median"])
+        assert 0 < row["more"]["cpu_s"]["median"] < (os.cpu_count() + 1) * row["value"]["median"]
     ours = rows["ncclsync"]
     assert set(ours["ratios"]) == {"mirrored", "shard"}
     parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]

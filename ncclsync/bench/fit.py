@@ -51,7 +51,8 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
 
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
     `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
-    Answers tell the mean seconds of a step.
+    Answers tell the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
+    cores worked for it.
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers)
@@ -80,7 +81,7 @@ class _Turns(keras.callbacks.Callback):
         self._requests = requests
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
         self._steps = self._left = 0
-        self._began = 0.0
+        self._began = self._cpu_began = 0.0
         self._watchers: list[keras.callbacks.Callback] = []
         self._watching: list[keras.callbacks.Callback] = []
 
@@ -102,7 +103,9 @@ class _Turns(keras.callbacks.Callback):
         self._left -= 1
         if self._left == 0:
             tf.test.experimental.sync_devices()  # a GPU may still be at work
-            self._requests.answer(seconds=(time.perf_counter() - self._began) / self._steps)
+            seconds = time.perf_counter() - self._began
+            cpu_seconds = time.process_time() - self._cpu_began
+            self._requests.answer(seconds=seconds / self._steps, cpu_seconds=cpu_seconds / self._steps)
             self._wait()
 
     def _wait(self) -> None:
@@ -111,7 +114,7 @@ class _Turns(keras.callbacks.Callback):
             if request["do"] in ("fit", "watched"):
                 self._watching = self._watchers if request["do"] == "watched" else []
                 self._steps = self._left = request["steps"]
-                self._began = time.perf_counter()
+                self._began, self._cpu_began = time.perf_counter(), time.process_time()
                 return
             assert self._parts is not None
             self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))

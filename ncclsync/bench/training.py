@@ -1,6 +1,7 @@
 """`bench step`, `start`, `feed` and `memory`: drives processes that train, and reads what they measured."""
 
 import argparse
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
         started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
         watched = ("watched",) if given.watched else ()
-        seconds = _fit_in_turns(started, (*variants, *watched), given.rounds, _about(model, tell))
+        asked = (*variants, *watched)
+        seconds, cpu_seconds = _fit_in_turns(started, asked, given.rounds, _about(model, tell))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for library in libraries:
             spread = Spread.of(seconds[library])
@@ -47,6 +49,7 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
             }
             samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
             more: dict[str, Any] = {"samples_per_s": samples / spread.median}
+            more["cpu_s"] = Spread.of(cpu_seconds[library])
             if library == "ncclsync" and variants:
                 more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
             if library == "ncclsync" and watched:
@@ -84,7 +87,7 @@ def bench_feed(given: argparse.Namespace, tell: Tell) -> Result:
         started = {
             name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()
         }
-        seconds = _fit_in_turns(started, (), given.rounds, _about(model, tell))
+        seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, tell))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
             spread = Spread.of(seconds[name])
@@ -109,8 +112,12 @@ def _fit_side(library: str, model: str, towers: int, feed: str) -> Side:
 
 def _fit_in_turns(
     sides: dict[str, Side], variants: Sequence[str], rounds: int, tell: Tell
-) -> dict[str, list[float]]:
-    """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step.
+
+    And the seconds that the host's cores worked for it, where a side tells.
+    """
+    cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
         for side in sides.values():
             stack.enter_context(side)
@@ -124,12 +131,15 @@ def _fit_in_turns(
                 side.ask(do, steps=1)
             once = side.ask(do, steps=2)["seconds"]
             steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
-            timers[name] = functools.partial(_seconds, side, do, steps)
-        return take_turns(timers, rounds, tell)
+            timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
+        return take_turns(timers, rounds, tell), cpu_seconds
 
 
-def _seconds(side: Side, do: str, steps: int) -> float:
-    return side.ask(do, steps=steps)["seconds"]
+def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
+    answer = side.ask(do, steps=steps)
+    if "cpu_seconds" in answer:
+        cpu_seconds.append(answer["cpu_seconds"])
+    return answer["seconds"]
 
 
 def bench_start(given: argparse.Namespace, tell: Tell) -> Result:
@@ -197,6 +207,7 @@ def step_listings() -> list[Listing]:
     whole = [
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
+        Column("CPU time\nof a step", _spread_text("cpu_s")),
         Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
         *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in PEERS),
     ]

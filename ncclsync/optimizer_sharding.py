@@ -92,7 +92,8 @@ class _Sharded:
         added = [(weight, place) for weight, place in pairs if id(weight) in addends]
         rows = [place.rows(gradients[id(weight)]) for weight, place in added]
         sums = context.exchange(rows, SCATTERED) if rows else []
-        parts = {id(weight): tf.reshape(row, [-1]) for (weight, _), row in zip(added, sums, strict=True)}
+        pairs_of_rows = zip(added, sums, strict=True)
+        parts = {id(weight): tf.reshape(row, [place.length]) for (weight, place), row in pairs_of_rows}
         for weight, place in pairs:
             part = parts.get(id(weight))
             part = place.part(gradients[id(weight)], tower) if part is None else part

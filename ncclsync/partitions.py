@@ -38,10 +38,10 @@ class Place(NamedTuple):
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
-        flat = tf.reshape(tensor, [-1])
         full = self.elements // self.length
         if full == self.towers:
-            return tf.reshape(flat, [self.towers, self.length])
+            return tf.reshape(tensor, [self.towers, self.length])
+        flat = tf.reshape(tensor, [-1])
         last = flat[-self.length :]
         flat = tf.concat([flat[: full * self.length], *[last] * (self.towers - full)], 0)
         return tf.reshape(flat, [self.towers, self.length])

@@ -15,7 +15,10 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def plan_buckets(
-    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int
+    sizes_bytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    bucket_bytes: int,
+    first_bytes: int | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Assign tensors to buckets, last created first.
 
@@ -27,6 +30,7 @@ def plan_buckets(
         kinds: [N] tensors share a bucket only if their kinds are equal (dtype and operation, say).
         bucket_bytes: a bucket is closed before it would exceed this size; a larger tensor is alone in its
             bucket.
+        first_bytes: the same for the first bucket of each kind; None: as for the others.
 
     Returns:
         [B] buckets, each a tuple of tensor indices; every index occurs exactly once.
@@ -42,11 +46,14 @@ def plan_buckets(
         raise ValueError(f"Expected bucket_bytes to be at least 1. Received: {bucket_bytes}")
     buckets: list[list[int]] = []
     open_bucket: dict[Hashable, tuple[list[int], int]] = {}
+    limits = dict.fromkeys(kinds, bucket_bytes if first_bytes is None else first_bytes)
     for index in reversed(range(len(sizes_bytes))):
         kind, size = kinds[index], sizes_bytes[index]
         bucket, filled = open_bucket.get(kind, ([], 0))
-        if not bucket or filled + size > bucket_bytes:
+        if bucket and filled + size > limits[kind]:
             bucket, filled = [], 0
+            limits[kind] = bucket_bytes
+        if not bucket:
             buckets.append(bucket)
         bucket.append(index)
         open_bucket[kind] = (bucket, filled + size)

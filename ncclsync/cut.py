@@ -1,14 +1,14 @@
 """Cut a traced step into segments at its collectives.
 
 Three passes over the graph. *Exchanges* are found: at the marks of the step, and wherever towers would
-otherwise drift apart (`exchanges.py`). Every op gets a *level*, one more than any exchange before it. Each
-level becomes one *segment* (`segment.py`), which also packs what it sends and unpacks what it receives.
+otherwise drift apart (`exchanges.py`). Every op is *scheduled*: it gets the number of its segment
+(`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what it
+receives.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -19,10 +19,10 @@ from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.meter import Meter
 from ncclsync.ops import SCATTERED, Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
+from ncclsync.schedule import Schedule, schedule
 from ncclsync.segment import SegmentPlan, build_segment
 from ncclsync.step_graph import StepGraph, op_name
 from ncclsync.updates import find_updates
-from ncclsync.variables import Role
 
 
 def cut(
@@ -34,6 +34,7 @@ def cut(
     same_seeds: bool = False,
     on_host: bool = False,
     undone: bool = False,
+    overlaps: bool = False,
     meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
@@ -48,14 +49,15 @@ def cut(
         same_seeds: whether random state is equal on all towers.
         on_host: whether `host_ops` may be used.
         undone: whether a step may have to be undone when it has written all it writes.
+        overlaps: whether gradients travel while the towers compute others.
         meter: see `build_segment`.
     """
     graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
     if on_host:
         _absorb_scales(graph)
-    levels = _assign_levels(graph)
-    segments = _build_segments(graph, levels, bucket_bytes, jit_compile, on_host, meter)
+    scheduled = schedule(graph, bucket_bytes if overlaps else None)
+    segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, meter)
     return Program(
         segments=segments,
         arguments=graph.arguments,
@@ -65,98 +67,9 @@ def cut(
         structure=graph.structure,
         results=results,
         doubts=tuple(dict.fromkeys(trace.doubts)),
-        rollback=_rollback(graph, levels, undone),
+        rollback=_rollback(graph, scheduled.levels, undone),
         updates=tuple(find_updates(graph).items()),
     )
-
-
-def _assign_levels(graph: StepGraph) -> dict[str, int]:
-    """Give each live op the number of its segment.
-
-    First as early as can be. Then every write to a variable that must be the same on all towers moves as
-    late as can be, into the last segment if nothing needs it before: that segment starts when all towers
-    have finished all others, so that a tower's error leaves every weight as it was.
-    """
-    floors: dict[str, int] = collections.defaultdict(int)
-    levels = _earliest(graph, floors)
-    last = max(
-        [levels[name] for name in levels]
-        + [_available(graph, levels, result) for result in graph.exchanges]
-        + [0]
-    )
-    weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
-    if weight_writes:
-        last = max(last, 1)
-    latest = _latest(graph, levels, last)
-    # What is read from a variable is read where it is used: held meanwhile, it would have to be copied before
-    # the variable can be written in place.
-    reads = [
-        name
-        for name in levels
-        if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
-    ]
-    for name in [*weight_writes, *reads]:
-        floors[name] = latest[name]
-    return _earliest(graph, floors)
-
-
-def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
-    levels: dict[str, int] = {}
-    for op in graph.ops:
-        name = op.name
-        if name in graph.placeholders or name in graph.passing or graph.is_constant(f"{name}:0"):
-            continue
-        level = floors[name]
-        for parent, hops in _dependencies(graph, name):
-            level = max(level, levels.get(parent, 0) + hops)
-        levels[name] = level
-    return levels
-
-
-def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
-    latest = dict.fromkeys(levels, last)
-    for fold in graph.folds:
-        for name in fold.writers:
-            latest[name] = min(latest[name], last - 1)
-    bounds = [(name, last) for name, _ in graph.outputs]
-    for result, exchange in graph.exchanges.items():
-        # The layout must have these when it joins the towers.
-        sent = _available(graph, levels, result) - 1
-        bounds += [(name, sent) for name in (exchange.when, exchange.scale) if name]
-    for name, bound in bounds:
-        origin, hops = graph.origin(name)
-        if origin in latest:
-            latest[origin] = min(latest[origin], bound - hops)
-    for op in reversed(graph.ops):
-        if op.name in levels:
-            for parent, hops in _dependencies(graph, op.name):
-                if parent in latest:
-                    latest[parent] = min(latest[parent], latest[op.name] - hops)
-    return latest
-
-
-def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
-    """(op, exchanges between) for all that op `name` waits for; a passing op stands for what it is fed by."""
-    for tensor in graph.inputs[name]:
-        yield graph.origin(tensor)
-    for control in graph.controls[name]:
-        if control in graph.passing:
-            for tensor in graph.inputs[control]:
-                origin, hops = graph.origin(tensor)
-                yield origin, hops + (control in graph.marks)
-        else:
-            yield control, 0
-
-
-def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
-    """The first segment that can use tensor `name`."""
-    for fold in graph.folds:
-        if fold.source is not None and name == fold.source:
-            return max(levels[writer] for writer in fold.writers)
-        if fold.source is not None and name == fold.result:
-            return _available(graph, levels, fold.source) + 1
-    origin, hops = graph.origin(name)
-    return levels.get(origin, 0) + hops
 
 
 def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[str, ...]:
@@ -183,29 +96,31 @@ def _may_raise(op: tf.Operation) -> bool:
 
 def _build_segments(
     graph: StepGraph,
-    levels: dict[str, int],
+    scheduled: Schedule,
     bucket_bytes: int,
     jit_compile: bool,
     on_host: bool,
     meter: Meter | None,
 ) -> tuple[Any, ...]:
+    levels = scheduled.levels
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
     given = {name for exchange in graph.exchanges.values() for name in (exchange.when, exchange.scale)}
     outputs += sorted(name for name in given if name)
-    available = {result: _available(graph, levels, result) for result in graph.exchanges}
-    count = 1 + max([*levels.values(), *available.values(), 0])
-    plans = [SegmentPlan() for _ in range(count)]
+    plans = [SegmentPlan() for _ in range(scheduled.count)]
     for op in graph.ops:
         if op.name in levels:
             plans[levels[op.name]].ops.append(op.name)
     for result, exchange in graph.exchanges.items():
-        plans[available[result] - 1].sent.append(exchange)
+        plans[scheduled.sent[result]].sent.append(exchange)
     for fold in graph.folds:
         if fold.source is not None:
-            plans[available[fold.result] - 1].fold_reads.append(fold)
+            plans[scheduled.sent[fold.result]].fold_reads.append(fold)
         plans[-1].fold_writes.append(fold)
-    buckets: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes, on_host) for plan in plans]
+    outgoing: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes, on_host) for plan in plans]
+    incoming: list[list[Bucket]] = [[] for _ in plans]
+    for bucket in itertools.chain(*outgoing):
+        incoming[scheduled.received[bucket.result]].append(bucket)
 
     # Which tensors cross from one segment to a later one.
     uses: list[set[str]] = []
@@ -218,8 +133,7 @@ def _build_segments(
     inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
     segments = []
     for level, plan in enumerate(plans):
-        received = {e.result for bucket in (buckets[level - 1] if level else ()) for e in bucket.exchanges}
-        made = set(received)
+        made = {exchange.result for bucket in incoming[level] for exchange in bucket.exchanges}
         for name in {*outputs, *itertools.chain(*uses[level:])} - inputs:
             if name not in graph.exchanges and levels.get(op_name(name)) == level:
                 made.add(name)
@@ -228,8 +142,8 @@ def _build_segments(
         plan = dataclasses.replace(
             plan,
             sources=tuple(sorted(uses[level] - made)),
-            incoming=buckets[level - 1] if level else (),
-            outgoing=buckets[level],
+            incoming=tuple(incoming[level]),
+            outgoing=outgoing[level],
             fetches=tuple(sorted((made & later) | constants)),
         )
         segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, meter))

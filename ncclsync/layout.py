@@ -42,15 +42,16 @@ def lay_out(
     step = begin(meter, STEPS, STEP, components_of(batch))
     shards = _shard(batch, towers, meter, step.ops)
     values = [_inputs(program, towers, shards, i) for i in range(count)]  # [N] {name: tensor}
-    received: list[list[tf.Tensor]] = [[] for _ in range(count)]  # [N][B]
+    received: list[dict[str, tf.Tensor]] = [{} for _ in range(count)]  # [N] buckets by their results' names
     before: list[Any] = rollback.begin()
     for number, segment in enumerate(program.segments, start=1):
         sent, tokens, ends = [], [], []
         for i, device in enumerate(towers.devices):
-            given = received[i] if number > 1 else components_of(shards.batches[i])
+            incoming = [received[i].pop(bucket.result) for bucket in segment.incoming]
+            given = incoming if number > 1 else components_of(shards.batches[i])
             span = begin(meter, i, segment_name(program, number), [*before, *given])
             with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
-                outcome = _run_segment(segment, values[i], received[i], shards.shares[i].fraction, i)
+                outcome = _run_segment(segment, values[i], incoming, shards.shares[i].fraction, i)
             values[i].update(zip(segment.fetches, outcome, strict=False))
             sent.append(outcome[len(segment.fetches) : -1])
             tokens.append(outcome[-1])
@@ -58,7 +59,11 @@ def lay_out(
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens, *ends)]
         begin_call = functools.partial(_begin_call, meter, count, number, segment.outgoing, [*tokens, *ends])
-        received = _exchange(segment.outgoing, sent, values, shards, towers, begin_call)
+        # Behind what still travels: the communicator joins bucket after bucket.
+        with tf.control_dependencies([tensor for row in received for tensor in row.values()]):
+            joined = _exchange(segment.outgoing, sent, values, shards, towers, begin_call)
+        for row, tensors in zip(received, joined, strict=True):
+            row.update(zip([bucket.result for bucket in segment.outgoing], tensors, strict=True))
     if program.noise is not None:
         towers.noise.update(values[0][program.noise])
     finite = None if program.finite is None else values[0][program.finite]

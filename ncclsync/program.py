@@ -74,6 +74,11 @@ class Bucket:
         """The condition of its exchanges."""
         return self.exchanges[0].when
 
+    @property
+    def result(self) -> str:
+        """The name of its first exchange's result, which no other bucket of the program has."""
+        return self.exchanges[0].result
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -108,7 +113,7 @@ class Program:
     """A traced step, cut.
 
     Attributes:
-        segments: in order; buckets of one are reduced before the next.
+        segments: in order; what one sends is reduced before the one that receives it, mostly the next.
         arguments: names of the tensors of the batch, in the order of its flattened structure, and of the
             tower's `ops.Share` of it.
         captures: (name, tensor) of what the step closes over, other than variables.

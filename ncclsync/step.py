@@ -104,6 +104,7 @@ class TowerStep(abc.ABC):
             same_seeds=same_seeds,
             on_host=self.towers.on_host,
             undone="finite" in readers,
+            overlaps=self.towers.backend == "nccl",
             meter=meter,
         )
         if watch is None:

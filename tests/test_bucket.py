@@ -32,6 +32,11 @@ def test_plan(sizes, kinds, limit, expected):
     assert plan_buckets(sizes, kinds, limit) == expected
 
 
+def test_a_first_bucket_of_another_size():
+    """Of each kind."""
+    assert plan_buckets([4] * 6, "aaaaab", 12, 4) == ((5,), (4,), (3, 2, 1), (0,))
+
+
 def test_properties_of_random_plans():
     """Every index once; each bucket of one kind, in reverse order, within the limit or alone; buckets in the
     order in which their first tensor comes; and no two buckets in a row of a kind could have been one.

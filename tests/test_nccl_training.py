@@ -4,6 +4,7 @@ The towers stand on CPU devices and are joined by the stand-in NCCL, whose GPUs'
 """
 
 import gc
+import json
 import logging
 import os
 import random
@@ -19,7 +20,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Towers, nccl_parallel
+from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Timeline, Towers, nccl_parallel
 from ncclsync.buffers import CUDA, HOST
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.group_ops import group_all_reduce
@@ -155,17 +156,48 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
 
 def test_buckets_travel_in_one_group(nccl):
     """All that meets behind one part of a step is one NCCL group; an error tells which bucket it was in."""
-    model = on_towers(mlp, 2, backend="nccl", bucket_bytes=64)
+    model = on_towers(mlp, 2, backend="nccl", shard_optimizer=True)
     model.train_on_batch(X, Y)
-    nccl.count("ncclGroupEnd", "ncclAllReduce", "cuCtxRecordEvent")
+    nccl.count("ncclGroupEnd", "ncclReduceScatter", "cuCtxRecordEvent")
     model.train_on_batch(X, Y)
-    groups, calls, waits = nccl.counted()
-    assert (groups, waits) == (1, 2) and calls >= 2 * 4
+    assert nccl.counted() == [2, 2 * 4, 2 * 2]  # the other group is what they gather
     before = arrays(model)
-    nccl.fail("ncclAllReduce:4=5")
-    with pytest.raises(
-        NcclError, match=rf"ncclInvalidUsage \(5\).*\(bucket 2 of {calls // 2}\) of \d+ bytes"
-    ):
+    nccl.fail("ncclReduceScatter:4=5")
+    with pytest.raises(NcclError, match=r"ncclInvalidUsage \(5\).*\(bucket 3 of 5\) of \d+ bytes"):
+        model.train_on_batch(X, Y)
+    assert_same(arrays(model), before)
+    model.towers.close()
+
+
+def test_buckets_travel_while_towers_compute(nccl, tmp_path):
+    """Each is sent when it is complete, the last layer's first; meanwhile towers go on, up to the update."""
+    plain = mlp()
+    model = on_towers(mlp, 2, backend="nccl", bucket_bytes=400)
+    for one in (plain, model):
+        one.fit(X, Y, batch_size=61, epochs=1, verbose=0)
+    nccl.count("ncclGroupEnd")
+    nccl.fail("slow:1=400")
+    timeline = Timeline(tmp_path / "trace.json", steps=(1, 1))
+    plain.fit(X, Y, batch_size=61, epochs=1, verbose=0)
+    model.fit(X, Y, batch_size=61, epochs=1, verbose=0, callbacks=[timeline])
+    assert_close(arrays(model), arrays(plain))
+    assert_towers_agree(model)
+    assert nccl.counted() == [3]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {event["name"]: event for event in events}
+    sizes = [spans[f"all-reduce/{i}.1"]["args"]["bytes"] for i in (1, 2, 3)]
+    assert 4 * (5 + 16 * 5) <= sizes[0] < 400  # with scalars of the loss
+    assert sizes[1] + sizes[2] >= 4 * (16 + 12 * 16)
+    for i in (1, 2):
+        exchanged = spans[f"all-reduce/{i}.1"]
+        assert exchanged["dur"] > 3e5  # microseconds
+        for tower in (0, 1):
+            following = spans[f"tower_{tower}/segment_{i + 1}"]
+            assert following["ts"] < exchanged["ts"] + exchanged["dur"]
+            assert spans[f"tower_{tower}/apply"]["ts"] >= exchanged["ts"] + exchanged["dur"]
+    before = arrays(model)
+    nccl.fail("ncclAllReduce:3=5")
+    with pytest.raises(NcclError, match=r"ncclInvalidUsage \(5\)"):
         model.train_on_batch(X, Y)
     assert_same(arrays(model), before)
     model.towers.close()

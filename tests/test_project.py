@@ -42,7 +42,7 @@ LAYERS = (
     ("hooks", "noise", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
     ("exchanges", "fusion", "row_reads", "updates"),
-    ("segment",),
+    ("schedule", "segment"),
     ("cut",),
     ("recovery",),
     ("layout",),

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import sys
 
@@ -26,6 +27,13 @@ def pytest_report_header():
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
         return "parity tables: every twelfth row of the large ones, for time; NCCLSYNC_ALL_ROWS=1 runs all"
     return "parity tables: all rows"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage():
+    """Let the collector pass over what TensorFlow and Keras made when they were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -81,7 +81,7 @@ def embedding():
 
 @pytest.mark.parametrize(
     "factory, towers, options",
-    [(mlp, 4, {}), (mlp, 2, {"bucket_bytes": 64}), (cnn, 3, {}), (embedding, 3, {})],
+    [(mlp, 4, {}), (cnn, 2, {"bucket_bytes": 64}), (cnn, 3, {}), (embedding, 3, {})],
     ids=["mlp", "small buckets", "cnn", "embedding"],
 )
 def test_fit_as_on_one_device(nccl, factory, towers, options):
@@ -175,14 +175,12 @@ def test_buckets_travel_while_towers_compute(nccl, tmp_path):
     model = on_towers(mlp, 2, backend="nccl", bucket_bytes=400)
     for one in (plain, model):
         one.fit(X, Y, batch_size=61, epochs=1, verbose=0)
-    nccl.count("ncclGroupEnd")
-    nccl.fail("slow:1=400")
+    nccl.fail("slow:1:0=400")  # each of rank 1's
     timeline = Timeline(tmp_path / "trace.json", steps=(1, 1))
     plain.fit(X, Y, batch_size=61, epochs=1, verbose=0)
     model.fit(X, Y, batch_size=61, epochs=1, verbose=0, callbacks=[timeline])
     assert_close(arrays(model), arrays(plain))
     assert_towers_agree(model)
-    assert nccl.counted() == [3]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = {event["name"]: event for event in events}
     sizes = [spans[f"all-reduce/{i}.1"]["args"]["bytes"] for i in (1, 2, 3)]

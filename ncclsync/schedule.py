@@ -79,17 +79,20 @@ def _overlapping(
     None where all of them fit one bucket.
     """
     early = [result for result in results if _travels_early(graph, levels, level, graph.exchanges[result])]
+    sizes = {
+        result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early
+    }
+    if sum(sizes.values()) <= bucket_bytes:
+        return []
     depths: dict[str, int] = {}  # how many ops run one after another, up to each
     for op in graph.ops:
-        parents = [depths.get(parent, 0) for parent, _ in _dependencies(graph, op.name)] if early else []
+        parents = [depths.get(parent, 0) for parent, _ in _dependencies(graph, op.name)]
         depths[op.name] = 1 + max(parents, default=0)
     early.sort(key=lambda result: depths[graph.origin(result)[0]], reverse=True)
-    exchanges = [graph.exchanges[result] for result in early]
-    sizes = [exchange.shape.num_elements() * exchange.dtype.size for exchange in exchanges]
-    if sum(sizes) <= bucket_bytes:
-        return []
     first_bytes = min(_FIRST_BUCKET_BYTES, bucket_bytes)
-    planned = plan_buckets(sizes, [None] * len(sizes), bucket_bytes, first_bytes)
+    planned = plan_buckets(
+        [sizes[result] for result in early], [None] * len(early), bucket_bytes, first_bytes
+    )
     return [[early[index] for index in bucket] for bucket in planned]
 
 

@@ -1,5 +1,6 @@
 """The C library by itself: under sanitizers, and without warnings."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -60,8 +61,16 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     sources = [*SOURCES, *(ROOT / "csrc").glob("nccl*.c"), standin.cudart]
     libraries = ["-lpthread", "-lm", "-ldl"]
     compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *sources, "-o", program, *libraries)
+    # When a thread ends, glibc frees thread-local memory of libraries that were loaded later. The sanitizer does
+    # not see that a thread which had the same memory before has been joined.
+    suppressions = tmp_path / "suppressions"
+    suppressions.write_text("race:_dl_deallocate_tls\n")
     done = subprocess.run(
-        [program, standin.nccl, standin.cudart], capture_output=True, text=True, timeout=100
+        [program, standin.nccl, standin.cudart],
+        env={**os.environ, "TSAN_OPTIONS": f"suppressions={suppressions}:print_suppressions=0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

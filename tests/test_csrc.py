@@ -61,8 +61,8 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     sources = [*SOURCES, *(ROOT / "csrc").glob("nccl*.c"), standin.cudart]
     libraries = ["-lpthread", "-lm", "-ldl"]
     compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *sources, "-o", program, *libraries)
-    # When a thread ends, glibc frees thread-local memory of libraries that were loaded later. The sanitizer does
-    # not see that a thread which had the same memory before has been joined.
+    # When a thread ends, glibc frees thread-local memory of libraries that were loaded later. The sanitizer
+    # does not see that a thread which had the same memory before has been joined.
     suppressions = tmp_path / "suppressions"
     suppressions.write_text("race:_dl_deallocate_tls\n")
     done = subprocess.run(

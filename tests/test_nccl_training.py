@@ -175,7 +175,7 @@ def test_buckets_travel_while_towers_compute(nccl, tmp_path):
     model = on_towers(mlp, 2, backend="nccl", bucket_bytes=400)
     for one in (plain, model):
         one.fit(X, Y, batch_size=61, epochs=1, verbose=0)
-    nccl.fail("slow:1:0=400")  # each of rank 1's
+    nccl.fail("slow:1:0=1000")  # ms, each of rank 1's
     timeline = Timeline(tmp_path / "trace.json", steps=(1, 1))
     plain.fit(X, Y, batch_size=61, epochs=1, verbose=0)
     model.fit(X, Y, batch_size=61, epochs=1, verbose=0, callbacks=[timeline])
@@ -188,7 +188,7 @@ def test_buckets_travel_while_towers_compute(nccl, tmp_path):
     assert sizes[1] + sizes[2] >= 4 * (16 + 12 * 16)
     for i in (1, 2):
         exchanged = spans[f"all-reduce/{i}.1"]
-        assert exchanged["dur"] > 3e5  # microseconds
+        assert exchanged["dur"] > 9e5  # microseconds
         for tower in (0, 1):
             following = spans[f"tower_{tower}/segment_{i + 1}"]
             assert following["ts"] < exchanged["ts"] + exchanged["dur"]

@@ -48,24 +48,26 @@ def schedule(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
     levels = _assign_levels(graph)
     sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
     count = 1 + max([*levels.values(), *(level + 1 for level in sent.values()), 0])
-    if overlap_bytes is None:
-        return Schedule(levels, sent, {result: level + 1 for result, level in sent.items()}, count)
-    parts: dict[str, int] = {}  # by name of an op, or of an exchange's result
-    begins = [0]
+    of_level: dict[int, list[str]] = collections.defaultdict(list)
+    for result, level in sent.items():
+        of_level[level].append(result)
+    parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
+    begins = [0]  # of levels, and the end
     for level in range(count):
-        results = [result for result, sent_at in sent.items() if sent_at == level]
-        buckets = _overlapping(graph, levels, level, results, overlap_bytes)
-        last = max(len(buckets) - 1, 0)
-        members = [name for name in levels if levels[name] == level]
-        parts.update(dict.fromkeys([*members, *results], last))
-        for part, bucket in reversed(list(enumerate(buckets))):
-            parts.update(dict.fromkeys(bucket, part))
-            for name in _ancestors(graph, levels, level, [graph.origin(result)[0] for result in bucket]):
-                parts[name] = min(parts[name], part)
-        begins.append(begins[level] + last + 1)
+        buckets = []
+        if overlap_bytes is not None:
+            buckets = _overlapping(graph, levels, level, of_level[level], overlap_bytes)
+        for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
+            sources = [graph.origin(result)[0] for result in bucket]
+            parts.update(dict.fromkeys([*bucket, *_ancestors(graph, levels, level, sources)], part))
+        begins.append(begins[level] + max(len(buckets), 1))
+
+    def segment(name: str, level: int) -> int:
+        return begins[level] + parts[name] if name in parts else begins[level + 1] - 1
+
     return Schedule(
-        {name: begins[level] + parts[name] for name, level in levels.items()},
-        {result: begins[level] + parts[result] for result, level in sent.items()},
+        {name: segment(name, level) for name, level in levels.items()},
+        {result: segment(result, level) for result, level in sent.items()},
         {result: begins[level + 1] for result, level in sent.items()},
         begins[-1],
     )

@@ -147,7 +147,7 @@ def interruptible() -> Iterator[None]:
     _watched = _kept
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again, if not as the Ctrl-C that it hides
         # Native code that turns an error into a Python exception may run Python for it, and lose the
         # KeyboardInterrupt that this raises: TensorFlow does.
         if _kept.has_come():

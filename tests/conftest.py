@@ -41,7 +41,7 @@ def no_autotuning_of_datasets():
     """Let datasets be as they are: nothing here is about how fast they are read.
 
     TensorFlow's autotuner looks after an iterator in ever longer intervals, up to a minute, and often misses,
-    until the next one, that the iterator is to be deleted. Python waits for it: a third of the time that
+    until the next one, that the iterator is to be deleted. Python waits for it: a fifth of the time that
     these tests took.
     """
     tf = sys.modules.get("tensorflow")

@@ -1,6 +1,8 @@
 /* Arithmetic on arrays, many operations in one pass over memory: what an optimizer does to a variable is a dozen
  * operations on four arrays, and memory is what it waits for. A block of each array goes through all operations while
- * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same. */
+ * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same.
+ *
+ * An operand that is smaller than the result is repeated as far as a block needs it. */
 #include "arithmetic.h"
 
 #include <math.h>
@@ -52,7 +54,7 @@ int ncs_program_is_valid(const ncs_program* program, int length) {
   if (length != 3 * program->n_steps + program->n_outputs) return 0;
   for (int s = 0; s < program->n_steps; ++s) {
     const int64_t* step = program->code + 3 * s;
-    if (step[0] < NCS_ADD || step[0] > NCS_NEGATE) return 0;
+    if (step[0] < NCS_ADD || step[0] > NCS_RELU) return 0;
     for (int i = 1; i < 3; ++i)
       if (step[i] < 0 || step[i] >= program->n_inputs + s) return 0;
   }
@@ -70,46 +72,83 @@ typedef struct {
   size_t size;
 } ncs_run;
 
-static void fill(void* block, const void* value, size_t size) {
-  for (size_t i = 0; i < NCS_BLOCK; ++i) memcpy((char*)block + i * size, value, size);
+/* Repeats `filled` bytes until there are `bytes`. */
+static void repeat_period(char* memory, size_t filled, size_t bytes) {
+  for (size_t n; filled < bytes; filled += n) {
+    n = bytes - filled < filled ? bytes - filled : filled;
+    memcpy(memory + filled, memory, n);
+  }
+}
+
+/* Writes what an operand has for n elements of the result from `at` on. */
+static void spread(char* block, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+  const size_t repeat = operand->repeat, count = operand->count;
+  for (size_t run; n > 0; n -= run, at += run, block += run * size) {
+    const size_t element = at / repeat % count;
+    if (repeat == 1) {
+      run = count - element < n ? count - element : n;
+      memcpy(block, (const char*)operand->data + element * size, run * size);
+    } else {
+      run = repeat - at % repeat < n ? repeat - at % repeat : n;
+      memcpy(block, (const char*)operand->data + element * size, size);
+      repeat_period(block, size, run * size);
+    }
+  }
+}
+
+/* Whether an operand repeats itself so soon that it is written out once for all blocks of a chunk. */
+static int is_short(const ncs_operand* operand) { return operand->repeat == 1 && operand->count <= NCS_BLOCK; }
+
+/* Where the operand's values for n elements from `at` on are; `memory`: its own, of two blocks. */
+static const char* find_values(char* memory, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+  const size_t element = at % operand->count;
+  if (is_short(operand)) return memory + element * size;
+  if (operand->repeat == 1 && element + n <= operand->count) return (const char*)operand->data + element * size;
+  spread(memory, operand, at, n, size);
+  return memory;
 }
 
 static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory,
                       const void** registers, char** targets) {
   const ncs_program* program = run->program;
   const int64_t* outputs = program->code + 3 * program->n_steps;
-  const size_t block_bytes = NCS_BLOCK * run->size;
+  const size_t size = run->size, block_bytes = NCS_BLOCK * size;
   const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
+  /* Inputs have two blocks each: a short one is found from any of its elements on. */
+  char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
   /* A step whose result is asked for computes it in its place. */
   for (int reg = 0; reg < program->n_inputs + program->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < program->n_outputs; ++o)
     if (outputs[o] >= program->n_inputs) targets[outputs[o]] = instance->outputs[o];
-  for (int i = 0; i < program->n_inputs; ++i)
-    if (instance->is_scalar[i]) {
-      registers[i] = memory + (size_t)i * block_bytes;
-      fill(memory + (size_t)i * block_bytes, instance->inputs[i], run->size);
-    }
+  for (int i = 0; i < program->n_inputs; ++i) {
+    const ncs_operand* input = &instance->inputs[i];
+    const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
+    char* own = memory + 2 * (size_t)i * block_bytes;
+    if (!is_short(input)) continue;
+    memcpy(own, input->data, input->count * size);
+    repeat_period(own, input->count * size, (input->count + most) * size);
+  }
   for (size_t at = begin, n; at < end; at += n) {
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
     for (int i = 0; i < program->n_inputs; ++i)
-      if (!instance->is_scalar[i]) registers[i] = (const char*)instance->inputs[i] + at * run->size;
+      registers[i] = find_values(memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at, n, size);
     for (int s = 0; s < program->n_steps; ++s) {
       const int64_t* step = program->code + 3 * s;
       const int reg = program->n_inputs + s;
-      char* out = targets[reg] != NULL ? targets[reg] + at * run->size : memory + (size_t)reg * block_bytes;
+      char* out = targets[reg] != NULL ? targets[reg] + at * size : results + (size_t)s * block_bytes;
       run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
       registers[reg] = out;
     }
     for (int o = 0; o < program->n_outputs; ++o) {
-      char* out = (char*)instance->outputs[o] + at * run->size;
-      if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * run->size);
+      char* out = (char*)instance->outputs[o] + at * size;
+      if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * size);
     }
   }
 }
 
 static void run_part(const void* task, size_t part, size_t chunk) {
   const ncs_run* run = task;
-  char memory[NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
+  char memory[2 * NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   const void* registers[NCS_MOST_REGISTERS];
   char* targets[NCS_MOST_REGISTERS];
 #if defined(__SSE2__)

@@ -12,11 +12,17 @@ typedef struct {
   int n_inputs, n_outputs, n_steps, is_double;
 } ncs_program;
 
-/* One run of a program: `count` elements of each input, or one that stands for all. No output may overlap an input. */
+/* Of an input: element i of the result is computed from element (i / repeat) % count. So a whole array has a repeat of 1
+ * and as many elements as the result, a scalar has one; a row stands for every row, a column for every column. */
 typedef struct {
-  const void** inputs;
+  const void* data;
+  size_t count, repeat;
+} ncs_operand;
+
+/* One run of a program: `count` elements of each output. No output may overlap an input. */
+typedef struct {
+  ncs_operand* inputs;
   void** outputs;
-  char* is_scalar; /* per input */
   size_t count;
 } ncs_instance;
 

@@ -15,6 +15,7 @@ typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
 typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
 typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
+typedef struct TF_ShapeHandle TF_ShapeHandle;
 typedef struct TF_KernelBuilder TF_KernelBuilder;
 typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
 typedef struct TF_OpKernelContext TF_OpKernelContext;
@@ -38,6 +39,10 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                            \
     (TF_OpDefinitionBuilder*, void (*infer)(TF_ShapeInferenceContext*, TF_Status*)))                                  \
   X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))                           \
+  X(TF_ShapeHandle*, TF_NewShapeHandle, (void))                                                                       \
+  X(void, TF_DeleteShapeHandle, (TF_ShapeHandle*))                                                                    \
+  X(void, TF_ShapeInferenceContextGetInput, (TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*))      \
+  X(void, TF_ShapeInferenceContextSetOutput, (TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*))     \
   X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder*, TF_Status*))                                             \
   X(TF_KernelBuilder*, TF_NewKernelBuilder,                                                                           \
     (const char* op, const char* device, void* (*create)(TF_OpKernelConstruction*),                                   \
@@ -96,6 +101,7 @@ typedef struct {
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
+  void (*infer)(TF_ShapeInferenceContext*, TF_Status*); /* NULL: of unknown shapes */
 } ncs_tf_op;
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_note;

@@ -6,36 +6,49 @@
 
 typedef struct {
   ncs_program program;
+  int64_t* repeats; /* per input of the program */
   int64_t instances;
 } arithmetic_kernel;
 
 static void destroy_arithmetic(void* kernel_) {
   arithmetic_kernel* kernel = kernel_;
-  if (kernel != NULL) free(kernel->program.code);
+  if (kernel != NULL) {
+    free(kernel->program.code);
+    free(kernel->repeats);
+  }
   free(kernel);
+}
+
+/* A list of integers, to be freed by the caller; NULL on failure. */
+static int64_t* read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status) {
+  int32_t size = 0, ignored;
+  int64_t* list;
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
+  ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, name, &size, &ignored, status);
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
+  *length = size > 0 ? size : 0;
+  list = malloc((size_t)(*length + 1) * sizeof(*list));
+  if (list == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, list, *length, status);
+  return list;
 }
 
 static void* create_arithmetic(TF_OpKernelConstruction* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   arithmetic_kernel* kernel = calloc(1, sizeof(*kernel));
-  int32_t length = 0, ignored;
-  int dtype = 0;
+  int length = 0, dtype = 0, valid = 1;
   if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   else {
     ncs_program* program = &kernel->program;
     kernel->instances = ncs_tf_read_attr(context, "instances", status);
-    program->n_inputs = (int)ncs_tf_read_attr(context, "inputs", status);
     program->n_outputs = (int)ncs_tf_read_attr(context, "outputs", status);
     if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
     program->is_double = dtype == 2;
-    if (ncs_tf.TF_GetCode(status) == TF_OK)
-      ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, "program", &length, &ignored, status);
-    program->code = malloc((size_t)(length > 0 ? length : 1) * sizeof(*program->code));
-    if (program->code == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-    if (ncs_tf.TF_GetCode(status) == TF_OK)
-      ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, "program", program->code, length, status);
+    kernel->repeats = read_list(context, "repeats", &program->n_inputs, status);
+    program->code = read_list(context, "program", &length, status);
     program->n_steps = (length - program->n_outputs) / 3;
-    if (ncs_tf.TF_GetCode(status) == TF_OK && !ncs_program_is_valid(program, length))
+    for (int i = 0; ncs_tf.TF_GetCode(status) == TF_OK && i < program->n_inputs; ++i) valid &= kernel->repeats[i] > 0;
+    if (ncs_tf.TF_GetCode(status) == TF_OK && !(valid && ncs_program_is_valid(program, length)))
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a program of known operations on registers that exist");
   }
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
@@ -43,20 +56,36 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
   return kernel;
 }
 
-/* Instance k's inputs and outputs; the first input tells the size, any other has that size or one element. */
-static void prepare_instance(TF_OpKernelContext* context, const ncs_program* program, int k, ncs_instance* instance,
-                             TF_Status* status) {
+/* How many elements the input `index` has, and how many of them one row; 0 on failure. */
+static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, size_t* row, TF_Status* status) {
+  int64_t dims[NCS_MOST_DIMS];
+  const int n_dims = ncs_tf_read_dims(context, index, dims, status);
+  if (n_dims < 0) return 0;
+  *row = 1;
+  for (int d = 1; d < n_dims; ++d) *row *= (size_t)dims[d];
+  *count = n_dims > 0 ? *row * (size_t)dims[0] : 1;
+  return 1;
+}
+
+/* Instance k's inputs and outputs. The first input tells the size. Any other stands for as many elements, or repeats
+ * itself in each row: that is how TensorFlow broadcasts one row, or a part of it, to all. */
+static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kernel* kernel, int k,
+                             ncs_instance* instance, TF_Status* status) {
+  const ncs_program* program = &kernel->program;
   const int begin = k * program->n_inputs;
+  size_t row;
+  if (!read_sizes(context, begin, &instance->count, &row, status)) return;
   for (int i = 0; i < program->n_inputs; ++i) {
     ncs_tf_view seen;
+    size_t spanned;
     if (!ncs_tf_read_input(context, begin + i, &seen, status)) return;
-    if (i == 0) instance->count = (size_t)seen.count;
-    if ((size_t)seen.count != instance->count && seen.count != 1) {
-      ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected inputs of one size, or of one element. Received: others");
+    spanned = (size_t)seen.count * (size_t)kernel->repeats[i];
+    if (seen.count != 1 && spanned != instance->count && (spanned == 0 || row % spanned != 0)) {
+      ncs_tf_fail(status, TF_INVALID_ARGUMENT,
+                  "Expected inputs of one size, or that repeat themselves in each row. Received: others");
       return;
     }
-    instance->inputs[i] = seen.data;
-    instance->is_scalar[i] = seen.count == 1;
+    instance->inputs[i] = (ncs_operand){seen.data, (size_t)seen.count, seen.count == 1 ? 1 : kernel->repeats[i]};
   }
   for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o)
     instance->outputs[o] = ncs_tf_make_output(context, k * program->n_outputs + o, begin, 0, -1, status);
@@ -68,34 +97,41 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   const size_t n = (size_t)kernel->instances, n_in = (size_t)program->n_inputs, n_out = (size_t)program->n_outputs;
   ncs_instance* instances = calloc(n, sizeof(*instances));
-  const void** inputs = malloc(n * n_in * sizeof(*inputs));
+  ncs_operand* inputs = malloc(n * n_in * sizeof(*inputs));
   void** outputs = malloc(n * n_out * sizeof(*outputs));
-  char* is_scalar = malloc(n * n_in);
-  if (instances == NULL || inputs == NULL || outputs == NULL || is_scalar == NULL)
+  if (instances == NULL || inputs == NULL || outputs == NULL)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   for (size_t k = 0; k < n && ncs_tf.TF_GetCode(status) == TF_OK; ++k) {
     instances[k].inputs = inputs + k * n_in;
     instances[k].outputs = outputs + k * n_out;
-    instances[k].is_scalar = is_scalar + k * n_in;
-    prepare_instance(context, program, (int)k, &instances[k], status);
+    prepare_instance(context, kernel, (int)k, &instances[k], status);
   }
   if (ncs_tf.TF_GetCode(status) == TF_OK && ncs_program_run(ncs_tf.pool, program, instances, n) != ncclSuccess)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
-  free(is_scalar);
   free(outputs);
   free(inputs);
   free(instances);
   ncs_tf.TF_DeleteStatus(status);
 }
 
+/* The first result has the first value's shape. TensorFlow 2.21 lets no shape be set but the first one. */
+static void infer_first_shape(TF_ShapeInferenceContext* context, TF_Status* status) {
+  TF_ShapeHandle* shape = ncs_tf.TF_NewShapeHandle();
+  ncs_tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_ShapeInferenceContextGetInput(context, 0, shape, status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_ShapeInferenceContextSetOutput(context, 0, shape, status);
+  ncs_tf.TF_DeleteShapeHandle(shape);
+}
+
 const ncs_tf_op ncs_tf_arithmetic = {
     "NcclsyncArithmetic",
-    {"T: {float, double}", "instances: int >= 1", "inputs: int >= 1", "outputs: int >= 1", "program: list(int)",
+    {"T: {float, double}", "instances: int >= 1", "repeats: list(int)", "outputs: int >= 1", "program: list(int)",
      "n_values: int >= 1", "n_results: int >= 1", NULL},
     {"values: n_values * T", NULL},
     "results: n_results * T",
     create_arithmetic,
     compute_arithmetic,
     destroy_arithmetic,
+    infer_first_shape,
 };

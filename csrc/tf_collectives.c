@@ -113,6 +113,7 @@ const ncs_tf_op ncs_tf_all_reduce = {
     create_all_reduce,
     compute_all_reduce,
     free,
+    NULL,
 };
 
 /* ---- The all-gather ---- */
@@ -192,4 +193,5 @@ const ncs_tf_op ncs_tf_all_gather = {
     create_all_gather,
     compute_all_gather,
     free,
+    NULL,
 };

@@ -46,4 +46,5 @@ const ncs_tf_op ncs_tf_note = {
     create_note,
     compute_note,
     free,
+    NULL,
 };

@@ -68,7 +68,8 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
     ncs_tf.TF_OpDefinitionBuilderAddInput(op, definition->inputs[i]);
   if (definition->output != NULL) ncs_tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
   else ncs_tf.TF_OpDefinitionBuilderSetIsStateful(op, true); /* whatever it is given, TensorFlow 2.21 takes as true */
-  ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer_nothing);
+  ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op,
+                                                         definition->infer ? definition->infer : infer_nothing);
   ncs_tf.TF_RegisterOpDefinition(op, status);
   if (ncs_tf.TF_GetCode(status) != TF_OK) return;
   ncs_tf.TF_RegisterKernelBuilder(

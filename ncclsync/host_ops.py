@@ -29,9 +29,12 @@ ARITHMETIC = {
     "RealDiv": native.ARITHMETIC["DIVIDE"],
     "Maximum": native.ARITHMETIC["MAXIMUM"],
     "Minimum": native.ARITHMETIC["MINIMUM"],
+    "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
+    "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
     "Square": native.ARITHMETIC["SQUARE"],
     "Sqrt": native.ARITHMETIC["SQRT"],
     "Neg": native.ARITHMETIC["NEGATE"],
+    "Relu": native.ARITHMETIC["RELU"],
 }
 
 

@@ -120,38 +120,49 @@ static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
     reduce_weighted(pool, dtype, size, count);
 }
 
-/* (a * b + a) / b and a * b, of an array and a scalar, for two instances. */
-static void compute(ncs_pool* pool, size_t count) {
+/* (a * b + a) / b and a * b, of an array and an operand that repeats itself, for two instances. */
+static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
   const ncs_program program = {code, 2, 2, 3, 0};
-  const float b[] = {2, 4};
-  float *a[2], *quotient[2], *product[2];
-  const void* inputs[2][2];
+  float *a[2], *b[2], *quotient[2], *product[2];
+  ncs_operand inputs[2][2];
   void* outputs[2][2];
-  char is_scalar[] = {0, 1};
   ncs_instance instances[2];
   EXPECT(ncs_program_is_valid(&program, 11) && !ncs_program_is_valid(&program, 10));
   for (int k = 0; k < 2; ++k) {
     a[k] = malloc(count * sizeof(float));
+    b[k] = malloc(period * sizeof(float));
     quotient[k] = malloc(count * sizeof(float));
     product[k] = malloc(count * sizeof(float));
     for (size_t i = 0; i < count; ++i) a[k][i] = (float)(i % 1000);
-    inputs[k][0] = a[k];
-    inputs[k][1] = &b[k];
+    for (size_t i = 0; i < period; ++i) b[k][i] = (float)(i % 7 + 2);
+    inputs[k][0] = (ncs_operand){a[k], count, 1};
+    inputs[k][1] = (ncs_operand){b[k], period, repeat};
     outputs[k][0] = quotient[k];
     outputs[k][1] = product[k];
-    instances[k] = (ncs_instance){inputs[k], outputs[k], is_scalar, count};
+    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
   }
   EXPECT(ncs_program_run(pool, &program, instances, 2) == ncclSuccess);
   for (int k = 0; k < 2; ++k) {
     for (size_t i = 0; i < count; ++i) {
-      EXPECT(quotient[k][i] == (a[k][i] * b[k] + a[k][i]) / b[k]);
-      EXPECT(product[k][i] == a[k][i] * b[k]);
+      const float x = b[k][i / repeat % period];
+      EXPECT(quotient[k][i] == (a[k][i] * x + a[k][i]) / x);
+      EXPECT(product[k][i] == a[k][i] * x);
     }
     free(a[k]);
+    free(b[k]);
     free(quotient[k]);
     free(product[k]);
   }
+}
+
+/* A scalar, rows that divide a block and that do not, larger than one; columns; arrays smaller than a block. */
+static void compute_all(ncs_pool* pool) {
+  const size_t shapes[][3] = {{70001, 1, 1},    {70400, 16, 1}, {70070, 7, 1},  {70000, 7000, 1}, {1, 1, 1},
+                              {2000, 20, 100},  {70000, 5, 7},  {70000, 7, 2},  {96, 3, 32},      {1000, 500, 1},
+                              {70000, 700, 100}, {48, 48, 1},   {1536, 512, 1}, {1539, 513, 1},   {3000, 2, 1500}};
+  for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i)
+    compute(pool, shapes[i][0], shapes[i][1], shapes[i][2]);
 }
 
 static void* call_repeatedly(void* pool) {
@@ -159,7 +170,7 @@ static void* call_repeatedly(void* pool) {
     reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
     reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
     reduce_weighted(pool, ncclFloat32, 4, 100003);
-    compute(pool, 70001);
+    compute_all(pool);
   }
   return NULL;
 }

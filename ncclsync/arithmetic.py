@@ -1,0 +1,110 @@
+"""Write element-wise ops as one program, as `csrc/arithmetic.h` has it, and the node that runs it."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is computed for each element.
+
+    Attributes:
+        repeats: by input: how many neighbouring elements of the result take the same one of the input's.
+        outputs: how many there are.
+        code: steps of (operation, register, register), then the results' registers.
+    """
+
+    repeats: tuple[int, ...]
+    outputs: int
+    code: tuple[int, ...]
+
+    def node(self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str]) -> Any:
+        """Return the node that runs it: on as many sets of inputs, one after another, as there are values for."""
+        instances = len(values) // len(self.repeats)
+        node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
+        attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
+        attributes |= {"n_values": len(values), "n_results": instances * self.outputs, "program": self.code}
+        for attribute, value in attributes.items():
+            set_attribute(node, attribute, value)
+        return node
+
+
+class Writer:
+    """A program that is being written, by names of the values that it takes and computes."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, Any, Any]] = []
+        self._inputs: dict[str, None] = {}  # in the order of their first use
+        self._computed: dict[str, Any] = {}  # by name: an input, or the number of a step
+
+    def value(self, name: str) -> Any:
+        """Return what has that name; what has not been computed is an input."""
+        if name not in self._computed:
+            self._inputs[name] = None
+        return self._computed.get(name, name)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Give a value a name."""
+        self._computed[name] = value
+
+    def compute(self, operation: str, values: Sequence[Any]) -> Any:
+        """Add what an op of that type does; return its result."""
+        if operation == "BroadcastTo":
+            return values[0]
+        if operation == "AddN":  # TensorFlow adds from left to right
+            total = values[0]
+            for value in values[1:]:
+                total = self.compute("AddV2", (total, value))
+            return total
+        self._steps.append((ARITHMETIC[operation], values[0], values[-1]))
+        return len(self._steps) - 1
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs."""
+        return list(self._inputs)
+
+    @property
+    def registers(self) -> int:
+        """How many it needs; more than `MOST_REGISTERS` cannot be run."""
+        return len(self._steps) + len(self._inputs)
+
+    def program(
+        self, inputs: Sequence[str], repeats: Sequence[int], results: Sequence[str]
+    ) -> Program | None:
+        """Return what was written, with the inputs in that order; None if it cannot be run."""
+        if not self._steps or self.registers > MOST_REGISTERS:
+            return None
+        registers: dict[Any, int] = {name: i for i, name in enumerate([*inputs, *range(len(self._steps))])}
+        code = [number for step, a, b in self._steps for number in (step, registers[a], registers[b])]
+        code += [registers[self._computed[result]] for result in results]
+        return Program(tuple(repeats), len(results), tuple(code))
+
+
+def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:
+    """Return how many neighbouring elements of a result take the same element of an operand.
+
+    Args:
+        operand: of a shape that broadcasts to the result's.
+        result: of known dimensions, except for the first one.
+
+    Returns:
+        None if it takes more than that number, and the operand's size, to tell which element they take.
+    """
+    if operand.rank is None or operand.rank > result.rank:
+        return None
+    dims = [1] * (result.rank - operand.rank) + operand.as_list()
+    if None in dims[1:]:
+        return None
+    sizes = [(dim, full) for dim, full in zip(dims, result.as_list(), strict=True) if full != 1]
+    while sizes and sizes[0][0] == 1:
+        sizes.pop(0)
+    repeat = 1
+    while sizes and sizes[-1][0] == 1:
+        repeat *= sizes.pop()[1]
+    return repeat if all(dim != 1 for dim, _ in sizes) else None

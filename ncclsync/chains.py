@@ -1,0 +1,199 @@
+"""Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
+
+A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's size,
+and each of them waits for memory. Beside the updates of variables (`fusion.py`), what lies between two ops of
+another kind is one op, with bitwise the same results. `segment.py` puts it in place.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.arithmetic import Program, Writer, repeat_of
+from ncclsync.host_ops import ARITHMETIC, MOST_REGISTERS, set_attribute
+from ncclsync.same_shapes import Shapes
+from ncclsync.step_graph import StepGraph, in_order, op_name
+
+# TensorFlow adds up to so many tensors from left to right.
+_MOST_ADDED = 8
+
+# TensorFlow itself makes one op of what multiplies matrices and of these behind it.
+_BEHIND = {"Add", "AddV2", "Relu"}
+_MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Some ops that can run as one.
+
+    Attributes:
+        members: their names.
+        inputs: names of the tensors it takes, the first one of the results' shape.
+        outputs: names of the members whose results others take.
+        awaited: names of the other members that others wait for.
+        dtype: of all tensors.
+        program: what it computes.
+    """
+
+    members: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    awaited: tuple[str, ...]
+    dtype: tf.DType
+    program: Program
+
+
+def find_chains(
+    graph: StepGraph, ops: Sequence[str], needed: Collection[str], taken: Sequence[Collection[str]]
+) -> list[Chain]:
+    """Find the chains of one segment.
+
+    Args:
+        graph: the step.
+        ops: names of the segment's ops, inputs before consumers.
+        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+        taken: sets of ops, each of which runs as one already.
+    """
+    shapes = Shapes(graph, ops)
+    unit = {name: name for name in ops}
+    for i, members in enumerate(taken):
+        unit.update(dict.fromkeys(members, f"@taken_{i}"))
+    kinds = {name: _kind(graph, shapes, name) for name in ops if unit[name] == name}
+    levels = _levels(graph, ops, unit, kinds)
+    order = [name for name in levels if kinds.get(name) is not None]
+    consumers: dict[str, set[str]] = collections.defaultdict(set)
+    awaiting: dict[str, set[str]] = collections.defaultdict(set)
+    for name in ops:
+        for operand in graph.inputs[name]:
+            consumers[op_name(operand)].add(name)
+        for control in graph.controls[name]:
+            awaiting[control].add(name)
+    for name in reversed(order):  # as late as its consumers allow: it may be one of them
+        if (
+            name not in needed
+            and not awaiting[name]
+            and {kinds.get(c) for c in consumers[name]} == {kinds[name]}
+        ):
+            levels[name] = min(levels[consumer] for consumer in consumers[name])
+    chains = []
+    for members in _components(graph, shapes, order, {n: (levels[n], kinds[n]) for n in order}):
+        inside = set(members)
+        outputs = [n for n in members if n in needed or not consumers[n] <= inside]
+        awaited = [n for n in members if n not in outputs and not awaiting[n] <= inside]
+        chain = _chain_of(graph, shapes, members, outputs, awaited)
+        if chain is not None:
+            chains.append(chain)
+    return chains
+
+
+def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
+    """The dtype and shape of an op's result, if it can be a member of a chain."""
+    op, inputs = graph.by_name[name], graph.inputs[name]
+    if op.type not in ARITHMETIC and op.type not in ("AddN", "BroadcastTo"):
+        return None
+    result = graph.spec(f"{name}:0")
+    operands = [graph.spec(operand) for operand in inputs[: 1 if op.type == "BroadcastTo" else None]]
+    key = shapes.key(f"{name}:0")
+    if result.dtype not in (tf.float32, tf.float64) or not key or 0 in key or len(inputs) > _MOST_ADDED:
+        return None
+    if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
+        return None
+    producers = {graph.by_name[op_name(i)].type for i in inputs if op_name(i) in graph.by_name}
+    return None if op.type in _BEHIND and producers & _MULTIPLYING else (result.dtype, key)
+
+
+def _levels(
+    graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any]
+) -> dict[str, int]:
+    """By unit, each behind what it waits for: of those of one kind and level, none waits for another by way of
+    one that is not of that kind and level.
+    """
+    levels: dict[str, int] = {}
+    for one, parents in in_order(graph, ops, unit):
+        kind = kinds.get(one)
+        left = (levels[p] + (kinds.get(p) not in (None, kind)) for p in parents)
+        levels[one] = max(left, default=0)
+    return levels
+
+
+def _components(
+    graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
+) -> Iterator[list[str]]:
+    """Yield ops of one place that compute from each other, or from one array, as many as a program can have."""
+    component: dict[str, list[str]] = {}
+    using: dict[Any, str] = {}  # by place and tensor
+    for name in order:
+        component[name] = [name]
+        for operand in graph.inputs[name]:
+            other = op_name(operand)
+            if place.get(other) != place[name]:
+                whole = shapes.key(operand) == place[name][1][1]
+                other = using.setdefault((place[name], operand), name) if whole else name
+            if component[other] is not component[name]:
+                larger, smaller = component[other], component[name]
+                larger += smaller
+                component.update(dict.fromkeys(smaller, larger))
+    position = {name: i for i, name in enumerate(order)}
+    for members in {id(found): found for found in component.values()}.values():
+        part: list[str] = []
+        registers = 0
+        for name in sorted(members, key=position.__getitem__):
+            most = 2 * len(graph.inputs[name]) - 1 if graph.by_name[name].type == "AddN" else 3
+            if registers + most > MOST_REGISTERS:
+                yield part
+                part, registers = [], 0
+            part.append(name)
+            registers += most
+        yield part
+
+
+def _chain_of(
+    graph: StepGraph, shapes: Shapes, members: Sequence[str], outputs: Sequence[str], awaited: Sequence[str]
+) -> Chain | None:
+    """Write ops as a program; None if there are too few of them, or no input tells the results' shape."""
+    if len(members) < 2:
+        return None
+    writer = Writer()
+    for name in members:
+        op = graph.by_name[name]
+        operands = graph.inputs[name][: 1 if op.type == "BroadcastTo" else None]
+        writer.keep(f"{name}:0", writer.compute(op.type, [writer.value(operand) for operand in operands]))
+    result = graph.spec(f"{members[0]}:0")
+    key = shapes.key(f"{members[0]}:0")
+    inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
+    if shapes.key(inputs[0]) != key:
+        return None
+    repeats = [repeat_of(graph.spec(name).shape, result.shape) or 1 for name in inputs]
+    program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs])
+    if program is None or not outputs:
+        return None
+    return Chain(tuple(members), tuple(inputs), tuple(outputs), tuple(awaited), result.dtype, program)
+
+
+def chain_nodes(
+    graph: StepGraph, chain: Chain, name: str, own: Collection[str], named: Callable[[str], str]
+) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yield the nodes that take the place of a chain; its outputs keep their names.
+
+    Args:
+        graph: the step.
+        chain: of the segment.
+        name: of the op that does the arithmetic.
+        own: names of the segment's ops.
+        named: a function from the name of a tensor to what the segment calls it.
+    """
+    controls = {control for member in chain.members for control in graph.controls[member]}
+    waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
+    yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits)
+    for i, output in enumerate(chain.outputs):
+        # TensorFlow is told the first result's shape only (csrc/tf_arithmetic.c).
+        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if i else "Identity", input=[f"{name}:{i}"])
+        set_attribute(node, "T", chain.dtype)
+        if i:
+            node.attr["shape"].shape.CopyFrom(graph.spec(f"{output}:0").shape.as_proto())
+        yield node
+    for member in chain.awaited:
+        yield tf.compat.v1.NodeDef(name=member, op="NoOp", input=[f"^{name}"])

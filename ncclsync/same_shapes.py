@@ -1,0 +1,200 @@
+"""Find which tensors of a segment have the same shape, though the number of their rows is not known.
+
+The first dimension of most tensors is the batch's, `None` in the trace; all others are known. What runs many
+element-wise ops as one has to know that no two of them differ in their rows. It is enough to know few kinds of
+ops: of any other kind, the rows are taken as unlike all others, and less is fused.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.step_graph import StepGraph, op_name
+
+_PASSING = {"Identity", "PreventGradient", "StopGradient"}
+# The result has the first operand's rows.
+_KEEPING = _PASSING | {
+    *(
+        "Abs",
+        "Cast",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "LeakyRelu",
+        "Log",
+        "Log1p",
+        "LogSoftmax",
+        "Neg",
+        "OnesLike",
+    ),
+    *("Relu", "Relu6", "Rsqrt", "RsqrtGrad", "Selu", "Sigmoid", "SigmoidGrad", "Sign", "Softmax", "Softplus"),
+    *("Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
+    *("AvgPool", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolGrad"),
+}
+_OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse others
+_BROADCASTING = {
+    *(
+        "Add",
+        "AddV2",
+        "DivNoNan",
+        "Equal",
+        "Greater",
+        "GreaterEqual",
+        "Less",
+        "LessEqual",
+        "Maximum",
+        "Minimum",
+    ),
+    *("Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
+}
+_REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
+
+
+class Shapes:
+    """What is known of the shapes of a segment's tensors.
+
+    Attributes:
+        passed: by name of a tensor that is nothing but another tensor: the name of the latter.
+    """
+
+    def __init__(self, graph: StepGraph, ops: Sequence[str]):
+        """Look at ops, inputs before consumers."""
+        self._graph = graph
+        self._alike: dict[Any, Any] = {}  # by name of a tensor: another one of as many rows, or their number
+        self.passed: dict[str, str] = {}
+        for name in ops:
+            self._look_at(name)
+
+    def key(self, name: str) -> tuple[Any, ...] | None:
+        """Return what is equal for tensors of one shape; None if dimensions other than the first are unknown."""
+        shape = self._graph.spec(name).shape
+        if not shape.rank:
+            return None if shape.rank is None else ()
+        return (self._rows(name), *shape[1:]) if shape[1:].is_fully_defined() else None
+
+    def source(self, name: str) -> str:
+        """Return the tensor that `name` is another name for, or itself."""
+        while name in self.passed:
+            name = self.passed[name]
+        return name
+
+    def _rows(self, name: str) -> Any:
+        shape = self._graph.spec(name).shape
+        rows = name if shape.rank is None or shape[0] is None else shape[0]
+        while rows in self._alike:
+            rows = self._alike[rows]
+        return rows
+
+    def _unite(self, one: str, other: str) -> None:
+        first, second = self._rows(one), self._rows(other)
+        if first != second and not isinstance(first, int):
+            self._alike[first] = second
+        elif first != second and not isinstance(second, int):
+            self._alike[second] = first
+
+    def _look_at(self, name: str) -> None:
+        graph, op, inputs = self._graph, self._graph.by_name[name], self._graph.inputs[name]
+        result = f"{name}:0"
+        if op.type in _PASSING and op.outputs[0].dtype.is_floating and not graph.controls[name]:
+            self.passed[result] = inputs[0]
+        if op.type in _REDUCING:
+            self._look_at_reduction(name)
+        elif op.type == "Reshape" and self._is_same_reshaped(inputs[0], result):
+            self.passed[result] = inputs[0]
+            self._unite(self.source(inputs[0]), result)
+        elif op.type in ("BroadcastTo", "Reshape"):
+            like = self._shape_of(inputs[1])
+            if like is not None and graph.spec(like).shape.rank and graph.spec(result).shape.rank:
+                self._unite(like, result)
+        elif not op.outputs or not graph.spec(result).shape.rank:
+            return
+        elif op.type in _OF_ONE_SHAPE:
+            for operand in inputs:
+                self._unite(operand, result)
+        elif op.type in _KEEPING or (op.type == "MatMul" and not op.get_attr("transpose_a")):
+            self._unite(inputs[0], result)
+        elif op.type in _BROADCASTING:
+            rank = graph.spec(result).shape.rank
+            shapes = {operand: graph.spec(operand).shape for operand in inputs}
+            full = [
+                o for o, shape in shapes.items() if shape.rank is None or shape.rank == rank and shape[0] != 1
+            ]
+            if len({self._rows(operand) for operand in full}) == 1:
+                self._unite(full[0], result)
+
+    def _look_at_reduction(self, name: str) -> None:
+        graph, (values, axes) = self._graph, self._graph.inputs[name]
+        producer = graph.by_name.get(op_name(axes))
+        if producer is None:
+            return
+        if producer.type == "BroadcastGradientArgs":
+            one, other = map(self._shape_of, graph.inputs[producer.name])
+            if one is not None and other is not None and self.key(one) == self.key(other) is not None:
+                self.passed[f"{name}:0"] = values  # over no axis
+        elif (
+            producer.type == "Const" and graph.spec(values).shape.rank and graph.spec(f"{name}:0").shape.rank
+        ):
+            numbers = tf.get_static_value(producer.outputs[0])
+            rank = graph.spec(values).shape.rank
+            if numbers is not None and not {0, -rank} & {int(number) for number in numbers.ravel()}:
+                self._unite(values, f"{name}:0")
+
+    def _shape_of(self, name: str) -> str | None:
+        """The tensor whose shape `name` is, if it is one's."""
+        producer = self._graph.by_name.get(op_name(name))
+        return (
+            self._graph.inputs[producer.name][0]
+            if producer is not None and producer.type == "Shape"
+            else None
+        )
+
+    def _is_same_reshaped(self, name: str, result: str) -> bool:
+        """Whether all dimensions but the first are known to stay; the number of elements does, so the first too."""
+        before, after = (self._graph.spec(n).shape for n in (self.source(name), result))
+        return (
+            bool(before.rank)
+            and before.rank == after.rank
+            and before[1:].is_fully_defined()
+            and before[1:].as_list() == after[1:].as_list()
+            and before[1:].num_elements() > 0
+        )
+
+
+def simplify(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> tuple[StepGraph, list[str]]:
+    """Leave out ops of a segment that pass on what they are given.
+
+    They would keep apart what can be fused. Who asks for a shape is told that of another tensor of the same
+    shape, so that nobody but those who compute with a tensor wants it.
+
+    Args:
+        graph: the step.
+        ops: names of the segment's ops, inputs before consumers.
+        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+
+    Returns:
+        The same step with other inputs for some of the ops, and the ops that are left.
+    """
+    shapes = Shapes(graph, ops)
+    view = copy.copy(graph)
+    view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
+    first: dict[Any, str] = {}  # of a shape and dtype
+    for name in ops:
+        inputs = view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
+        kinds = [(shapes.key(operand), graph.spec(operand).dtype) for operand in inputs]
+        for operand, kind in zip(inputs, kinds, strict=True):
+            first.setdefault(kind, operand)
+        if graph.by_name[name].type == "Shape" and kinds[0][0]:
+            view.inputs[name] = [first[kinds[0]]]
+        if graph.by_name[name].type == "Const":  # a gradient's wait for what computes it
+            view.controls[name] = [c for c in graph.controls[name] if private.is_stateful(graph.by_name[c])]
+    wanted = set(needed) | graph.must_run
+    left = []
+    for name in reversed(ops):
+        if name in wanted or private.is_stateful(graph.by_name[name]) or graph.writes[name]:
+            left.append(name)
+            wanted.update(map(op_name, view.inputs[name]), view.controls[name])
+    return view, left[::-1]

@@ -19,7 +19,8 @@ typedef struct {
   size_t count, repeat;
 } ncs_operand;
 
-/* One run of a program: `count` elements of each output. No output may overlap an input. */
+/* One run of a program: `count` elements of each output. An output may be exactly an input that is a whole array, if no
+ * step behind the one that computes it reads that input, and no output is it; else it may overlap none. */
 typedef struct {
   ncs_operand* inputs;
   void** outputs;

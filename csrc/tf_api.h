@@ -85,10 +85,10 @@ int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen,
 /* Shape of input `index`; returns its rank, -1 on failure. */
 int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status);
 
-/* Output `index` with the shape of input `like`, in its memory if that is asked for and free, and of `rows` rows if
- * that is not negative; NULL on failure. */
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
-                         TF_Status* status);
+/* Output `index` with the shape of input `like`, in the memory of the first candidate, an input of as many elements,
+ * that nobody else holds, and of `rows` rows if that is not negative; NULL on failure. */
+void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
+                         int64_t rows, TF_Status* status);
 
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);

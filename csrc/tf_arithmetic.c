@@ -67,6 +67,21 @@ static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, siz
   return 1;
 }
 
+/* The inputs of an instance in whose memory an output may be: that its own step reads last. Returns how many. */
+static int find_candidates(const arithmetic_kernel* kernel, int output, int begin, int candidates[NCS_MOST_REGISTERS]) {
+  const ncs_program* program = &kernel->program;
+  const int64_t* outputs = program->code + 3 * program->n_steps;
+  int found = 0;
+  for (int i = 0; i < program->n_inputs; ++i) {
+    int wanted = kernel->repeats[i] != 1;
+    for (int o = 0; o < program->n_outputs; ++o) wanted |= outputs[o] == i;
+    for (int s = (int)outputs[output] - program->n_inputs + 1; s < program->n_steps; ++s)
+      wanted |= s < 0 || program->code[3 * s + 1] == i || program->code[3 * s + 2] == i;
+    if (!wanted) candidates[found++] = begin + i;
+  }
+  return found;
+}
+
 /* Instance k's inputs and outputs. The first input tells the size. Any other stands for as many elements, or repeats
  * itself in each row: that is how TensorFlow broadcasts one row, or a part of it, to all. */
 static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kernel* kernel, int k,
@@ -87,8 +102,11 @@ static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kerne
     }
     instance->inputs[i] = (ncs_operand){seen.data, (size_t)seen.count, seen.count == 1 ? 1 : kernel->repeats[i]};
   }
-  for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o)
-    instance->outputs[o] = ncs_tf_make_output(context, k * program->n_outputs + o, begin, 0, -1, status);
+  for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
+    int candidates[NCS_MOST_REGISTERS];
+    const int n = find_candidates(kernel, o, begin, candidates);
+    instance->outputs[o] = ncs_tf_make_output(context, k * program->n_outputs + o, begin, candidates, n, -1, status);
+  }
 }
 
 static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {

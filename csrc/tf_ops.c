@@ -31,8 +31,8 @@ int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MO
   return n_dims;
 }
 
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
-                         TF_Status* status) {
+void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
+                         int64_t rows, TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS];
   const int n_dims = ncs_tf_read_dims(context, like, dims, status);
   int forwarded;
@@ -40,7 +40,8 @@ void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int i
   void* data;
   if (n_dims < 0) return NULL;
   if (rows >= 0) dims[0] = rows;
-  tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, &like, in_place, index, dims, n_dims, &forwarded, status);
+  tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, candidates, n_candidates, index, dims, n_dims,
+                                                  &forwarded, status);
   if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
   data = ncs_tf.TF_TensorData(tensor);
   ncs_tf.TF_DeleteTensor(tensor);

@@ -24,7 +24,7 @@ class Program:
     code: tuple[int, ...]
 
     def node(self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str]) -> Any:
-        """Return the node that runs it: on as many sets of inputs, one after another, as there are values for."""
+        """Return the node that runs it, once for each set of inputs among the values."""
         instances = len(values) // len(self.repeats)
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
         attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}

@@ -1,8 +1,8 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
-A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's size,
-and each of them waits for memory. Beside the updates of variables (`fusion.py`), what lies between two ops of
-another kind is one op, with bitwise the same results. `segment.py` puts it in place.
+A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
+size, and each of them waits for memory. What lies between two ops of another kind becomes one op, with bitwise
+the same results, as the updates of variables do in `fusion.py`. `segment.py` puts it in place.
 """
 
 import collections
@@ -16,6 +16,9 @@ from ncclsync.arithmetic import Program, Writer, repeat_of
 from ncclsync.host_ops import ARITHMETIC, MOST_REGISTERS, set_attribute
 from ncclsync.same_shapes import Shapes
 from ncclsync.step_graph import StepGraph, in_order, op_name
+
+# Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
+_FUSIBLE = {*ARITHMETIC, "AddN", "BroadcastTo"} - {"Maximum", "Minimum"}
 
 # TensorFlow adds up to so many tensors from left to right.
 _MOST_ADDED = 8
@@ -92,7 +95,7 @@ def find_chains(
 def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
     """The dtype and shape of an op's result, if it can be a member of a chain."""
     op, inputs = graph.by_name[name], graph.inputs[name]
-    if op.type not in ARITHMETIC and op.type not in ("AddN", "BroadcastTo"):
+    if op.type not in _FUSIBLE:
         return None
     result = graph.spec(f"{name}:0")
     operands = [graph.spec(operand) for operand in inputs[: 1 if op.type == "BroadcastTo" else None]]
@@ -108,8 +111,9 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
 def _levels(
     graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any]
 ) -> dict[str, int]:
-    """By unit, each behind what it waits for: of those of one kind and level, none waits for another by way of
-    one that is not of that kind and level.
+    """By unit, in an order in which each is behind all that it waits for.
+
+    Of those of one kind and level, none waits for another by way of one that is not of that kind and level.
     """
     levels: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
@@ -122,7 +126,7 @@ def _levels(
 def _components(
     graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
 ) -> Iterator[list[str]]:
-    """Yield ops of one place that compute from each other, or from one array, as many as a program can have."""
+    """Yield ops of one place that share an array, one's result too, as many as a program can have."""
     component: dict[str, list[str]] = {}
     using: dict[Any, str] = {}  # by place and tensor
     for name in order:

@@ -34,7 +34,7 @@ class Update:
             the variables, any other so or a scalar.
         writes: names of the last op that writes each variable.
         elements: of one variable.
-        kind: dtype and program, equal for updates that differ in what they are applied to, and in nothing else.
+        kind: dtype and program: all but what it is applied to.
     """
 
     members: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Find which tensors of a segment have the same shape, though the number of their rows is not known.
 
 The first dimension of most tensors is the batch's, `None` in the trace; all others are known. What runs many
-element-wise ops as one has to know that no two of them differ in their rows. It is enough to know few kinds of
-ops: of any other kind, the rows are taken as unlike all others, and less is fused.
+element-wise ops as one has to know that no two of them differ in their rows. Few kinds of ops tell: the rows
+of what any other computes are taken as unlike all others, and less is fused.
 """
 
 import copy
@@ -66,11 +66,12 @@ class Shapes:
         self._graph = graph
         self._alike: dict[Any, Any] = {}  # by name of a tensor: another one of as many rows, or their number
         self.passed: dict[str, str] = {}
+        self._summed: dict[str, str] = {}  # what is summed over axes of size 1 at most: of what
         for name in ops:
             self._look_at(name)
 
     def key(self, name: str) -> tuple[Any, ...] | None:
-        """Return what is equal for tensors of one shape; None if dimensions other than the first are unknown."""
+        """Return what tensors of one shape have in common; None if too little of it is known."""
         shape = self._graph.spec(name).shape
         if not shape.rank:
             return None if shape.rank is None else ()
@@ -103,9 +104,9 @@ class Shapes:
             self.passed[result] = inputs[0]
         if op.type in _REDUCING:
             self._look_at_reduction(name)
-        elif op.type == "Reshape" and self._is_same_reshaped(inputs[0], result):
-            self.passed[result] = inputs[0]
-            self._unite(self.source(inputs[0]), result)
+        elif op.type == "Reshape" and self._is_same_reshaped(values := self._reshaped(inputs[0]), result):
+            self.passed[result] = values
+            self._unite(values, result)
         elif op.type in ("BroadcastTo", "Reshape"):
             like = self._shape_of(inputs[1])
             if like is not None and graph.spec(like).shape.rank and graph.spec(result).shape.rank:
@@ -121,7 +122,9 @@ class Shapes:
             rank = graph.spec(result).shape.rank
             shapes = {operand: graph.spec(operand).shape for operand in inputs}
             full = [
-                o for o, shape in shapes.items() if shape.rank is None or shape.rank == rank and shape[0] != 1
+                o
+                for o, shape in shapes.items()
+                if shape.rank is None or (shape.rank == rank and shape[0] != 1)
             ]
             if len({self._rows(operand) for operand in full}) == 1:
                 self._unite(full[0], result)
@@ -134,7 +137,7 @@ class Shapes:
         if producer.type == "BroadcastGradientArgs":
             one, other = map(self._shape_of, graph.inputs[producer.name])
             if one is not None and other is not None and self.key(one) == self.key(other) is not None:
-                self.passed[f"{name}:0"] = values  # over no axis
+                self._summed[f"{name}:0"] = self.source(values)
         elif (
             producer.type == "Const" and graph.spec(values).shape.rank and graph.spec(f"{name}:0").shape.rank
         ):
@@ -152,9 +155,13 @@ class Shapes:
             else None
         )
 
+    def _reshaped(self, name: str) -> str:
+        """The tensor that `name` has the values of, in another shape at most."""
+        return self._summed.get(self.source(name), self.source(name))
+
     def _is_same_reshaped(self, name: str, result: str) -> bool:
-        """Whether all dimensions but the first are known to stay; the number of elements does, so the first too."""
-        before, after = (self._graph.spec(n).shape for n in (self.source(name), result))
+        """Whether all dimensions but the first stay, and so, as the number of elements does, it too."""
+        before, after = (self._graph.spec(tensor).shape for tensor in (name, result))
         return (
             bool(before.rank)
             and before.rank == after.rank

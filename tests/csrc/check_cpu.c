@@ -247,8 +247,7 @@ int main(void) {
     for (int n = 1; n <= MAX_RANKS; ++n)
       for (size_t count = 1; count < 100; count += 31) all_dtypes(pool, count, n);
     all_dtypes_weighted(pool, 33);
-    compute(pool, 1);
-    compute(pool, 1300);
+    compute_all(pool);
     if (level == best) all_dtypes_weighted(pool, 180001);
     if (level == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
     EXPECT(ncs_pool_destroy(pool) == ncclSuccess);

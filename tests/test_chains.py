@@ -1,0 +1,243 @@
+"""Element-wise ops of forward and backward that run as one: which they are, and that no bit changes."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import data, on_towers
+from test_cut import program_of
+
+import ncclsync
+from ncclsync import host_ops, segment
+from ncclsync.arithmetic import repeat_of
+from ncclsync.chains import _FUSIBLE
+
+LAYERS = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def _as_traced():
+    """TensorFlow computes what is written: it may not reorder constant factors."""
+    assert host_ops.available()
+    before = tf.config.optimizer.get_experimental_options()
+    off = ("arithmetic_optimization", "constant_folding", "remapping")
+    tf.config.optimizer.set_experimental_options(dict.fromkeys(off, False))
+    yield
+    tf.config.optimizer.set_experimental_options({name: before.get(name, True) for name in off})
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """The chains that are found."""
+    found = []
+    find = segment.find_chains
+
+    def listing(*arguments):
+        found.extend(find(*arguments))
+        return find(*arguments)
+
+    monkeypatch.setattr(segment, "find_chains", listing)
+    return found
+
+
+def without_chains(monkeypatch):
+    monkeypatch.setattr(segment, "find_chains", lambda *_: [])
+    monkeypatch.setattr(segment, "simplify", lambda graph, ops, needed: (graph, list(ops)))
+
+
+def bits(values):
+    """Equal where all bits are; every NaN is the same, and a denormal is zero."""
+    if values.dtype.kind != "f":
+        return values
+    values = np.where(np.abs(values) < np.finfo(values.dtype).tiny, np.copysign(0, values), values)
+    values = np.where(np.isnan(values), np.nan, values).astype(values.dtype)
+    return values.view("int32" if values.dtype == np.float32 else "int64")
+
+
+def assert_same_bits(ones, others):
+    for one, other in zip(tf.nest.flatten(ones), tf.nest.flatten(others), strict=True):
+        np.testing.assert_array_equal(bits(np.asarray(one)), bits(np.asarray(other)))
+
+
+def operands(dtype, rows):
+    """A batch of [rows, 5, 6], and what broadcasts to it, of special values."""
+    tiny, huge = np.finfo(dtype).tiny, np.finfo(dtype).max
+    special = [0, -0.0, 1, -1, 0.1, 3, np.inf, -np.inf, np.nan, tiny, tiny / 4, huge]
+    random = np.random.default_rng(rows)
+    shapes = [(rows, 5, 6), (), (6,), (1, 1, 6), (5, 6), (5, 1), (1, 5, 6), (1, 5, 1), (1, 1, 1)]
+    return [random.choice(special, shape).astype(dtype) for shape in shapes]
+
+
+def random_step(seed, others):
+    """A program of twenty ops on a batch, which returns some of what they compute."""
+
+    def step(batch):
+        random = np.random.default_rng(seed)
+        arrays = [batch, tf.cumsum(batch, axis=1)[:, :, :1]]  # a column of each row
+        rows = [tf.constant(other) for other in others]
+        whole = [batch]
+        for name in random.permutation(2 * sorted(_FUSIBLE)):
+            first, second = (whole[i] for i in random.integers(len(whole), size=2))
+            if name == "AddN":
+                value = tf.raw_ops.AddN(inputs=[first, second, batch])
+            elif name == "BroadcastTo":
+                value = tf.broadcast_to(rows[random.integers(len(rows))], tf.shape(first)) * second
+            elif name == "ReluGrad":
+                value = tf.raw_ops.ReluGrad(gradients=first, features=second)
+            elif name == "Relu":
+                value = tf.raw_ops.Relu(features=first)
+            elif name in ("Square", "Sqrt", "Neg"):
+                value = getattr(tf.raw_ops, name)(x=first)
+            else:
+                pair = [first, [*rows, *arrays, second][random.integers(len(rows) + len(arrays) + 1)]]
+                random.shuffle(pair)
+                value = getattr(tf.raw_ops, name)(x=pair[0], y=pair[1])
+            whole.append(value)
+        return [whole[i] for i in (5, 11, 17, -1)]
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 4, 300])
+def test_random_programs(chains, dtype, rows):
+    """All that broadcasts, of special values too, has TensorFlow's own bits; also on a tower without a row."""
+    batch, *others = operands(dtype, rows)
+    with ncclsync.Towers(2) as towers:
+        for seed in range(3):
+            step = random_step(seed, others)
+            wanted = step(tf.constant(batch))
+            assert_same_bits(towers.run(step, tf.constant(batch)), wanted)
+    assert sum(len(chain.members) for chain in chains) > 30
+    assert {repeat for chain in chains for repeat in chain.program.repeats} >= {1, 6}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_that_nobody_knows_before(chains, rows):
+    """Of two arrays one may have a single row, and which of the two is known when the step runs only."""
+    table, count = tf.Variable(np.arange(12.0).reshape(4, 3) + 0.1), tf.Variable(rows)
+
+    def step(batch):
+        some = tf.gather(table, tf.range(count))
+        own = some * some + some
+        return {"whole": tf.add_n([batch * some, batch]) * batch, "sum": tf.reduce_sum(own)}
+
+    batch = tf.constant(np.arange(24.0).reshape(8, 3) / 7)
+    with ncclsync.Towers(2) as towers:
+        result = towers.run(step, batch)
+        halves = [step(half) for half in tf.split(batch, 2)]
+        assert_same_bits(result["whole"], tf.concat([half["whole"] for half in halves], axis=0))
+        np.testing.assert_allclose(result["sum"], halves[0]["sum"])
+        assert sorted(len(chain.members) for chain in chains) == [2, 3], chains
+        count.assign(3)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
+            towers.run(step, batch)
+
+
+def test_long_chains(chains):
+    """More ops than a program can have are several programs."""
+    factors = tf.constant(np.linspace(0.5, 2, 6))
+
+    def step(batch):
+        value = batch
+        for i in range(120):
+            value = value * factors if i % 3 else value + batch
+        return value
+
+    batch = tf.constant(np.random.default_rng(0).normal(size=(6, 6)))
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert len(chains) > 2 and sum(len(chain.members) for chain in chains) == 120
+
+
+def test_order_that_is_asked_for(chains):
+    """Who waits for a member of a chain waits for the chain."""
+
+    def step(batch):
+        doubled = batch * 2.0
+        inner = doubled + batch
+        with tf.control_dependencies([inner]):
+            total = tf.reduce_sum(batch)
+        with tf.control_dependencies([total]):
+            later = doubled * 3.0
+        return later - inner * 4.0
+
+    batch = tf.reshape(tf.range(12.0), [4, 3])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert chains
+
+
+def normalised():
+    inputs = keras.Input((12,))
+    features = LAYERS.Reshape((3, 4, 1))(inputs)
+    for filters in (3, 8):
+        features = LAYERS.Conv2D(filters, 2, padding="same", use_bias=False)(features)
+        features = LAYERS.ReLU()(LAYERS.BatchNormalization()(features))
+    return classifier(inputs, LAYERS.Flatten()(features))
+
+
+def transformer():
+    inputs = keras.Input((12,))
+    features = LAYERS.Dense(8)(LAYERS.Reshape((3, 4))(inputs))
+    normal = LAYERS.LayerNormalization()(features)
+    features = features + LAYERS.MultiHeadAttention(2, 4)(normal, normal)
+    hidden = LAYERS.Dense(16, activation="gelu")(LAYERS.LayerNormalization()(features))
+    return classifier(inputs, LAYERS.Flatten()(features + LAYERS.Dense(8)(hidden)))
+
+
+def classifier(inputs, features):
+    model = keras.Model(inputs, LAYERS.Dense(5)(features))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), loss, jit_compile=False)
+    return model
+
+
+def trained(factory):
+    keras.utils.set_random_seed(3)
+    model = on_towers(factory, 3)
+    x, y = data(rows=16)
+    model.fit(
+        x, y, batch_size=7, verbose=0, shuffle=False
+    )  # the last batch is smaller than the towers' number
+    return model
+
+
+@pytest.mark.parametrize("factory", [normalised, transformer])
+def test_models(monkeypatch, chains, factory):
+    """A whole step's weights and state, to the last bit, with chains and without; few ops are left."""
+    states, left = [], []
+    for fused in (True, False):
+        if not fused:
+            without_chains(monkeypatch)
+        model = trained(factory)
+        states.append([v.numpy() for v in (*model.variables, *model.optimizer.variables)])
+        ops = program_of(model).segments[0].function.graph.get_operations()
+        arrays = [op for op in ops if op.outputs and (op.outputs[0].shape.rank or 0) > 2]
+        left.append(collections.Counter(op.type for op in arrays if op.type in _FUSIBLE))
+    assert_same_bits(*states)
+    assert 2 * left[0].total() < left[1].total(), left
+    assert sum(len(chain.members) for chain in chains) > 20
+
+
+@pytest.mark.parametrize(
+    "operand, result, repeat",
+    [
+        ([None, 4, 5], [None, 4, 5], 1),
+        ([], [None, 4, 5], 1),
+        ([5], [None, 4, 5], 1),
+        ([1, 1, 5], [None, 4, 5], 1),
+        ([None, 4, 1], [None, 4, 5], 5),
+        ([None, 1, 1], [None, 4, 5], 20),
+        ([4, 1], [None, 4, 5], 5),
+        ([None, 1, 5], [None, 4, 5], None),
+        ([None, 5], [None, 4, 5], None),
+        ([None, 1, 5], [None, 1, 5], 1),
+        ([3, 1], [3, 4], 4),
+    ],
+)
+def test_repeat(operand, result, repeat):
+    """How an operand that is smaller than a result is repeated; or that one number does not say it."""
+    assert repeat_of(tf.TensorShape(operand), tf.TensorShape(result)) == repeat

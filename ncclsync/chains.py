@@ -1,7 +1,7 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
 A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
-size, and each of them waits for memory. What lies between two ops of another kind becomes one op, with bitwise
+size, and each of them waits for memory. What lies between two ops of another kind becomes one, with bitwise
 the same results, as the updates of variables do in `fusion.py`. `segment.py` puts it in place.
 """
 
@@ -143,14 +143,17 @@ def _components(
     position = {name: i for i, name in enumerate(order)}
     for members in {id(found): found for found in component.values()}.values():
         part: list[str] = []
-        registers = 0
+        registers: set[str] = set()
         for name in sorted(members, key=position.__getitem__):
-            most = 2 * len(graph.inputs[name]) - 1 if graph.by_name[name].type == "AddN" else 3
-            if registers + most > MOST_REGISTERS:
+            own = {
+                *graph.inputs[name],
+                *(f"{name}:{step}" for step in range(max(1, len(graph.inputs[name]) - 1))),
+            }
+            if len(registers | own) > MOST_REGISTERS:
                 yield part
-                part, registers = [], 0
+                part, registers = [], set()
             part.append(name)
-            registers += most
+            registers |= own
         yield part
 
 

@@ -103,7 +103,7 @@ def random_step(seed, others):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rows", [1, 4, 300])
 def test_random_programs(chains, dtype, rows):
-    """All that broadcasts, of special values too, has TensorFlow's own bits; also on a tower without a row."""
+    """All that broadcasts, of special values too, has TensorFlow's own bits; on a tower without rows too."""
     batch, *others = operands(dtype, rows)
     with ncclsync.Towers(2) as towers:
         for seed in range(3):
@@ -153,21 +153,32 @@ def test_long_chains(chains):
 
 
 def test_order_that_is_asked_for(chains):
-    """Who waits for a member of a chain waits for the chain."""
+    """Who waits for a member of a chain, though it takes no result of it, waits for the chain."""
 
     def step(batch):
-        doubled = batch * 2.0
-        inner = doubled + batch
-        with tf.control_dependencies([inner]):
-            total = tf.reduce_sum(batch)
-        with tf.control_dependencies([total]):
-            later = doubled * 3.0
-        return later - inner * 4.0
+        doubled, axis = batch * 2.0, tf.constant(1)
+        with tf.control_dependencies([doubled]):
+            total = tf.raw_ops.Cumsum(x=batch, axis=axis)
+        value = doubled + batch
+        return value * total, tf.cumsum(value, axis=1)
 
     batch = tf.reshape(tf.range(12.0), [4, 3])
     with ncclsync.Towers(2) as towers:
         assert_same_bits(towers.run(step, batch), step(batch))
-    assert chains
+    assert [chain.awaited for chain in chains] == [("mul",)]
+
+
+def test_a_shape_costs_no_array(chains):
+    """Who asks for a tensor's shape only is told that of an input: the tensor itself is not written."""
+
+    def step(batch):
+        doubled = batch * 2.0
+        return doubled + batch, tf.fill(tf.shape(doubled), 1.0)
+
+    batch = tf.reshape(tf.range(12.0), [4, 3])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert [chain.outputs for chain in chains] == [("add",)]
 
 
 def normalised():

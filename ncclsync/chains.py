@@ -50,17 +50,21 @@ class Chain:
 
 
 def find_chains(
-    graph: StepGraph, ops: Sequence[str], needed: Collection[str], taken: Sequence[Collection[str]]
+    graph: StepGraph,
+    shapes: Shapes,
+    ops: Sequence[str],
+    needed: Collection[str],
+    taken: Sequence[Collection[str]],
 ) -> list[Chain]:
     """Find the chains of one segment.
 
     Args:
         graph: the step.
+        shapes: of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
         needed: names of ops whose own results, or which themselves, are asked for outside the segment.
         taken: sets of ops, each of which runs as one already.
     """
-    shapes = Shapes(graph, ops)
     unit = {name: name for name in ops}
     for i, members in enumerate(taken):
         unit.update(dict.fromkeys(members, f"@taken_{i}"))
@@ -97,8 +101,8 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
     op, inputs = graph.by_name[name], graph.inputs[name]
     if op.type not in _FUSIBLE:
         return None
-    result = graph.spec(f"{name}:0")
-    operands = [graph.spec(operand) for operand in inputs[: 1 if op.type == "BroadcastTo" else None]]
+    result = shapes.spec(f"{name}:0")
+    operands = [shapes.spec(operand) for operand in inputs[: 1 if op.type == "BroadcastTo" else None]]
     key = shapes.key(f"{name}:0")
     if result.dtype not in (tf.float32, tf.float64) or not key or 0 in key or len(inputs) > _MOST_ADDED:
         return None
@@ -168,12 +172,12 @@ def _chain_of(
         op = graph.by_name[name]
         operands = graph.inputs[name][: 1 if op.type == "BroadcastTo" else None]
         writer.keep(f"{name}:0", writer.compute(op.type, [writer.value(operand) for operand in operands]))
-    result = graph.spec(f"{members[0]}:0")
+    result = shapes.spec(f"{members[0]}:0")
     key = shapes.key(f"{members[0]}:0")
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:
         return None
-    repeats = [repeat_of(graph.spec(name).shape, result.shape) or 1 for name in inputs]
+    repeats = [repeat_of(shapes.spec(name).shape, result.shape) or 1 for name in inputs]
     program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs])
     if program is None or not outputs:
         return None

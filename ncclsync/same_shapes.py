@@ -64,15 +64,22 @@ class Shapes:
     def __init__(self, graph: StepGraph, ops: Sequence[str]):
         """Look at ops, inputs before consumers."""
         self._graph = graph
+        self._specs: dict[str, tf.TensorSpec] = {}
         self._alike: dict[Any, Any] = {}  # by name of a tensor: another one of as many rows, or their number
         self.passed: dict[str, str] = {}
         self._summed: dict[str, str] = {}  # what is summed over axes of size 1 at most: of what
         for name in ops:
             self._look_at(name)
 
+    def spec(self, name: str) -> tf.TensorSpec:
+        """Return the shape as far as it is known by itself, and the dtype."""
+        if name not in self._specs:
+            self._specs[name] = self._graph.spec(name)
+        return self._specs[name]
+
     def key(self, name: str) -> tuple[Any, ...] | None:
         """Return what tensors of one shape have in common; None if too little of it is known."""
-        shape = self._graph.spec(name).shape
+        shape = self.spec(name).shape
         if not shape.rank:
             return None if shape.rank is None else ()
         return (self._rows(name), *shape[1:]) if shape[1:].is_fully_defined() else None
@@ -84,7 +91,7 @@ class Shapes:
         return name
 
     def _rows(self, name: str) -> Any:
-        shape = self._graph.spec(name).shape
+        shape = self.spec(name).shape
         rows = name if shape.rank is None or shape[0] is None else shape[0]
         while rows in self._alike:
             rows = self._alike[rows]
@@ -92,10 +99,10 @@ class Shapes:
 
     def _unite(self, one: str, other: str) -> None:
         first, second = self._rows(one), self._rows(other)
-        if first != second and not isinstance(first, int):
-            self._alike[first] = second
-        elif first != second and not isinstance(second, int):
+        if first != second and not isinstance(second, int):
             self._alike[second] = first
+        elif first != second and not isinstance(first, int):
+            self._alike[first] = second
 
     def _look_at(self, name: str) -> None:
         graph, op, inputs = self._graph, self._graph.by_name[name], self._graph.inputs[name]
@@ -109,9 +116,9 @@ class Shapes:
             self._unite(values, result)
         elif op.type in ("BroadcastTo", "Reshape"):
             like = self._shape_of(inputs[1])
-            if like is not None and graph.spec(like).shape.rank and graph.spec(result).shape.rank:
+            if like is not None and self.spec(like).shape.rank and self.spec(result).shape.rank:
                 self._unite(like, result)
-        elif not op.outputs or not graph.spec(result).shape.rank:
+        elif not op.outputs or not self.spec(result).shape.rank:
             return
         elif op.type in _OF_ONE_SHAPE:
             for operand in inputs:
@@ -119,8 +126,8 @@ class Shapes:
         elif op.type in _KEEPING or (op.type == "MatMul" and not op.get_attr("transpose_a")):
             self._unite(inputs[0], result)
         elif op.type in _BROADCASTING:
-            rank = graph.spec(result).shape.rank
-            shapes = {operand: graph.spec(operand).shape for operand in inputs}
+            rank = self.spec(result).shape.rank
+            shapes = {operand: self.spec(operand).shape for operand in inputs}
             full = [
                 o
                 for o, shape in shapes.items()
@@ -138,11 +145,9 @@ class Shapes:
             one, other = map(self._shape_of, graph.inputs[producer.name])
             if one is not None and other is not None and self.key(one) == self.key(other) is not None:
                 self._summed[f"{name}:0"] = self.source(values)
-        elif (
-            producer.type == "Const" and graph.spec(values).shape.rank and graph.spec(f"{name}:0").shape.rank
-        ):
+        elif producer.type == "Const" and self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
             numbers = tf.get_static_value(producer.outputs[0])
-            rank = graph.spec(values).shape.rank
+            rank = self.spec(values).shape.rank
             if numbers is not None and not {0, -rank} & {int(number) for number in numbers.ravel()}:
                 self._unite(values, f"{name}:0")
 
@@ -161,7 +166,7 @@ class Shapes:
 
     def _is_same_reshaped(self, name: str, result: str) -> bool:
         """Whether all dimensions but the first stay, and so, as the number of elements does, it too."""
-        before, after = (self._graph.spec(tensor).shape for tensor in (name, result))
+        before, after = (self.spec(tensor).shape for tensor in (name, result))
         return (
             bool(before.rank)
             and before.rank == after.rank
@@ -171,7 +176,9 @@ class Shapes:
         )
 
 
-def simplify(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> tuple[StepGraph, list[str]]:
+def simplify(
+    graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]
+) -> tuple[StepGraph, list[str]]:
     """Leave out ops of a segment that pass on what they are given.
 
     They would keep apart what can be fused. Who asks for a shape is told that of another tensor of the same
@@ -179,19 +186,19 @@ def simplify(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> t
 
     Args:
         graph: the step.
+        shapes: of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
         needed: names of ops whose own results, or which themselves, are asked for outside the segment.
 
     Returns:
         The same step with other inputs for some of the ops, and the ops that are left.
     """
-    shapes = Shapes(graph, ops)
     view = copy.copy(graph)
     view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
     first: dict[Any, str] = {}  # of a shape and dtype
     for name in ops:
         inputs = view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
-        kinds = [(shapes.key(operand), graph.spec(operand).dtype) for operand in inputs]
+        kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
         for operand, kind in zip(inputs, kinds, strict=True):
             first.setdefault(kind, operand)
         if graph.by_name[name].type == "Shape" and kinds[0][0]:

@@ -16,7 +16,7 @@ from ncclsync.fusion import Update, find_fusions, fused_nodes
 from ncclsync.meter import Meter, begin, hold
 from ncclsync.program import Bucket, Exchange, Segment
 from ncclsync.row_reads import read_rows_only
-from ncclsync.same_shapes import simplify
+from ncclsync.same_shapes import Shapes, simplify
 from ncclsync.step_graph import Fold, StepGraph, op_name
 
 
@@ -53,11 +53,12 @@ def build_segment(
     fusions: list[list[Update]] = []
     chains: list[Chain] = []
     if fuses:
-        graph, ops = simplify(graph, plan.ops, needed)
+        shapes = Shapes(graph, plan.ops)
+        graph, ops = simplify(graph, shapes, plan.ops, needed)
         plan = dataclasses.replace(plan, ops=ops)
         fusions = find_fusions(graph, ops, needed)
         taken = [{member for update in group for member in update.members} for group in fusions]
-        chains = find_chains(graph, ops, needed, taken)
+        chains = find_chains(graph, shapes, ops, needed, taken)
     definition, outside = _graph_def(graph, plan, fusions, chains)
     if not jit_compile:  # XLA makes no copies
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed)

@@ -69,13 +69,13 @@ def cut(
         structure=graph.structure,
         results=results,
         doubts=tuple(dict.fromkeys(trace.doubts)),
-        rollback=_rollback(graph, scheduled.levels, undone),
+        rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )
 
 
-def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[str, ...]:
-    last = max(levels.values(), default=0)
+def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
+    last, levels = scheduled.last_local, scheduled.levels
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
@@ -85,7 +85,8 @@ def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[s
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    return tuple(sorted({handle for handle, _ in written} if exposed or undone else early))
+    at_risk = {handle for handle, level in written if level <= last}
+    return tuple(sorted({handle for handle, _ in written} if undone else at_risk if exposed else early))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:

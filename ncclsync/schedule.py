@@ -123,6 +123,7 @@ def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
         handles = graph.writes[name].union(h for h in graph.inputs[name] if h in graph.role)
         if any(graph.role[handle] is not Role.SAME or handle in drifting for handle in handles):
             return False
+        # Not a scatter: what it has written could be read, and so shared, only as a copy.
         plain = op.type == "ReadVariableOp" or op.type.startswith("Assign")
         return name not in differing and (plain or not private.is_stateful(op))
 

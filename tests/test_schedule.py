@@ -119,3 +119,22 @@ def test_what_follows_the_update(cls, optimizer):
     assert_close(*told)
     assert_close(state(model), state(alone))
     assert model.towers.divergence() == 0.0
+
+
+def test_a_table_needs_no_rollback():
+    """Rows that a scatter writes are written behind all that can fail, though each tower writes its own."""
+
+    def factory():
+        keras.utils.set_random_seed(3)
+        rows = [keras.Input((3,), dtype="int32"), keras.layers.Embedding(50, 4), keras.layers.Flatten()]
+        model = keras.Sequential([*rows, keras.layers.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    model = on_towers(factory, 3)
+    model.train_on_batch(np.arange(24 * 3).reshape(24, 3) % 50, Y)
+    (program,) = model.train_function.__self__._programs.values()
+    variables = dict(program.variables)
+    assert program.rollback == ()
+    shapes = {tuple(variables[name].shape) for name in program.segments[-1].for_all}
+    assert shapes == {(12, 5), (5,), ()}  # of the other weights, and of the optimizer's iterations

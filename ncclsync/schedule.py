@@ -110,13 +110,6 @@ def _with_common_end(graph: StepGraph, scheduled: Schedule) -> Schedule:
 def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
     """Return the ops of a level that do the same on every tower, and that no other op of it waits for."""
     drifting = {fold.handle for fold in graph.folds}
-    differing: set[str] = set()  # ops
-    for op in graph.ops:
-        sources = [graph.exchanges.get(name) for name in graph.inputs[op.name]]
-        # An exchange that need not happen leaves the towers with what they had.
-        conditional = any(exchange is not None and exchange.when for exchange in sources)
-        if conditional or op.name in graph.local or any(p in differing for p in _origins(graph, op.name)):
-            differing.add(op.name)
 
     def alike(name: str) -> bool:
         op = graph.by_name[name]
@@ -125,7 +118,7 @@ def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
             return False
         # Not a scatter: what it has written could be read, and so shared, only as a copy.
         plain = op.type == "ReadVariableOp" or op.type.startswith("Assign")
-        return name not in differing and (plain or not private.is_stateful(op))
+        return name not in graph.local and (plain or not private.is_stateful(op))
 
     common: set[str] = set()
     waited_for: set[str] = set()  # by ops that are each tower's own
@@ -137,14 +130,6 @@ def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
         else:
             waited_for.update(parent for parent, _ in _dependencies(graph, op.name))
     return common
-
-
-def _origins(graph: StepGraph, name: str) -> Iterable[str]:
-    """The ops whose results op `name` is given, without exchanges between."""
-    for tensor in graph.inputs[name]:
-        origin, hops = graph.origin(tensor)
-        if hops == 0:
-            yield origin
 
 
 def _overlapping(

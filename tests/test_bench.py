@@ -4,6 +4,7 @@ Nothing here depends on how long anything takes.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -300,13 +301,38 @@ def test_start(tmp_path):
 
 def test_feed(tmp_path):
     """The kinds of data that are asked for, beside the ceiling."""
-    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "single")
+    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "none")
     found, _ = run_bench(tmp_path, *arguments)
     rows = found["rows"]
-    assert [row["side"] for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
-    for i, row in enumerate(rows):
-        ceiling = rows[i // 2 * 2]["value"]["median"]
+    assert [row["side"] for row in rows] == ["constant", "generator"]
+    for row in rows:
+        ceiling = rows[0]["value"]["median"]
         assert row["more"]["of_ceiling"]["median"] == pytest.approx(ceiling / row["value"]["median"])
+
+
+class FakeSide(contextlib.nullcontext):
+    """Takes as many seconds per step as its name has letters."""
+
+    def __init__(self, name, kind, arguments):
+        super().__init__()
+        self.seconds = len(name)
+
+    def ask(self, do, steps):
+        """Answer as a process that trains does."""
+        return {"seconds": self.seconds, "cpu_seconds": 1.0}
+
+
+def test_feed_of_another_library(monkeypatch):
+    """Beside the ceiling of its own."""
+    monkeypatch.setattr(training, "Side", FakeSide)
+    given = argparse.Namespace(model=["mlp"], towers=2, against=["single"], data=["generator"], rounds=2)
+    rows = training.bench_feed(given, lambda text: None).rows
+    assert [row.side for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
+    ceilings = [len("ncclsync, mlp, constant")] * 2 + [len("single, mlp, constant")] * 2
+    for row, ceiling in zip(rows, ceilings, strict=True):
+        assert row.value.samples == 2
+        assert row.more["of_ceiling"].median == pytest.approx(ceiling / row.value.median)
+    assert rows[1].value.median == len("ncclsync, mlp, generator")
 
 
 def test_memory(tmp_path):

@@ -59,8 +59,8 @@ def no_autotuning_of_datasets():
 def tiny_graphs_as_they_are():
     """Let Grappler pass over graphs of fewer than 20 nodes: those of datasets' functions.
 
-    Each epoch's iterator has them optimised anew, which takes longer than the epoch. Steps have more nodes, and
-    are optimised as everywhere.
+    Each epoch's iterator has them optimised anew, which takes longer than the epoch. Steps have more nodes,
+    and are optimised as everywhere.
     """
     tf = sys.modules.get("tensorflow")
     if tf is not None:

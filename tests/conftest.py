@@ -55,6 +55,18 @@ def no_autotuning_of_datasets():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tiny_graphs_as_they_are():
+    """Let Grappler pass over graphs of fewer than 20 nodes: those of datasets' functions.
+
+    Each epoch's iterator has them optimised anew, which takes longer than the epoch. Steps have more nodes,
+    and are optimised as everywhere.
+    """
+    tf = sys.modules.get("tensorflow")
+    if tf is not None:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 20})
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """A function that returns the folder that `make(folder)` fills, once for all of pytest-xdist's workers.

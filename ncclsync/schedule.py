@@ -58,7 +58,9 @@ def schedule(graph: StepGraph, overlap_bytes: int | None, once: bool = False) ->
         once: whether what writes variables alike on every tower gets a segment of its own, at the end.
     """
     scheduled = _by_exchanges(graph, overlap_bytes)
-    return _with_common_end(graph, scheduled) if once else scheduled
+    # An exchange that need not happen leaves each tower with what it had.
+    conditional = any(exchange.when for exchange in graph.exchanges.values())
+    return _with_common_end(graph, scheduled) if once and not conditional else scheduled
 
 
 def _by_exchanges(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
@@ -99,6 +101,7 @@ def _with_common_end(graph: StepGraph, scheduled: Schedule) -> Schedule:
     needed = {name for name, level in scheduled.levels.items() if level == last and name not in common}
     needed_results = {tensor for name in needed for tensor in graph.inputs[name]}
     needed_results |= {fold.result for fold in graph.folds}
+    needed_results |= {name for name, exchange in graph.exchanges.items() if exchange.collective.differs}
     levels = {name: level + (name in common) for name, level in scheduled.levels.items()}
     received = {
         result: level + (level == last and result not in needed_results)

@@ -21,6 +21,10 @@
 /* What memory moves at a time. */
 #define NCS_LINE_BYTES 64
 
+/* Bytes [at, end), whole lines, of a weighted sum or mean of all ranks, written around the cache. */
+typedef void (*ncs_sum_lines)(const void* const* sends, const double* weights, int n_ranks, int divides,
+                              void* const* outs, int n_outs, size_t at, size_t end);
+
 typedef struct {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
   void (*divide)(void* acc, size_t count, int n_ranks);
@@ -28,9 +32,7 @@ typedef struct {
   void (*narrow)(void* out, const void* acc, size_t count);
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
-  /* Bytes [at, end), whole lines, of a weighted sum or mean of all ranks, written around the cache; NULL: none. */
-  void (*sum_lines)(const void* const* sends, const double* weights, int n_ranks, int divides, void* const* outs,
-                    int n_outs, size_t at, size_t end);
+  ncs_sum_lines sum_lines; /* NULL: none */
 } ncs_kernels;
 
 static inline uint32_t ncs_float_bits(float value) {
@@ -242,8 +244,7 @@ typedef struct {
   size_t size, bytes; /* of an element, and of all tensors' results */
   const ncs_kernels* kernels;
   void (*combine)(void* acc, const void* a, const void* b, size_t count);
-  void (*sum_lines)(const void* const* sends, const double* weights, int n_ranks, int divides, void* const* outs,
-                    int n_outs, size_t at, size_t end); /* NULL: block by block only */
+  ncs_sum_lines sum_lines; /* NULL: block by block only */
 } ncs_reduction;
 
 /* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc, narrowed, or the only send. */

@@ -79,14 +79,13 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str,
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
-    early = {handle for handle, level in written if level < last}
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.
     exposed = any(
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    at_risk = {handle for handle, level in written if level <= last}
-    return tuple(sorted({handle for handle, _ in written} if undone else at_risk if exposed else early))
+    # What is written behind it is safe, unless all of the step may have to be undone.
+    return tuple(sorted({handle for handle, level in written if undone or level < last + exposed}))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:

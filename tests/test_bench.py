@@ -4,7 +4,6 @@ Nothing here depends on how long anything takes.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -290,60 +289,33 @@ def test_step(tmp_path):
 
 
 def test_start(tmp_path):
-    """A fresh process, that tells what building took too."""
+    """A fresh process for each number of towers; beside one tower."""
     found, _ = run_bench(
-        tmp_path, *("start", "--model", "mlp", "--towers", "2", "--rounds", "1", "--against", "none")
+        tmp_path, *("start", "--model", "mlp", "--towers", "1,2", "--rounds", "1", "--against", "none")
     )
-    (row,) = found["rows"]
-    assert row["case"]["towers"] == 2 and row["ratios"] == {}
-    assert 0 < row["more"]["build_seconds"]["median"] < row["value"]["median"]
+    assert [row["case"]["towers"] for row in found["rows"]] == [1, 2]
+    assert all(0 < row["more"]["build_seconds"]["median"] < row["value"]["median"] for row in found["rows"])
+    assert set(found["rows"][1]["ratios"]) == {"one tower"}
 
 
 def test_feed(tmp_path):
     """The kinds of data that are asked for, beside the ceiling."""
-    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "none")
+    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "single")
     found, _ = run_bench(tmp_path, *arguments)
     rows = found["rows"]
-    assert [row["side"] for row in rows] == ["constant", "generator"]
-    for row in rows:
-        ceiling = rows[0]["value"]["median"]
+    assert [row["side"] for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
+    for i, row in enumerate(rows):
+        ceiling = rows[i // 2 * 2]["value"]["median"]
         assert row["more"]["of_ceiling"]["median"] == pytest.approx(ceiling / row["value"]["median"])
 
 
-class FakeSide(contextlib.nullcontext):
-    """Takes as many seconds per step as its name has letters."""
-
-    def __init__(self, name, kind, arguments):
-        super().__init__()
-        self.seconds = len(name)
-
-    def ask(self, do, steps):
-        """Answer as a process that trains does."""
-        return {"seconds": self.seconds, "cpu_seconds": 1.0}
-
-
-def test_feed_of_another_library(monkeypatch):
-    """Beside the ceiling of its own."""
-    monkeypatch.setattr(training, "Side", FakeSide)
-    given = argparse.Namespace(model=["mlp"], towers=2, against=["single"], data=["generator"], rounds=2)
-    rows = training.bench_feed(given, lambda text: None).rows
-    assert [row.side for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
-    ceilings = [len("ncclsync, mlp, constant")] * 2 + [len("single, mlp, constant")] * 2
-    for row, ceiling in zip(rows, ceilings, strict=True):
-        assert row.value.samples == 2
-        assert row.more["of_ceiling"].median == pytest.approx(ceiling / row.value.median)
-    assert rows[1].value.median == len("ncclsync, mlp, generator")
-
-
 def test_memory(tmp_path):
-    """A fresh process for each number of towers; peaks, and what one more tower needs: its weights and its
-    optimizer state."""
+    """Peaks, and what one more tower needs: its weights and its optimizer state."""
     found, _ = run_bench(
         tmp_path, *("memory", "--model", "mlp", "--towers", "1,2", "--rounds", "1", "--against", "none")
     )
     assert found["unit"] == "B"
     one, two = found["rows"]
-    assert [row["case"]["towers"] for row in (one, two)] == [1, 2] and set(two["ratios"]) == {"one tower"}
     weights = 784 * 256 + 256 + 2 * (256 * 256 + 256) + 2570
     assert 12 * weights < one["more"]["state_bytes"]["median"] < 12 * weights + 100  # Adam: two more each
     needed = one["value"]["median"] + two["more"]["state_bytes"]["median"]

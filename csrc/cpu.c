@@ -1,5 +1,6 @@
 /* All-reduce and broadcast over host memory. Checks its arguments, cuts the work into chunks for the pool, and
- * combines the ranks block by block, so that the running result stays in the first-level cache. */
+ * combines the ranks block by block, so that the running result stays in the first-level cache; or, what does not fit
+ * any cache, line by line. */
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -17,6 +18,12 @@
 #define NCS_SMALL_JOB_BYTES (1024 * 1024)
 /* Results larger than this, all together, will not be found in a cache anyway: write around it. */
 #define NCS_STREAM_BYTES (8 * 1024 * 1024)
+/* What memory moves at a time. */
+#define NCS_LINE_BYTES 64
+
+/* Bytes [at, end), whole lines, of a weighted sum or mean of all ranks, written around the cache. */
+typedef void (*ncs_sum_lines)(const void* const* sends, const double* weights, int n_ranks, int divides,
+                              void* const* outs, int n_outs, size_t at, size_t end);
 
 typedef struct {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
@@ -25,6 +32,7 @@ typedef struct {
   void (*narrow)(void* out, const void* acc, size_t count);
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
+  ncs_sum_lines sum_lines; /* NULL: none */
 } ncs_kernels;
 
 static inline uint32_t ncs_float_bits(float value) {
@@ -37,6 +45,17 @@ static inline float ncs_bits_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+/* Writes a line around the cache; `to` is aligned to it. */
+static inline void stream_line(void* to, const void* line) {
+#if defined(__SSE2__)
+  __m128i parts[NCS_LINE_BYTES / sizeof(__m128i)];
+  memcpy(parts, line, sizeof(parts));
+  for (size_t i = 0; i < NCS_LINE_BYTES / sizeof(__m128i); ++i) _mm_stream_si128((__m128i*)to + i, parts[i]);
+#else
+  memcpy(to, line, NCS_LINE_BYTES);
+#endif
 }
 
 #define NCS_KERNEL(name) baseline_##name
@@ -138,29 +157,20 @@ static int overlaps_partly(const void* a, const void* b, size_t bytes) {
 
 /* ---- Copies ---- */
 
+static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+
 /* Writes around the cache. The destination's partial lines at both ends are written as usual. */
 static void copy_streaming(void* to, const void* from, size_t bytes) {
-#if defined(__SSE2__)
   char* out = to;
   const char* in = from;
-  const size_t head = (0 - (uintptr_t)out) % 64;
-  if (head >= bytes) {
-    memcpy(out, in, bytes);
-    return;
-  }
+  const size_t head = min_size((0 - (uintptr_t)out) % NCS_LINE_BYTES, bytes);
   memcpy(out, in, head);
-  for (out += head, in += head, bytes -= head; bytes >= 64; out += 64, in += 64, bytes -= 64) {
-    const __m128i a = _mm_loadu_si128((const __m128i*)in), b = _mm_loadu_si128((const __m128i*)(in + 16));
-    const __m128i c = _mm_loadu_si128((const __m128i*)(in + 32)), d = _mm_loadu_si128((const __m128i*)(in + 48));
-    _mm_stream_si128((__m128i*)out, a);
-    _mm_stream_si128((__m128i*)(out + 16), b);
-    _mm_stream_si128((__m128i*)(out + 32), c);
-    _mm_stream_si128((__m128i*)(out + 48), d);
+  for (out += head, in += head, bytes -= head; bytes >= NCS_LINE_BYTES; bytes -= NCS_LINE_BYTES) {
+    stream_line(out, in);
+    out += NCS_LINE_BYTES;
+    in += NCS_LINE_BYTES;
   }
   memcpy(out, in, bytes);
-#else
-  memcpy(to, from, bytes);
-#endif
 }
 
 /* Streaming stores are ordered with nothing else: to be called by each thread before it reports its chunk done. */
@@ -169,8 +179,6 @@ static void finish_streaming(void) {
   _mm_sfence();
 #endif
 }
-
-static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Chunks of a job over `bytes` per rank that touches `touched` bytes in all. */
 static size_t chunk_bytes(size_t bytes, size_t touched) {
@@ -229,13 +237,14 @@ ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks
 
 typedef struct {
   const ncs_reduced* tensors;
-  void* const* also; /* where the result of the only tensor goes besides its recv */
-  int n_also;
+  void* const* recvs; /* where the result of the only tensor goes; NULL: to each tensor's own recv */
+  int n_recvs;
   const double* weights; /* NULL: all 1 */
   int n_ranks, divides;
   size_t size, bytes; /* of an element, and of all tensors' results */
   const ncs_kernels* kernels;
   void (*combine)(void* acc, const void* a, const void* b, size_t count);
+  ncs_sum_lines sum_lines; /* NULL: block by block only */
 } ncs_reduction;
 
 /* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc, narrowed, or the only send. */
@@ -264,31 +273,54 @@ static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tenso
 }
 
 /* In place, the line to be written has just been read: it is in the cache. */
-static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor) {
+static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs) {
   if (t->bytes <= NCS_STREAM_BYTES) return 0;
   for (int r = 0; r < t->n_ranks; ++r)
-    for (int o = -1; o < t->n_also; ++o)
-      if (tensor->sends[r] == (o < 0 ? tensor->recv : t->also[o])) return 0;
+    for (int o = 0; o < t->n_recvs; ++o)
+      if (tensor->sends[r] == outs[o]) return 0;
+  return 1;
+}
+
+/* Combines bytes [at, end) of all ranks block by block. */
+static void reduce_blocks(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, int streaming,
+                          size_t at, size_t end) {
+  /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
+  char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
+  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
+  for (size_t n; at < end; at += n) {
+    n = min_size(block, end - at);
+    const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
+    for (int o = 0; o < t->n_recvs; ++o) {
+      char* out = (char*)outs[o] + at;
+      if (out == result) continue;
+      if (streaming) copy_streaming(out, result, n);
+      else memcpy(out, result, n);
+    }
+  }
+}
+
+/* Whether all outputs' lines begin at the same places. */
+static int are_aligned_alike(void* const* outs, int n_outs) {
+  for (int o = 1; o < n_outs; ++o)
+    if (((uintptr_t)outs[o] - (uintptr_t)outs[0]) % NCS_LINE_BYTES != 0) return 0;
   return 1;
 }
 
 static void reduce_chunk(const void* task, size_t part, size_t chunk) {
   const ncs_reduction* t = task;
   const ncs_reduced* tensor = &t->tensors[part];
-  /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
-  char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
-  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
-  const size_t end = min_size((chunk + 1) * NCS_CHUNK_BYTES, tensor->count * t->size);
-  const int streaming = is_streaming(t, tensor);
-  for (size_t at = chunk * NCS_CHUNK_BYTES, n; at < end; at += n) {
-    n = min_size(block, end - at);
-    const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
-    for (int o = -1; o < t->n_also; ++o) {
-      char* out = (char*)(o < 0 ? tensor->recv : t->also[o]) + at;
-      if (out == result) continue;
-      if (streaming) copy_streaming(out, result, n);
-      else memcpy(out, result, n);
-    }
+  void* const* outs = t->recvs != NULL ? t->recvs : &tensor->recv;
+  const size_t begin = chunk * NCS_CHUNK_BYTES, end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
+  const int streaming = is_streaming(t, tensor, outs);
+  /* Reading and writing line by line keeps memory busy with both all the time: two thirds of the blocks' time. */
+  if (streaming && t->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
+    const size_t first = min_size(begin + (0 - (uintptr_t)outs[0] - begin) % NCS_LINE_BYTES, end);
+    const size_t last = end - (end - first) % NCS_LINE_BYTES;
+    reduce_blocks(t, tensor, outs, 0, begin, first);
+    t->sum_lines(tensor->sends, t->weights, t->n_ranks, t->divides, outs, t->n_recvs, first, last);
+    reduce_blocks(t, tensor, outs, 0, last, end);
+  } else {
+    reduce_blocks(t, tensor, outs, streaming, begin, end);
   }
   if (streaming) finish_streaming();
 }
@@ -302,10 +334,11 @@ static void reduce_all(ncs_pool* pool, ncs_reduction* t, size_t n_tensors, int d
     begins[v + 1] = begins[v] + (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
     result_bytes += bytes;
   }
-  t->bytes = result_bytes * (size_t)(1 + t->n_also);
+  t->bytes = result_bytes * (size_t)t->n_recvs;
   t->kernels = find_kernels(ncs_pool_level(pool), dtype);
   t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
   t->divides = op == ncclAvg;
+  t->sum_lines = op == ncclSum || op == ncclAvg ? t->kernels->sum_lines : NULL;
   ncs_pool_run_parts(pool, reduce_chunk, t, begins, n_tensors,
                      result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
 }
@@ -334,7 +367,7 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
     return ncclSuccess;
   }
   const ncs_reduced tensor = {sends, recvs[0], count};
-  ncs_reduction task = {.tensors = &tensor, .also = recvs + 1, .n_also = n_recvs - 1, .n_ranks = n_ranks, .size = size};
+  ncs_reduction task = {.tensors = &tensor, .recvs = recvs, .n_recvs = n_recvs, .n_ranks = n_ranks, .size = size};
   reduce_all(pool, &task, 1, dtype, op, begins);
   return ncclSuccess;
 }
@@ -359,7 +392,7 @@ ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n
   if (!are_weights_usable(weights, n_ranks, may_scale)) return ncclInvalidArgument;
   begins = malloc((n_tensors + 1) * sizeof(*begins));
   if (begins == NULL) return ncclSystemError;
-  ncs_reduction task = {.tensors = tensors, .weights = weights, .n_ranks = n_ranks, .size = size};
+  ncs_reduction task = {.tensors = tensors, .n_recvs = 1, .weights = weights, .n_ranks = n_ranks, .size = size};
   reduce_all(pool, &task, n_tensors, dtype, op, begins);
   free(begins);
   return ncclSuccess;

@@ -41,6 +41,27 @@
   }
 #define NCS_AS_IS(x) (x)
 
+#define NCS_SUM_LINES(ours, T)                                                                                     \
+  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const void* const* sends, const double* weights, int n_ranks, \
+                                                      int divides, void* const* outs, int n_outs, size_t at,       \
+                                                      size_t end) {                                                \
+    typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                   \
+    for (; at < end; at += NCS_LINE_BYTES) {                                                                       \
+      line sum = {0}, next;                                                                                        \
+      int first = 1;                                                                                               \
+      for (int r = 0; r < n_ranks; ++r) {                                                                          \
+        const double weight = weights != NULL ? weights[r] : 1;                                                    \
+        if (weight == 0) continue;                                                                                 \
+        memcpy(&next, (const char*)sends[r] + at, sizeof(next));                                                   \
+        next *= (T)weight;                                                                                         \
+        sum = first ? next : sum + next; /* not from 0: that would lose a negative zero */                         \
+        first = 0;                                                                                                 \
+      }                                                                                                            \
+      if (divides) sum /= (T)n_ranks;                                                                              \
+      for (int o = 0; o < n_outs; ++o) stream_line((char*)outs[o] + at, &sum);                                     \
+    }                                                                                                              \
+  }
+
 /* U: T's unsigned twin, in which overflow wraps instead of being undefined. */
 #define NCS_INTEGER(ours, T, U, W)               \
   NCS_COMBINE(ours##_sum, T, (U)x + (U)y)        \
@@ -59,6 +80,7 @@
   NCS_COMBINE(ours##_max, T, NCS_MAX_OF(x, y))   \
   NCS_COMBINE(ours##_min, T, NCS_MIN_OF(x, y))   \
   NCS_SCALE(ours, T, T, NCS_AS_IS)               \
+  NCS_SUM_LINES(ours, T)                         \
   NCS_DIVIDE(ours##_divide, T, T)
 
 NCS_INTEGER(int8, int8_t, uint8_t, int32_t)
@@ -138,15 +160,16 @@ NCS_HALF(float16)
 NCS_HALF(bfloat16)
 
 /* Indexed by ncclDataType_t; `combine` by ncclRedOp_t. */
-#define NCS_ENTRY(ours, divider, widener, narrower, scaler, scaled_adder)                          \
+#define NCS_ENTRY(ours, divider, widener, narrower, scaler, scaled_adder, line_adder)               \
   {{NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), NCS_KERNEL(ours##_min)}, \
-   NCS_KERNEL(divider), widener, narrower, scaler, scaled_adder}
-#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL)
-#define NCS_FLOATING_ENTRY(ours) \
-  NCS_ENTRY(ours, ours##_divide, NULL, NULL, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled))
+   NCS_KERNEL(divider), widener, narrower, scaler, scaled_adder, line_adder}
+#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL, NULL)
+#define NCS_FLOATING_ENTRY(ours)                                                                  \
+  NCS_ENTRY(ours, ours##_divide, NULL, NULL, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), \
+            NCS_KERNEL(ours##_sum_lines))
 #define NCS_HALF_ENTRY(ours)                                                                      \
   NCS_ENTRY(ours, float32_divide, NCS_KERNEL(ours##_widen), NCS_KERNEL(ours##_narrow), NCS_KERNEL(ours##_scale), \
-            NCS_KERNEL(ours##_add_scaled))
+            NCS_KERNEL(ours##_add_scaled), NULL)
 
 static const ncs_kernels NCS_KERNEL(table)[] = {
     [ncclInt8] = NCS_INTEGER_ENTRY(int8),
@@ -170,6 +193,7 @@ static const ncs_kernels NCS_KERNEL(table)[] = {
 #undef NCS_COMBINE_HALF
 #undef NCS_HALF
 #undef NCS_SCALE
+#undef NCS_SUM_LINES
 #undef NCS_AS_IS
 #undef NCS_ENTRY
 #undef NCS_INTEGER_ENTRY

@@ -35,6 +35,7 @@ def cut(
     on_host: bool = False,
     undone: bool = False,
     overlaps: bool = False,
+    once: bool = False,
     meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
@@ -50,13 +51,14 @@ def cut(
         on_host: whether `host_ops` may be used.
         undone: whether a step may have to be undone when it has written all it writes.
         overlaps: whether gradients travel while the towers compute others.
+        once: whether one tower writes for all what they would write alike.
         meter: see `build_segment`.
     """
     graph = StepGraph(trace, home_device, same_seeds)
     find_exchanges(graph, results)
     if on_host:
         _absorb_scales(graph)
-    scheduled = schedule(graph, bucket_bytes if overlaps else None)
+    scheduled = schedule(graph, bucket_bytes if overlaps else None, once)
     segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, meter)
     return Program(
         segments=segments,
@@ -67,23 +69,23 @@ def cut(
         structure=graph.structure,
         results=results,
         doubts=tuple(dict.fromkeys(trace.doubts)),
-        rollback=_rollback(graph, scheduled.levels, undone),
+        rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )
 
 
-def _rollback(graph: StepGraph, levels: dict[str, int], undone: bool) -> tuple[str, ...]:
-    last = max(levels.values(), default=0)
+def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
+    last, levels = scheduled.last_local, scheduled.levels
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
-    early = {handle for handle, level in written if level < last}
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.
     exposed = any(
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    return tuple(sorted({handle for handle, _ in written} if exposed or undone else early))
+    # What is written behind it is safe, unless all of the step may have to be undone.
+    return tuple(sorted({handle for handle, level in written if undone or level < last + exposed}))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:
@@ -116,11 +118,12 @@ def _build_segments(
     for fold in graph.folds:
         if fold.source is not None:
             plans[scheduled.sent[fold.result]].fold_reads.append(fold)
-        plans[-1].fold_writes.append(fold)
+        plans[scheduled.last_local].fold_writes.append(fold)
     outgoing: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes, on_host) for plan in plans]
     incoming: list[list[Bucket]] = [[] for _ in plans]
     for bucket in itertools.chain(*outgoing):
-        incoming[scheduled.received[bucket.result]].append(bucket)
+        first = min(scheduled.received[exchange.result] for exchange in bucket.exchanges)
+        incoming[first].append(bucket)
 
     # Which tensors cross from one segment to a later one.
     uses: list[set[str]] = []
@@ -139,12 +142,14 @@ def _build_segments(
                 made.add(name)
         later = {*outputs, *itertools.chain(*uses[level + 1 :])}
         constants = {n for n in outputs if graph.is_constant(n)} if level == 0 else set()
+        written = {handle for name in plan.ops for handle in graph.writes[name]}
         plan = dataclasses.replace(
             plan,
             sources=tuple(sorted(uses[level] - made)),
             incoming=tuple(incoming[level]),
             outgoing=outgoing[level],
             fetches=tuple(sorted((made & later) | constants)),
+            for_all=tuple(sorted(written)) if level > scheduled.last_local else (),
         )
         segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, meter))
     return tuple(segments)

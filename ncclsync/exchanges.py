@@ -110,8 +110,6 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
         handles = [name for name in inputs if name in graph.role]
         local = any(graph.role[name] is not Role.SAME or name in drifting for name in handles)
         value_differs = any(name in differs for name in inputs)
-        if value_differs:
-            graph.local.add(op.name)
         for handle in graph.writes[op.name]:
             if graph.role[handle] is not Role.SAME or not (value_differs or local or _is_random(op)):
                 continue
@@ -124,6 +122,8 @@ def find_exchanges(graph: StepGraph, results: Results) -> None:
             else:
                 inputs[1] = graph.exchange(inputs[1], settling)
                 value_differs = False
+        if value_differs:
+            graph.local.add(op.name)
         if op.name in result_reads:
             renamed[outputs[0]] = graph.exchange(outputs[0], SUM)
         elif local or value_differs or _is_random(op):

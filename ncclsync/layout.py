@@ -46,7 +46,7 @@ def lay_out(
     before: list[Any] = rollback.begin()
     for number, segment in enumerate(program.segments, start=1):
         sent, tokens, ends = [], [], []
-        for i, device in enumerate(towers.devices):
+        for i, device in enumerate(towers.devices[:1] if segment.for_all else towers.devices):
             incoming = [received[i].pop(bucket.result) for bucket in segment.incoming]
             given = incoming if number > 1 else components_of(shards.batches[i])
             span = begin(meter, i, segment_name(program, number), [*before, *given])
@@ -58,6 +58,8 @@ def lay_out(
             ends += span.end(tokens=outcome[-1:])
         # Every tower's next segment waits for all of this one: an error anywhere stops all of them.
         before = [tf.group(*tokens, *ends)]
+        if segment.for_all:
+            before = [_pass_on(segment, dict(program.variables), towers, values, before)]
         begin_call = functools.partial(_begin_call, meter, count, number, segment.outgoing, [*tokens, *ends])
         # Behind what still travels: the communicator joins bucket after bucket.
         with tf.control_dependencies([tensor for row in received for tensor in row.values()]):
@@ -111,6 +113,27 @@ def _run_segment(
     sources = [values[name] for name in segment.sources]
     about = [tf.constant(tower == 0), *([tf.constant(tower)] if segment.metered else [])]
     return segment.function(*sources, *received, fraction, *about)
+
+
+def _pass_on(
+    segment: Segment,
+    variables: dict[str, tf.Variable],
+    towers: TowerState,
+    values: list[dict[str, tf.Tensor]],
+    after: Sequence[Any],
+) -> tf.Operation:
+    """Give the other towers what tower 0 has computed and written for all; they share its memory."""
+    for row in values[1:]:
+        row.update((name, values[0][name]) for name in segment.fetches)
+    assigned = []
+    for name in segment.for_all:
+        first, *others = towers.copies(variables[name])
+        with tf.control_dependencies(after):
+            value = tf.raw_ops.ReadVariableOp(resource=first.handle, dtype=first.dtype)
+        for copy in others:
+            with tf.device(copy.device):
+                assigned.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
+    return tf.group(*assigned)
 
 
 def _exchange(

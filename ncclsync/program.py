@@ -87,7 +87,8 @@ class Segment:
     `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
     the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
     token depends on every side effect of the segment. If it is `metered`, the last argument is the tower's
-    number (int32).
+    number (int32). If there are variables that it writes `for_all` (names of their handles), tower 0 alone
+    runs it, and the others take its results and these variables' values.
     """
 
     function: Any
@@ -96,6 +97,7 @@ class Segment:
     fetches: tuple[str, ...]
     outgoing: tuple[Bucket, ...]
     metered: bool = False
+    for_all: tuple[str, ...] = ()
 
 
 class Results(enum.Enum):

@@ -32,6 +32,7 @@ class SegmentPlan:
     incoming: tuple[Bucket, ...] = ()
     fetches: tuple[str, ...] = ()
     outgoing: tuple[Bucket, ...] = ()
+    for_all: tuple[str, ...] = ()
 
 
 def build_segment(
@@ -100,7 +101,15 @@ def build_segment(
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
     signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
     function = private.shared_function(body, signature, jit_compile)
-    return Segment(function, plan.sources, plan.incoming, plan.fetches, plan.outgoing, meter is not None)
+    return Segment(
+        function,
+        plan.sources,
+        plan.incoming,
+        plan.fetches,
+        plan.outgoing,
+        metered=meter is not None,
+        for_all=plan.for_all,
+    )
 
 
 def _graph_def(

@@ -105,6 +105,7 @@ class TowerStep(abc.ABC):
             on_host=self.towers.on_host,
             undone="finite" in readers,
             overlaps=self.towers.backend == "nccl",
+            once=self.towers.share_memory,
             meter=meter,
         )
         if watch is None:

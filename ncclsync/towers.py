@@ -318,6 +318,14 @@ class TowerState:
         """Whether all towers are in the host's memory, and TensorFlow takes the ops for that."""
         return reduced_on_host(self.devices, self.backend)
 
+    @property
+    def share_memory(self) -> bool:
+        """Whether one tower may write for all what they would write alike, and they share the memory of it.
+
+        Not if they are to be compared: what one of them has got wrong would be gone.
+        """
+        return self.on_host and len(self) > 1 and not self._sentinel.active
+
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:
@@ -339,8 +347,12 @@ class TowerState:
         """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
+        Towers that share memory share tower 0's until one of them writes; TensorFlow copies it then.
         """
         value = variable.value()
+        if role is Role.SAME and self.share_memory:
+            yield from ((tower, value) for tower in range(1, len(self)))
+            return
         placed = [self._device_of(variable, tower) for tower in range(len(self))]
         self.communicator.reopen()
         if (

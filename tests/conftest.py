@@ -25,7 +25,8 @@ def pytest_addoption(parser, pluginmanager):
 def pytest_report_header():
     """Say which rows of the parity tables are not run, and how they are."""
     if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
-        return "parity tables: every twelfth row of the large ones, for time; NCCLSYNC_ALL_ROWS=1 runs all"
+        some = "every twelfth row of the large ones, some pairs of model and towers"
+        return f"parity tables: {some}, for time; NCCLSYNC_ALL_ROWS=1 runs all"
     return "parity tables: all rows"
 
 
@@ -53,6 +54,18 @@ def no_autotuning_of_datasets():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tf.data.Dataset, "__iter__", lambda self: make_iterator(self.with_options(options)))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tiny_graphs_as_they_are():
+    """Let Grappler pass over graphs of fewer than 20 nodes: those of datasets' functions.
+
+    Each epoch's iterator has them optimised anew, which takes longer than the epoch. Steps on towers have
+    more nodes, and are optimised as everywhere.
+    """
+    tf = sys.modules.get("tensorflow")
+    if tf is not None:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 20})
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,7 @@ def test_parts_of_a_step_leave_out_what_they_say():
 
     rng = np.random.default_rng(0)
     batch = tf.constant(rng.random((4, 3), "float32")), tf.constant(rng.random((4, 2), "float32"))
-    model = nccl_parallel(towers=2)(build)()
+    model = nccl_parallel(towers=2, check_every=100)(build)()
     with model.towers:
         parts = StepParts(model, batch)
         start = model.get_weights()

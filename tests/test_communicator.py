@@ -245,6 +245,32 @@ def test_result_depends_on_neither_threads_nor_instructions(dtype):
                     np.testing.assert_array_equal(bits(recv), bits(expected))
 
 
+@pytest.mark.parametrize("starts", [(0, 0, 0), (4, 4, 4), (0, 4, 8)])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_written_around_the_cache_is_the_same(dtype, starts):
+    """Bitwise what small all-reduces give part by part: results too large for a cache take their own
+    way, wherever the arrays begin and whatever they hold.
+    """
+    rng = np.random.default_rng(2)
+    count, part = 1_300_007, 100_000
+    sends = [rng.standard_normal(count + 8).astype(dtype)[rank : rank + count] for rank in range(3)]
+    special = [-0.0, np.nan, 1e-45, np.inf], [-0.0, 1, 0, -np.inf], [-0.0, 2, 0, 1]
+    for send, values in zip(sends, special, strict=True):
+        send[1000:1004] = send[-4:] = send[:4] = values
+    for level, op in itertools.product(LEVELS, ("sum", "avg")):
+        with native.Pool(2, level) as pool:
+            communicator = CpuCommunicator(3, pool=pool)
+            whole, parts = (
+                [empty_aligned(count + 16, dtype)[start : start + count] for start in starts] for _ in "12"
+            )
+            communicator.all_reduce(sends, whole, op)
+            for begin in range(0, count, part):
+                cut = slice(begin, begin + part)
+                communicator.all_reduce([send[cut] for send in sends], [recv[cut] for recv in parts], op)
+        for one, other in zip(whole, parts, strict=True):
+            np.testing.assert_array_equal(bits(one), bits(other))
+
+
 def test_ranks_are_combined_in_order():
     """((r0 + r1) + r2) + r3: 1 is lost in 1e8 first, so any other order differs."""
     sends = [np.full(50, value, np.float32) for value in (1.0, 1e8, -1e8, 1.0)]

@@ -79,7 +79,7 @@ def test_two_optimizers_are_three_segments(factory, py_ops):
 def test_what_is_weighed_alike_is_joined_together():
     """On the host, gradients are multiplied by the tower's share on the way, and metric state is not."""
     program = program_of(trained(mlp))
-    assert joins(program) == [2, 0]
+    assert joins(program) == [2, 0, 0]
     scaled = [e for e in exchanges(program.segments[0]) if e.scale is not None]
     assert sorted(e.shape.num_elements() for e in scaled) == [5, 16, 5 * 16, 12 * 16]
 
@@ -89,7 +89,7 @@ def test_a_divided_update_is_one_op():
     all that the optimizer computes is fused.
     """
     program = program_of(trained(mlp, towers=4, shard_optimizer=True))
-    assert joins(program) == [3, 1, 0]
+    assert joins(program) == [3, 1, 0, 0]
     scaled = [e for e in exchanges(program.segments[0]) if e.scale is not None]
     assert sorted(e.shape.num_elements() for e in scaled) == [16 // 4, 5 * 16 // 4, 12 * 16 // 4]
     kinds = collections.Counter(op.type for op in program.segments[1].function.graph.get_operations())
@@ -102,14 +102,14 @@ def test_weights_are_written_in_the_last_segment():
     undo a step.
     """
     program = program_of(trained(mlp))
-    early, late = writes(program)
-    assert early == []
+    *early, late = writes(program)
+    assert early == [[], []]
     assert len({id(variable) for variable in late}) == 4 * 3 + 1  # weights, two Adam slots each, iterations
     assert program.rollback == ()
 
 
 def test_custom_step_that_returns_its_loss_needs_no_rollback():
-    """What Keras' guide teaches: one optimizer, the loss as it is in the logs. Two segments as well."""
+    """What Keras' guide teaches: one optimizer, the loss as it is in the logs. One collective as well."""
 
     class Custom(keras.Sequential):
         def train_step(self, batch):
@@ -125,7 +125,7 @@ def test_custom_step_that_returns_its_loss_needs_no_rollback():
         return model
 
     program = program_of(trained(factory))
-    assert len(program.segments) == 2 and program.rollback == ()
+    assert [count > 0 for count in joins(program)] == [True, False, False] and program.rollback == ()
 
 
 def test_early_writes_are_undone():
@@ -193,16 +193,21 @@ def test_python_of_a_step_runs_once(towers, monkeypatch):
     assert len(calls) == 1
 
 
-def test_towers_share_their_segments():
-    """Each segment is one function, called once per tower: a step's size does not grow with the towers."""
-    model = trained(mlp, towers=5)
+@pytest.mark.parametrize("options, last", [({}, 1), ({"check_every": 100}, 5)])
+def test_towers_share_their_segments(options, last):
+    """Each segment is one function, called once per tower: a step's size does not grow with the towers. What
+    updates the weights is called once for all, unless towers are to be compared.
+    """
+    model = trained(mlp, towers=5, **options)
     ((function, _),) = step_of(model)._graphs.values()
     (concrete,) = function._list_all_concrete_functions()
     nodes = concrete.graph.as_graph_def().node
     called = collections.Counter(node.attr["f"].func.name for node in nodes if "f" in node.attr)
-    for segment in program_of(model).segments:
+    segments = program_of(model).segments
+    for number, segment in enumerate(segments, start=1):
         name = segment.function.name
-        assert called[name if isinstance(name, str) else name.decode()] == 5
+        name = name if isinstance(name, str) else name.decode()
+        assert called[name] == (last if number == len(segments) else 5)
 
 
 @pytest.mark.parametrize("how", ["unknown", "known", "eager"])

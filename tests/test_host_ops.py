@@ -63,6 +63,17 @@ def test_weights(dtype):
     np.testing.assert_array_equal(tf.cast(largest, tf.float64), [8.0, 2.0, 3.0])
 
 
+def test_weights_of_large_tensors():
+    """Bitwise what TensorFlow computes, also where the result is too large for a cache."""
+    rng = np.random.default_rng(0)
+    tensors = [[tf.constant(rng.standard_normal(2_200_003), tf.float32)] for _ in range(4)]
+    weights = [0.3, 0.0, 1.0, 0.7]
+    tensors[1] = [tf.fill([2_200_003], np.nan)]
+    (result,) = host_ops.all_reduce(tensors, [tf.constant(w, tf.float64) for w in weights], "sum")
+    first, _, third, fourth = (tensor * weight for (tensor,), weight in zip(tensors, weights, strict=True))
+    np.testing.assert_array_equal(result, first + third + fourth)
+
+
 @pytest.mark.parametrize(
     "shapes, weights, dtype, message",
     [

@@ -64,7 +64,8 @@ def test_every_part_of_every_step(recorded):
         *(f"tower {i} (CPU:0)" for i in range(3)),
         "communication",
     ]
-    parts = {f"tower_{i}/{part}" for i in range(3) for part in ("shard", "segment_1", "apply")}
+    parts = {f"tower_{i}/{part}" for i in range(3) for part in ("shard", "segment_1", "segment_2")}
+    parts.add("tower_0/apply")  # for all
     steps = spans_of(path)
     assert sorted(steps) == list(range(FIRST, LAST + 1))
     for spans in steps.values():
@@ -86,9 +87,11 @@ def test_order(recorded):
         joined = [one["all-reduce/1.1"], one["all-reduce/1.2"]]
         assert fed <= min(span["ts"] for span in joined)
         for i in range(3):
-            shard, segment, apply = (one[f"tower_{i}/{part}"] for part in ("shard", "segment_1", "apply"))
-            assert one["step"]["ts"] <= shard["ts"] and end(shard) <= segment["ts"]
-            assert max(map(end, joined)) <= apply["ts"] and end(apply) <= end(one["step"])
+            shard, first, second = (one[f"tower_{i}/{part}"] for part in ("shard", "segment_1", "segment_2"))
+            assert one["step"]["ts"] <= shard["ts"] and end(shard) <= first["ts"]
+            assert min(map(end, joined)) <= second["ts"] and end(second) <= one["tower_0/apply"]["ts"]
+        apply = one["tower_0/apply"]
+        assert max(map(end, joined)) <= apply["ts"] and end(apply) <= end(one["step"])
         last = end(one["step"])
 
 
@@ -159,8 +162,8 @@ def test_several_steps_per_execution_and_several_fits(tmp_path):
     last = 0.0
     for step in (3, 4, 5, 6):
         assert "tower_0/copy_to_device" not in steps[step]
-        shard, copy, segment, _ = (
-            steps[step][f"tower_1/{part}"][0] for part in ("shard", "copy_to_device", "segment_1", "apply")
+        shard, copy, segment = (
+            steps[step][f"tower_1/{part}"][0] for part in ("shard", "copy_to_device", "segment_1")
         )
         assert end(shard) <= copy["ts"] and end(copy) <= segment["ts"]
         assert all(last <= span["ts"] for (span, *_) in steps[step].values())
@@ -234,8 +237,8 @@ def test_failing_fit_leaves_what_there_is(tmp_path):
     with pytest.raises(tf.errors.InvalidArgumentError, match="99"):
         fit(model, timeline, y=bad)
     steps = spans_of(tmp_path / "trace.json")
-    assert len(steps[1]["step"]) == 1 and "tower_2/apply" in steps[1]
-    assert len(steps[2]["wait_for_data"]) == 1 and "tower_2/apply" not in steps[2]
+    assert len(steps[1]["step"]) == 1 and "tower_0/apply" in steps[1]
+    assert len(steps[2]["wait_for_data"]) == 1 and "tower_0/apply" not in steps[2]
     fit(model, epochs=1)
     assert [watched for _, watched in model.train_function.__self__._graphs] == [True, False]
 

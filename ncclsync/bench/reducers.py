@@ -193,10 +193,17 @@ class TensorFlowReducer(Reducer):
     """In a graph: ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
 
     `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
-    others work on one, where all towers get the same result, many times in each call of their graph.
+    others work on one, where all towers get the same result, many times in each call of their graph. The
+    "empty py op" passes its tensors on: what the call of Python alone costs.
     """
 
-    libraries: tuple[str, ...] = ("ncclsync op", "ncclsync py op", "tf collective", "tf add_n")
+    libraries: tuple[str, ...] = (
+        "ncclsync op",
+        "ncclsync py op",
+        "empty py op",
+        "tf collective",
+        "tf add_n",
+    )
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""
@@ -240,6 +247,9 @@ class TensorFlowReducer(Reducer):
         ones = [tf.ones([], tf.float64)] * towers
         on_one: dict[str, Callable[..., list[Any]]] = {
             "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
+            "empty py op": lambda *tensors: tf.numpy_function(
+                lambda *arrays: arrays, tensors, [tensor.dtype for tensor in tensors]
+            ),
             "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
         }
         if host_ops.available():
@@ -286,5 +296,9 @@ class TensorFlowReducer(Reducer):
         return seconds * iterations / (calls * _CHAINED)
 
     def wrong(self, library: str) -> int:
-        """As `Reducer.wrong`."""
-        return count_wrong([tensor.numpy() for tensor in self._reduce(library)], self.towers)
+        """As `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
+        results = [tensor.numpy() for tensor in self._reduce(library)]
+        if library == "empty py op":
+            pairs = zip(results, self._on_one, strict=True)
+            return sum(int(np.count_nonzero(result != given.numpy())) for result, given in pairs)
+        return count_wrong(results, self.towers)

@@ -1,7 +1,7 @@
 """Where the time of a step goes: the same step on towers with parts of it left out, timed beside the whole.
 
     whole       on a batch that is in memory already
-    local       without the exchanges: each tower goes on with its own gradients
+    local       without the exchanges: each tower, or tower 0 for all, goes on with its own gradients
     compute     without the exchanges and what follows the last of them: forward and backward, no update
 
 What they leave out is the difference. The step is traced once for all three; towers drift apart in the last
@@ -93,7 +93,7 @@ def until_last_exchange(program: Program) -> Program:
         parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs[:-2]]
         return [tf.identity(drain.assign(tf.add_n([*parts, 0.0])))]
 
-    last = Segment(use, (), program.segments[-1].incoming, (), ())
-    return dataclasses.replace(
-        program, segments=(*program.segments[:-1], last), outputs=(), structure=None, rollback=()
-    )
+    sending = [number for number, segment in enumerate(program.segments, start=1) if segment.outgoing]
+    kept, left = program.segments[: sending[-1]], program.segments[sending[-1] :]
+    last = Segment(use, (), tuple(bucket for segment in left for bucket in segment.incoming), (), ())
+    return dataclasses.replace(program, segments=(*kept, last), outputs=(), structure=None, rollback=())

@@ -256,7 +256,8 @@ int main(void) {
 
   EXPECT(ncs_pool_create(3, NCS_LEVEL_BEST, &pool) == ncclSuccess);
   bad_arguments(pool);
-  reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 2, 3000001, 0); /* large enough to write around the cache */
+  reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 2, 1100001, 0); /* large enough to write around the cache */
+  reduce_and_compare(pool, ncclBfloat16, 2, ncclSum, 2, 2200001, 0);
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&callers[i], NULL, call_repeatedly, pool) == 0);
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(callers[i], NULL) == 0);
   EXPECT(ncs_pool_destroy(pool) == ncclSuccess);

@@ -48,10 +48,16 @@ typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
 static int is_unary(int64_t operation) { return operation >= NCS_SQUARE; }
 
+/* The three numbers of a sum. */
+static const int64_t* sum_of(const ncs_program* program, int s) {
+  return program->code + 3 * (program->n_steps + s) + program->n_outputs;
+}
+
 int ncs_program_is_valid(const ncs_program* program, int length) {
-  if (program->n_inputs < 1 || program->n_outputs < 1 || program->n_steps < 1) return 0;
-  if (program->n_inputs + program->n_steps > NCS_MOST_REGISTERS) return 0;
-  if (length != 3 * program->n_steps + program->n_outputs) return 0;
+  const int n_registers = program->n_inputs + program->n_steps;
+  if (program->n_inputs < 1 || program->n_steps < 0 || program->n_outputs < 0 || program->n_sums < 0) return 0;
+  if (program->n_outputs + program->n_sums < 1 || n_registers + program->n_sums > NCS_MOST_REGISTERS) return 0;
+  if (length != 3 * (program->n_steps + program->n_sums) + program->n_outputs) return 0;
   for (int s = 0; s < program->n_steps; ++s) {
     const int64_t* step = program->code + 3 * s;
     if (step[0] < NCS_ADD || step[0] > NCS_RELU) return 0;
@@ -60,7 +66,11 @@ int ncs_program_is_valid(const ncs_program* program, int length) {
   }
   for (int o = 0; o < program->n_outputs; ++o) {
     const int64_t reg = program->code[3 * program->n_steps + o];
-    if (reg < 0 || reg >= program->n_inputs + program->n_steps) return 0;
+    if (reg < 0 || reg >= n_registers) return 0;
+  }
+  for (int s = 0; s < program->n_sums; ++s) {
+    const int64_t* sum = sum_of(program, s);
+    if (sum[0] < 0 || sum[0] >= n_registers || sum[1] < 1 || sum[1] > NCS_MOST_PERIOD) return 0;
   }
   return 1;
 }
@@ -69,7 +79,9 @@ typedef struct {
   const ncs_program* program;
   const ncs_instance* instances;
   const ncs_loop* loops;
-  size_t size;
+  size_t size, width;   /* bytes of an element; elements of all sums of one chunk */
+  const size_t* begins; /* per instance, how many chunks those before it have */
+  char* partials;       /* the sums of each chunk */
 } ncs_run;
 
 /* Repeats `filled` bytes until there are `bytes`. */
@@ -108,7 +120,27 @@ static const char* find_values(char* memory, const ncs_operand* operand, size_t 
   return memory;
 }
 
-static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory,
+/* Elements that a sum of a chunk is collected in: as many periods as fit a block, or one. */
+static size_t lanes_of(size_t period) { return period < NCS_BLOCK ? NCS_BLOCK / period * period : period; }
+
+/* Adds n elements of a register, from `at` on, to the lanes of a sum. */
+static void add_up(ncs_loop add, char* lanes, size_t n_lanes, const char* values, size_t at, size_t n, size_t size) {
+  for (size_t some; n > 0; n -= some, at += some, values += some * size) {
+    char* to = lanes + at % n_lanes * size;
+    some = n_lanes - at % n_lanes < n ? n_lanes - at % n_lanes : n;
+    add(to, to, values, some);
+  }
+}
+
+/* Adds up the lanes, halves to halves, until one period is left. */
+static void fold(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_t size) {
+  for (size_t left = n_lanes / period, half; left > 1; left -= half) {
+    half = left / 2;
+    add(lanes, lanes, lanes + (left - half) * period * size, half * period);
+  }
+}
+
+static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory, char* partial,
                       const void** registers, char** targets) {
   const ncs_program* program = run->program;
   const int64_t* outputs = program->code + 3 * program->n_steps;
@@ -116,6 +148,13 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
   /* Inputs have two blocks each: a short one is found from any of its elements on. */
   char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
+  char* lanes[NCS_MOST_REGISTERS]; /* per sum: in a block of its own, or where the chunk's sum goes */
+  for (int s = 0; s < program->n_sums; ++s) {
+    const size_t period = (size_t)sum_of(program, s)[1];
+    lanes[s] = period < NCS_BLOCK ? results + (size_t)(program->n_steps + s) * block_bytes : partial;
+    memset(lanes[s], 0, lanes_of(period) * size);
+    partial += period * size;
+  }
   /* A step whose result is asked for computes it in its place. */
   for (int reg = 0; reg < program->n_inputs + program->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < program->n_outputs; ++o)
@@ -143,6 +182,16 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
       char* out = (char*)instance->outputs[o] + at * size;
       if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * size);
     }
+    for (int s = 0; s < program->n_sums; ++s) {
+      const int64_t* sum = sum_of(program, s);
+      add_up(run->loops[NCS_ADD], lanes[s], lanes_of((size_t)sum[1]), registers[sum[0]], at, n, size);
+    }
+  }
+  for (int s = program->n_sums; s-- > 0;) {
+    const size_t period = (size_t)sum_of(program, s)[1];
+    partial -= period * size;
+    fold(run->loops[NCS_ADD], lanes[s], lanes_of(period), period, size);
+    if (lanes[s] != partial) memcpy(partial, lanes[s], period * size);
   }
 }
 
@@ -154,7 +203,29 @@ static void run_part(const void* task, size_t part, size_t chunk) {
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
 #endif
-  run_chunk(run, &run->instances[part], chunk * NCS_CHUNK, memory, registers, targets);
+  run_chunk(run, &run->instances[part], chunk * NCS_CHUNK, memory,
+            run->partials + (run->begins[part] + chunk) * run->width * run->size, registers, targets);
+}
+
+/* Adds up what the chunks of instance k have, in their order, in double precision. */
+static void finish_sums(const ncs_run* run, size_t k) {
+  const ncs_program* program = run->program;
+  const ncs_instance* instance = &run->instances[k];
+  const char* column = run->partials + run->begins[k] * run->width * run->size;
+  for (int s = 0; s < program->n_sums; ++s) {
+    const int64_t* sum = sum_of(program, s);
+    const size_t period = (size_t)sum[1], chunks = run->begins[k + 1] - run->begins[k];
+    void* out = instance->outputs[program->n_outputs + s];
+    for (size_t i = 0; i < period; ++i, column += run->size) {
+      const char* partial = column;
+      double total = 0;
+      for (size_t c = 0; c < chunks; ++c, partial += run->width * run->size)
+        total += program->is_double ? *(const double*)partial : *(const float*)partial;
+      if (sum[2]) total /= (double)(instance->count / period);
+      if (program->is_double) ((double*)out)[i] = total;
+      else ((float*)out)[i] = (float)total;
+    }
+  }
 }
 
 static const ncs_loop* find_loops(int level, int is_double) {
@@ -170,14 +241,20 @@ ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const n
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
   const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
-  const ncs_run run = {program, instances, loops, program->is_double ? sizeof(double) : sizeof(float)};
+  ncs_run run = {program, instances, loops, program->is_double ? sizeof(double) : sizeof(float), 0, begins, NULL};
   if (begins == NULL) return ncclSystemError;
   begins[0] = 0;
   for (size_t k = 0; k < n_instances; ++k) {
     begins[k + 1] = begins[k] + (instances[k].count + NCS_CHUNK - 1) / NCS_CHUNK;
     elements += instances[k].count;
   }
-  ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);
+  for (int s = 0; s < program->n_sums; ++s) run.width += (size_t)sum_of(program, s)[1];
+  run.partials = malloc(begins[n_instances] * run.width * run.size + 1);
+  if (run.partials != NULL) {
+    ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);
+    for (size_t k = 0; k < n_instances; ++k) finish_sums(&run, k);
+  }
   free(begins);
-  return ncclSuccess;
+  free(run.partials);
+  return run.partials != NULL ? ncclSuccess : ncclSystemError;
 }

@@ -149,7 +149,10 @@ typedef enum {
   NCS_RELU = 11
 } ncs_arithmetic;
 
-enum { NCS_MOST_REGISTERS = 48 }; /* inputs and operations together that one program may have */
+enum {
+  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums together that one program may have */
+  NCS_MOST_PERIOD = 2048   /* elements of a sum */
+};
 
 /* Registers with the TensorFlow of this process the ops of tf_ops.c, which use `pool`; once, later calls do nothing.
  * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.

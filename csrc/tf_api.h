@@ -15,7 +15,6 @@ typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
 typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
 typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
-typedef struct TF_ShapeHandle TF_ShapeHandle;
 typedef struct TF_KernelBuilder TF_KernelBuilder;
 typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
 typedef struct TF_OpKernelContext TF_OpKernelContext;
@@ -39,10 +38,6 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                            \
     (TF_OpDefinitionBuilder*, void (*infer)(TF_ShapeInferenceContext*, TF_Status*)))                                  \
   X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))                           \
-  X(TF_ShapeHandle*, TF_NewShapeHandle, (void))                                                                       \
-  X(void, TF_DeleteShapeHandle, (TF_ShapeHandle*))                                                                    \
-  X(void, TF_ShapeInferenceContextGetInput, (TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*))      \
-  X(void, TF_ShapeInferenceContextSetOutput, (TF_ShapeInferenceContext*, int index, TF_ShapeHandle*, TF_Status*))     \
   X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder*, TF_Status*))                                             \
   X(TF_KernelBuilder*, TF_NewKernelBuilder,                                                                           \
     (const char* op, const char* device, void* (*create)(TF_OpKernelConstruction*),                                   \
@@ -85,8 +80,12 @@ int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen,
 /* Shape of input `index`; returns its rank, -1 on failure. */
 int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status);
 
-/* Output `index` with the shape of input `like`, in the memory of the first candidate, an input of as many elements,
- * that nobody else holds, and of `rows` rows if that is not negative; NULL on failure. */
+/* Output `index` of that shape, in the memory of the first candidate, an input of as many elements, that nobody else
+ * holds; NULL on failure. */
+void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
+                      int n_candidates, TF_Status* status);
+
+/* The same with the shape of input `like`, but `rows` rows if that is not negative. */
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
                          int64_t rows, TF_Status* status);
 
@@ -97,11 +96,10 @@ void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
 /* An op and its kernel. */
 typedef struct {
-  const char *name, *attrs[8], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
+  const char *name, *attrs[9], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
-  void (*infer)(TF_ShapeInferenceContext*, TF_Status*); /* NULL: of unknown shapes */
 } ncs_tf_op;
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_note;

@@ -42,11 +42,12 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
     ncs_program* program = &kernel->program;
     kernel->instances = ncs_tf_read_attr(context, "instances", status);
     program->n_outputs = (int)ncs_tf_read_attr(context, "outputs", status);
+    program->n_sums = (int)ncs_tf_read_attr(context, "sums", status);
     if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
     program->is_double = dtype == 2;
     kernel->repeats = read_list(context, "repeats", &program->n_inputs, status);
     program->code = read_list(context, "program", &length, status);
-    program->n_steps = (length - program->n_outputs) / 3;
+    program->n_steps = (length - program->n_outputs) / 3 - program->n_sums;
     for (int i = 0; ncs_tf.TF_GetCode(status) == TF_OK && i < program->n_inputs; ++i) valid &= kernel->repeats[i] > 0;
     if (ncs_tf.TF_GetCode(status) == TF_OK && !(valid && ncs_program_is_valid(program, length)))
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a program of known operations on registers that exist");
@@ -70,16 +71,27 @@ static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, siz
 /* The inputs of an instance in whose memory an output may be: that its own step reads last. Returns how many. */
 static int find_candidates(const arithmetic_kernel* kernel, int output, int begin, int candidates[NCS_MOST_REGISTERS]) {
   const ncs_program* program = &kernel->program;
-  const int64_t* outputs = program->code + 3 * program->n_steps;
+  const int64_t *outputs = program->code + 3 * program->n_steps, *sums = outputs + program->n_outputs;
   int found = 0;
   for (int i = 0; i < program->n_inputs; ++i) {
     int wanted = kernel->repeats[i] != 1;
     for (int o = 0; o < program->n_outputs; ++o) wanted |= outputs[o] == i;
+    for (int s = 0; s < program->n_sums; ++s) wanted |= sums[3 * s] == i;
     for (int s = (int)outputs[output] - program->n_inputs + 1; s < program->n_steps; ++s)
       wanted |= s < 0 || program->code[3 * s + 1] == i || program->code[3 * s + 2] == i;
     if (!wanted) candidates[found++] = begin + i;
   }
   return found;
+}
+
+/* Allocates the result of instance k's sum s, of one dimension. */
+static void* make_sum(TF_OpKernelContext* context, const ncs_program* program, int k, int s, size_t count,
+                      TF_Status* status) {
+  const int64_t period = program->code[3 * (program->n_steps + s) + program->n_outputs + 1];
+  const int index = k * (program->n_outputs + program->n_sums) + program->n_outputs + s;
+  if (count % (size_t)period == 0) return ncs_tf_allocate(context, index, &period, 1, NULL, 0, status);
+  ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected inputs of whole periods of each sum. Received: others");
+  return NULL;
 }
 
 /* Instance k's inputs and outputs. The first input tells the size. Any other stands for as many elements, or repeats
@@ -105,15 +117,19 @@ static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kerne
   for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
     int candidates[NCS_MOST_REGISTERS];
     const int n = find_candidates(kernel, o, begin, candidates);
-    instance->outputs[o] = ncs_tf_make_output(context, k * program->n_outputs + o, begin, candidates, n, -1, status);
+    const int index = k * (program->n_outputs + program->n_sums) + o;
+    instance->outputs[o] = ncs_tf_make_output(context, index, begin, candidates, n, -1, status);
   }
+  for (int s = 0; s < program->n_sums && ncs_tf.TF_GetCode(status) == TF_OK; ++s)
+    instance->outputs[program->n_outputs + s] = make_sum(context, program, k, s, instance->count, status);
 }
 
 static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
   const arithmetic_kernel* kernel = kernel_;
   const ncs_program* program = &kernel->program;
   TF_Status* status = ncs_tf.TF_NewStatus();
-  const size_t n = (size_t)kernel->instances, n_in = (size_t)program->n_inputs, n_out = (size_t)program->n_outputs;
+  const size_t n = (size_t)kernel->instances, n_in = (size_t)program->n_inputs;
+  const size_t n_out = (size_t)(program->n_outputs + program->n_sums);
   ncs_instance* instances = calloc(n, sizeof(*instances));
   ncs_operand* inputs = malloc(n * n_in * sizeof(*inputs));
   void** outputs = malloc(n * n_out * sizeof(*outputs));
@@ -133,23 +149,13 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
   ncs_tf.TF_DeleteStatus(status);
 }
 
-/* The first result has the first value's shape. TensorFlow 2.21 lets no shape be set but the first one. */
-static void infer_first_shape(TF_ShapeInferenceContext* context, TF_Status* status) {
-  TF_ShapeHandle* shape = ncs_tf.TF_NewShapeHandle();
-  ncs_tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_ShapeInferenceContextGetInput(context, 0, shape, status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_ShapeInferenceContextSetOutput(context, 0, shape, status);
-  ncs_tf.TF_DeleteShapeHandle(shape);
-}
-
 const ncs_tf_op ncs_tf_arithmetic = {
     "NcclsyncArithmetic",
-    {"T: {float, double}", "instances: int >= 1", "repeats: list(int)", "outputs: int >= 1", "program: list(int)",
-     "n_values: int >= 1", "n_results: int >= 1", NULL},
+    {"T: {float, double}", "instances: int >= 1", "repeats: list(int)", "outputs: int >= 0", "sums: int >= 0",
+     "program: list(int)", "n_values: int >= 1", "n_results: int >= 1", NULL},
     {"values: n_values * T", NULL},
     "results: n_results * T",
     create_arithmetic,
     compute_arithmetic,
     destroy_arithmetic,
-    infer_first_shape,
 };

@@ -114,7 +114,6 @@ const ncs_tf_op ncs_tf_all_reduce = {
     create_all_reduce,
     compute_all_reduce,
     free,
-    NULL,
 };
 
 /* ---- The all-gather ---- */
@@ -194,5 +193,4 @@ const ncs_tf_op ncs_tf_all_gather = {
     create_all_gather,
     compute_all_gather,
     free,
-    NULL,
 };

@@ -46,5 +46,4 @@ const ncs_tf_op ncs_tf_note = {
     create_note,
     compute_note,
     free,
-    NULL,
 };

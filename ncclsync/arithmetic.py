@@ -16,19 +16,24 @@ class Program:
     Attributes:
         repeats: by input: how many neighbouring elements of the result take the same one of the input's.
         outputs: how many there are.
-        code: steps of (operation, register, register), then the results' registers.
+        sums: how many there are.
+        code: steps of (operation, register, register), the outputs' registers, then sums of (register,
+            period, whether it is a mean).
     """
 
     repeats: tuple[int, ...]
     outputs: int
+    sums: int
     code: tuple[int, ...]
 
     def node(self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str]) -> Any:
         """Return the node that runs it, once for each set of inputs among the values."""
         instances = len(values) // len(self.repeats)
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
+        n_results = instances * (self.outputs + self.sums)
         attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
-        attributes |= {"n_values": len(values), "n_results": instances * self.outputs, "program": self.code}
+        attributes |= {"sums": self.sums, "program": self.code}
+        attributes |= {"n_values": len(values), "n_results": n_results}
         for attribute, value in attributes.items():
             set_attribute(node, attribute, value)
         return node
@@ -75,15 +80,28 @@ class Writer:
         return len(self._steps) + len(self._inputs)
 
     def program(
-        self, inputs: Sequence[str], repeats: Sequence[int], results: Sequence[str]
+        self,
+        inputs: Sequence[str],
+        repeats: Sequence[int],
+        results: Sequence[str],
+        sums: Sequence[tuple[str, int, bool]] = (),
     ) -> Program | None:
-        """Return what was written, with the inputs in that order; None if it cannot be run."""
-        if not self._steps or self.registers > MOST_REGISTERS:
+        """Return what was written, with the inputs in that order; None if it cannot be run.
+
+        Args:
+            inputs: all names of inputs.
+            repeats: of each of them.
+            results: names of the outputs.
+            sums: names of what is added up, periods, and whether their means are wanted.
+        """
+        if not (self._steps or sums) or self.registers + len(sums) > MOST_REGISTERS:
             return None
         registers: dict[Any, int] = {name: i for i, name in enumerate([*inputs, *range(len(self._steps))])}
         code = [number for step, a, b in self._steps for number in (step, registers[a], registers[b])]
         code += [registers[self._computed[result]] for result in results]
-        return Program(tuple(repeats), len(results), tuple(code))
+        for name, period, is_mean in sums:
+            code += [registers[self.value(name)], period, int(is_mean)]
+        return Program(tuple(repeats), len(results), len(sums), tuple(code))
 
 
 def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:

@@ -2,23 +2,27 @@
 
 A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
 size, and each of them waits for memory. What lies between two ops of another kind becomes one, with bitwise
-the same results, as the updates of variables do in `fusion.py`. `segment.py` puts it in place.
+the same results, as the updates of variables do in `fusion.py`. Most of what a normalisation computes is only
+added up over the batch: that is done in the same pass, and what is added up is never written. `segment.py`
+puts it in place.
 """
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.arithmetic import Program, Writer, repeat_of
-from ncclsync.host_ops import ARITHMETIC, MOST_REGISTERS, set_attribute
+from ncclsync.host_ops import ARITHMETIC, MOST_PERIOD, MOST_REGISTERS, set_attribute
 from ncclsync.same_shapes import Shapes
 from ncclsync.step_graph import StepGraph, in_order, op_name
 
 # Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
 _FUSIBLE = {*ARITHMETIC, "AddN", "BroadcastTo"} - {"Maximum", "Minimum"}
+_SUMMING = {"Sum", "Mean"}
 
 # TensorFlow adds up to so many tensors from left to right.
 _MOST_ADDED = 8
@@ -29,6 +33,25 @@ _MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2d
 
 
 @dataclasses.dataclass(frozen=True)
+class Sum:
+    """An op that adds up an array over its first axes.
+
+    Attributes:
+        name: of the op.
+        values: the tensor that it adds up.
+        period: how many elements the result has.
+        shape: the result's.
+        is_mean: whether it divides by their number.
+    """
+
+    name: str
+    values: str
+    period: int
+    shape: tuple[int, ...]
+    is_mean: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Chain:
     """Some ops that can run as one.
 
@@ -36,6 +59,7 @@ class Chain:
         members: their names.
         inputs: names of the tensors it takes, the first one of the results' shape.
         outputs: names of the members whose results others take.
+        sums: those of the members whose results others take.
         awaited: names of the other members that others wait for.
         dtype: of all tensors.
         program: what it computes.
@@ -44,6 +68,7 @@ class Chain:
     members: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sums: tuple[Sum, ...]
     awaited: tuple[str, ...]
     dtype: tf.DType
     program: Program
@@ -68,9 +93,6 @@ def find_chains(
     unit = {name: name for name in ops}
     for i, members in enumerate(taken):
         unit.update(dict.fromkeys(members, f"@taken_{i}"))
-    kinds = {name: _kind(graph, shapes, name) for name in ops if unit[name] == name}
-    levels = _levels(graph, ops, unit, kinds)
-    order = [name for name in levels if kinds.get(name) is not None]
     consumers: dict[str, set[str]] = collections.defaultdict(set)
     awaiting: dict[str, set[str]] = collections.defaultdict(set)
     for name in ops:
@@ -78,9 +100,18 @@ def find_chains(
             consumers[op_name(operand)].add(name)
         for control in graph.controls[name]:
             awaiting[control].add(name)
+    single = [name for name in ops if unit[name] == name]
+    reshaped = {
+        n for n in ops if n not in needed and {graph.by_name[c].type for c in consumers[n]} == {"Reshape"}
+    }
+    sums = {name: s for name in single if (s := _sum_of(graph, shapes, name, name in reshaped)) is not None}
+    kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
+    levels = _levels(graph, ops, unit, kinds, sums)
+    order = [name for name in levels if kinds.get(name) is not None]
     for name in reversed(order):  # as late as its consumers allow: it may be one of them
         if (
-            name not in needed
+            name not in sums
+            and name not in needed
             and not awaiting[name]
             and {kinds.get(c) for c in consumers[name]} == {kinds[name]}
         ):
@@ -90,20 +121,52 @@ def find_chains(
         inside = set(members)
         outputs = [n for n in members if n in needed or not consumers[n] <= inside]
         awaited = [n for n in members if n not in outputs and not awaiting[n] <= inside]
-        chain = _chain_of(graph, shapes, members, outputs, awaited)
+        chain = _chain_of(graph, shapes, members, outputs, awaited, sums)
         if chain is not None:
             chains.append(chain)
     return chains
 
 
-def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
-    """The dtype and shape of an op's result, if it can be a member of a chain."""
-    op, inputs = graph.by_name[name], graph.inputs[name]
-    if op.type not in _FUSIBLE:
+def _operands(graph: StepGraph, name: str) -> list[str]:
+    """What a member computes with."""
+    of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
+    return graph.inputs[name][: 1 if of_one else None]
+
+
+def _sum_of(graph: StepGraph, shapes: Shapes, name: str, is_reshaped: bool) -> Sum | None:
+    """An op as a sum, if it is one of an array over all of its first axes, those of size 1 aside.
+
+    Args:
+        graph: the step.
+        shapes: of the segment's tensors.
+        name: of the op.
+        is_reshaped: whether others take but its elements.
+    """
+    op = graph.by_name[name]
+    axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
+    if not axes:
         return None
-    result = shapes.spec(f"{name}:0")
-    operands = [shapes.spec(operand) for operand in inputs[: 1 if op.type == "BroadcastTo" else None]]
-    key = shapes.key(f"{name}:0")
+    values, result = graph.inputs[name][0], shapes.spec(f"{name}:0").shape
+    dims = [(i in axes, dim) for i, dim in enumerate(shapes.spec(values).shape) if dim != 1]
+    while dims and dims[0][0]:
+        dims.pop(0)
+    if any(summed or dim is None for summed, dim in dims):
+        return None
+    period = math.prod(dim for _, dim in dims)
+    if not 1 <= period <= MOST_PERIOD or not (is_reshaped or result.is_fully_defined()):
+        return None
+    shape = tuple(result) if result.is_fully_defined() else (period,)
+    return Sum(name, values, period, shape, op.type == "Mean")
+
+
+def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
+    """The dtype and shape of an op's result, or of what it adds up, if it can be a member of a chain."""
+    op, inputs = graph.by_name[name], _operands(graph, name)
+    if op.type not in _FUSIBLE and not is_sum:
+        return None
+    whole = inputs[0] if is_sum else f"{name}:0"
+    result, key = shapes.spec(whole), shapes.key(whole)
+    operands = [shapes.spec(operand) for operand in inputs]
     if result.dtype not in (tf.float32, tf.float64) or not key or 0 in key or len(inputs) > _MOST_ADDED:
         return None
     if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
@@ -113,16 +176,21 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str) -> Any:
 
 
 def _levels(
-    graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any]
+    graph: StepGraph,
+    ops: Sequence[str],
+    unit: dict[str, str],
+    kinds: dict[str, Any],
+    sums: Collection[str],
 ) -> dict[str, int]:
     """By unit, in an order in which each is behind all that it waits for.
 
-    Of those of one kind and level, none waits for another by way of one that is not of that kind and level.
+    Of those of one kind and level, none waits for another by way of one that is not of that kind and level,
+    and none for a sum.
     """
     levels: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
         kind = kinds.get(one)
-        left = (levels[p] + (kinds.get(p) not in (None, kind)) for p in parents)
+        left = (levels[p] + (p in sums or kinds.get(p) not in (None, kind)) for p in parents)
         levels[one] = max(left, default=0)
     return levels
 
@@ -135,7 +203,7 @@ def _components(
     using: dict[Any, str] = {}  # by place and tensor
     for name in order:
         component[name] = [name]
-        for operand in graph.inputs[name]:
+        for operand in _operands(graph, name):
             other = op_name(operand)
             if place.get(other) != place[name]:
                 whole = shapes.key(operand) == place[name][1][1]
@@ -149,10 +217,8 @@ def _components(
         part: list[str] = []
         registers: set[str] = set()
         for name in sorted(members, key=position.__getitem__):
-            own = {
-                *graph.inputs[name],
-                *(f"{name}:{step}" for step in range(max(1, len(graph.inputs[name]) - 1))),
-            }
+            operands = _operands(graph, name)
+            own = {*operands, *(f"{name}:{step}" for step in range(max(1, len(operands) - 1)))}
             if len(registers | own) > MOST_REGISTERS:
                 yield part
                 part, registers = [], set()
@@ -162,26 +228,34 @@ def _components(
 
 
 def _chain_of(
-    graph: StepGraph, shapes: Shapes, members: Sequence[str], outputs: Sequence[str], awaited: Sequence[str]
+    graph: StepGraph,
+    shapes: Shapes,
+    members: Sequence[str],
+    results: Sequence[str],
+    awaited: Sequence[str],
+    sums: dict[str, Sum],
 ) -> Chain | None:
     """Write ops as a program; None if there are too few of them, or no input tells the results' shape."""
-    if len(members) < 2:
+    if len(members) < 2 or not results:
         return None
     writer = Writer()
     for name in members:
-        op = graph.by_name[name]
-        operands = graph.inputs[name][: 1 if op.type == "BroadcastTo" else None]
-        writer.keep(f"{name}:0", writer.compute(op.type, [writer.value(operand) for operand in operands]))
-    result = shapes.spec(f"{members[0]}:0")
-    key = shapes.key(f"{members[0]}:0")
+        values = [writer.value(operand) for operand in _operands(graph, name)]
+        if name not in sums:
+            writer.keep(f"{name}:0", writer.compute(graph.by_name[name].type, values))
+    whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
+    result, key = shapes.spec(whole), shapes.key(whole)
+    outputs, added = [n for n in results if n not in sums], [sums[n] for n in results if n in sums]
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:
         return None
     repeats = [repeat_of(shapes.spec(name).shape, result.shape) or 1 for name in inputs]
-    program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs])
-    if program is None or not outputs:
+    added_up = [(s.values, s.period, s.is_mean) for s in added]
+    program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
+    if program is None:
         return None
-    return Chain(tuple(members), tuple(inputs), tuple(outputs), tuple(awaited), result.dtype, program)
+    names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
+    return Chain(*names, result.dtype, program)
 
 
 def chain_nodes(
@@ -200,11 +274,16 @@ def chain_nodes(
     waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
     yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits)
     for i, output in enumerate(chain.outputs):
-        # TensorFlow is told the first result's shape only (csrc/tf_arithmetic.c).
-        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if i else "Identity", input=[f"{name}:{i}"])
+        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape", input=[f"{name}:{i}"])
         set_attribute(node, "T", chain.dtype)
-        if i:
-            node.attr["shape"].shape.CopyFrom(graph.spec(f"{output}:0").shape.as_proto())
+        node.attr["shape"].shape.CopyFrom(graph.spec(f"{output}:0").shape.as_proto())
         yield node
+    for i, one in enumerate(chain.sums, start=len(chain.outputs)):
+        shape = tf.compat.v1.NodeDef(name=f"{name}/shape_{i}", op="Const")
+        set_attribute(shape, "dtype", tf.int32)
+        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(one.shape, tf.int32, [len(one.shape)]))
+        node = tf.compat.v1.NodeDef(name=one.name, op="Reshape", input=[f"{name}:{i}", shape.name])
+        set_attribute(node, "T", chain.dtype)
+        yield from (shape, node)
     for member in chain.awaited:
         yield tf.compat.v1.NodeDef(name=member, op="NoOp", input=[f"^{name}"])

@@ -52,6 +52,7 @@ ARITHMETIC: dict[str, int] = {
     name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
 }
 MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
+MOST_PERIOD: int = lib.NCS_MOST_PERIOD
 
 _STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]

@@ -90,6 +90,33 @@ class Shapes:
             name = self.passed[name]
         return name
 
+    def reduced_axes(self, name: str) -> set[int] | None:
+        """Return the axes that an op reduces over, but for some of size 1 perhaps; None if they are not known."""
+        values, axes = self._graph.inputs[name]
+        producer, whole = self._graph.by_name.get(op_name(axes)), self.spec(values).shape
+        if producer is None or not whole.rank:
+            return None
+        if producer.type == "Const":
+            numbers = tf.get_static_value(producer.outputs[0])
+            return None if numbers is None else {int(number) % whole.rank for number in numbers.ravel()}
+        if producer.type != "BroadcastGradientArgs":
+            return None
+        dims = self._dims(self._graph.inputs[producer.name][int(axes.split(":")[1])])
+        if dims is None or None in dims:
+            return None
+        dims = [1] * (whole.rank - len(dims)) + dims
+        return {i for i, (own, full) in enumerate(zip(dims, whole, strict=True)) if own == 1 != full}
+
+    def _dims(self, name: str) -> list[int | None] | None:
+        """What is known of the elements of a shape."""
+        like = self._shape_of(name)
+        if like is not None:
+            shape = self.spec(like).shape
+            return None if shape.rank is None else shape.as_list()
+        producer = self._graph.by_name.get(op_name(name))
+        value = None if producer is None or producer.type != "Const" else tf.get_static_value(producer.outputs[0])
+        return None if value is None else [int(dim) for dim in value]
+
     def _rows(self, name: str) -> Any:
         shape = self.spec(name).shape
         rows = name if shape.rank is None or shape[0] is None else shape[0]
@@ -146,9 +173,7 @@ class Shapes:
             if one is not None and other is not None and self.key(one) == self.key(other) is not None:
                 self._summed[f"{name}:0"] = self.source(values)
         elif producer.type == "Const" and self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
-            numbers = tf.get_static_value(producer.outputs[0])
-            rank = self.spec(values).shape.rank
-            if numbers is not None and not {0, -rank} & {int(number) for number in numbers.ravel()}:
+            if 0 not in (self.reduced_axes(name) or {0}):
                 self._unite(values, f"{name}:0")
 
     def _shape_of(self, name: str) -> str | None:

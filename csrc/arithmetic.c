@@ -140,6 +140,12 @@ static void fold(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_
   }
 }
 
+/* Runs a step on n elements, into `out`. */
+static void run_step(const ncs_run* run, int s, void* out, const void* const* registers, size_t n) {
+  const int64_t* step = run->program->code + 3 * s;
+  run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
+}
+
 static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory, char* partial,
                       const void** registers, char** targets) {
   const ncs_program* program = run->program;
@@ -148,7 +154,9 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
   /* Inputs have two blocks each: a short one is found from any of its elements on. */
   char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
-  char* lanes[NCS_MOST_REGISTERS]; /* per sum: in a block of its own, or where the chunk's sum goes */
+  const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
+  char is_same[NCS_MOST_REGISTERS]; /* per register: whether it holds the same for each block */
+  char* lanes[NCS_MOST_REGISTERS];  /* per sum: in a block of its own, or where the chunk's sum goes */
   for (int s = 0; s < program->n_sums; ++s) {
     const size_t period = (size_t)sum_of(program, s)[1];
     lanes[s] = period < NCS_BLOCK ? results + (size_t)(program->n_steps + s) * block_bytes : partial;
@@ -161,21 +169,31 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     if (outputs[o] >= program->n_inputs) targets[outputs[o]] = instance->outputs[o];
   for (int i = 0; i < program->n_inputs; ++i) {
     const ncs_operand* input = &instance->inputs[i];
-    const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
     char* own = memory + 2 * (size_t)i * block_bytes;
+    is_same[i] = is_short(input) && NCS_BLOCK % input->count == 0;
+    registers[i] = own;
     if (!is_short(input)) continue;
     memcpy(own, input->data, input->count * size);
     repeat_period(own, input->count * size, (input->count + most) * size);
   }
+  for (int s = 0; s < program->n_steps; ++s) {
+    const int64_t* step = program->code + 3 * s;
+    const int reg = program->n_inputs + s;
+    is_same[reg] = is_same[step[1]] && (is_unary(step[0]) || is_same[step[2]]) && targets[reg] == NULL;
+    if (!is_same[reg]) continue;
+    registers[reg] = results + (size_t)s * block_bytes;
+    run_step(run, s, results + (size_t)s * block_bytes, registers, most);
+  }
   for (size_t at = begin, n; at < end; at += n) {
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
     for (int i = 0; i < program->n_inputs; ++i)
-      registers[i] = find_values(memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at, n, size);
+      if (!is_same[i])
+        registers[i] = find_values(memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at, n, size);
     for (int s = 0; s < program->n_steps; ++s) {
-      const int64_t* step = program->code + 3 * s;
       const int reg = program->n_inputs + s;
       char* out = targets[reg] != NULL ? targets[reg] + at * size : results + (size_t)s * block_bytes;
-      run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
+      if (is_same[reg]) continue;
+      run_step(run, s, out, registers, n);
       registers[reg] = out;
     }
     for (int o = 0; o < program->n_outputs; ++o) {

@@ -17,19 +17,18 @@ import tensorflow as tf
 
 from ncclsync.arithmetic import Program, Writer, repeat_of
 from ncclsync.host_ops import ARITHMETIC, MOST_PERIOD, MOST_REGISTERS, set_attribute
-from ncclsync.same_shapes import Shapes
+from ncclsync.same_shapes import MULTIPLYING, Shapes
 from ncclsync.step_graph import StepGraph, in_order, op_name
 
 # Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
 _FUSIBLE = {*ARITHMETIC, "AddN", "BroadcastTo"} - {"Maximum", "Minimum"}
-_SUMMING = {"Sum", "Mean"}
+_SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
 # TensorFlow adds up to so many tensors from left to right.
 _MOST_ADDED = 8
 
-# TensorFlow itself makes one op of what multiplies matrices and of these behind it.
+# What TensorFlow itself makes one op of with those that multiply matrices.
 _BEHIND = {"Add", "AddV2", "Relu"}
-_MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +170,8 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
         return None
     if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
         return None
-    producers = {graph.by_name[op_name(i)].type for i in inputs if op_name(i) in graph.by_name}
-    return None if op.type in _BEHIND and producers & _MULTIPLYING else (result.dtype, key)
+    producers = {graph.producer_type(operand) for operand in inputs}
+    return None if op.type in _BEHIND and producers & MULTIPLYING else (result.dtype, key)
 
 
 def _levels(
@@ -236,15 +235,16 @@ def _chain_of(
     sums: dict[str, Sum],
 ) -> Chain | None:
     """Write ops as a program; None if there are too few of them, or no input tells the results' shape."""
-    if len(members) < 2 or not results:
+    whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
+    result, key = shapes.spec(whole), shapes.key(whole)
+    few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)
+    if few or not results:
         return None
     writer = Writer()
     for name in members:
         values = [writer.value(operand) for operand in _operands(graph, name)]
         if name not in sums:
             writer.keep(f"{name}:0", writer.compute(graph.by_name[name].type, values))
-    whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
-    result, key = shapes.spec(whole), shapes.key(whole)
     outputs, added = [n for n in results if n not in sums], [sums[n] for n in results if n in sums]
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:

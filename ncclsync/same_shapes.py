@@ -51,6 +51,8 @@ _BROADCASTING = {
     ),
     *("Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
 }
+# TensorFlow makes one op of one of these and of what is behind it, if nobody else asks for its result.
+MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 _REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
 
 
@@ -92,8 +94,12 @@ class Shapes:
 
     def reduced_axes(self, name: str) -> set[int] | None:
         """Return the axes that an op reduces over, but for some of size 1 perhaps; None if they are not known."""
-        values, axes = self._graph.inputs[name]
-        producer, whole = self._graph.by_name.get(op_name(axes)), self.spec(values).shape
+        op, whole = self._graph.by_name[name], self.spec(self._graph.inputs[name][0]).shape
+        if op.type == "BiasAddGrad":
+            known = whole.rank and op.get_attr("data_format") == b"NHWC"
+            return set(range(whole.rank - 1)) if known else None
+        axes = self._graph.inputs[name][1]
+        producer = self._graph.by_name.get(op_name(axes))
         if producer is None or not whole.rank:
             return None
         if producer.type == "Const":
@@ -225,9 +231,10 @@ def simplify(
         inputs = view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
         kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
         for operand, kind in zip(inputs, kinds, strict=True):
-            first.setdefault(kind, operand)
+            if graph.producer_type(operand) not in MULTIPLYING:
+                first.setdefault(kind, operand)
         if graph.by_name[name].type == "Shape" and kinds[0][0]:
-            view.inputs[name] = [first[kinds[0]]]
+            view.inputs[name] = [first.get(kinds[0], inputs[0])]
         if graph.by_name[name].type == "Const":  # a gradient's wait for what computes it
             view.controls[name] = [c for c in graph.controls[name] if private.is_stateful(graph.by_name[c])]
     wanted = set(needed) | graph.must_run

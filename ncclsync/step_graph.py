@@ -159,6 +159,11 @@ class StepGraph:
         tensor = self.tf_graph.get_tensor_by_name(name)
         return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
 
+    def producer_type(self, name: str) -> str | None:
+        """The type of the op that a tensor comes from; None for the result of an exchange."""
+        op = self.by_name.get(op_name(name))
+        return None if op is None else op.type
+
     def kind(self, name: str) -> Kind:
         """What a tensor is, relative to the samples; the result of an exchange is the same on all towers."""
         return Kind(SAME) if name in self.exchanges else self._trace.kind_of(name)

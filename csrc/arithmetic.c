@@ -16,10 +16,13 @@
 
 /* Elements of one block: with a dozen registers of floats, it fits a 32 KiB cache. */
 #define NCS_BLOCK 512
-/* Elements that a thread takes at a time. */
+/* Elements that a thread takes at a time; more where there are long sums, so that those of a chunk are few beside it. */
 #define NCS_CHUNK (32 * NCS_BLOCK)
+#define NCS_LEAST_PER_SUM 8
 /* Waking a worker takes tens of microseconds. */
 #define NCS_SMALL_JOB (4 * NCS_CHUNK)
+
+enum { NCS_FILL = NCS_RELU + 1 }; /* a loop that is no operation of a program */
 
 typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
@@ -79,7 +82,8 @@ typedef struct {
   const ncs_program* program;
   const ncs_instance* instances;
   const ncs_loop* loops;
-  size_t size, width;   /* bytes of an element; elements of all sums of one chunk */
+  size_t size, chunk;   /* bytes of an element; elements of a chunk */
+  size_t width;         /* elements of all sums of one chunk */
   const size_t* begins; /* per instance, how many chunks those before it have */
   char* partials;       /* the sums of each chunk */
 } ncs_run;
@@ -93,18 +97,16 @@ static void repeat_period(char* memory, size_t filled, size_t bytes) {
 }
 
 /* Writes what an operand has for n elements of the result from `at` on. */
-static void spread(char* block, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+static void spread(ncs_loop fill, char* block, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+  const char* data = operand->data;
   const size_t repeat = operand->repeat, count = operand->count;
-  for (size_t run; n > 0; n -= run, at += run, block += run * size) {
-    const size_t element = at / repeat % count;
-    if (repeat == 1) {
-      run = count - element < n ? count - element : n;
-      memcpy(block, (const char*)operand->data + element * size, run * size);
-    } else {
-      run = repeat - at % repeat < n ? repeat - at % repeat : n;
-      memcpy(block, (const char*)operand->data + element * size, size);
-      repeat_period(block, size, run * size);
-    }
+  size_t element = at / repeat % count, left = repeat == 1 ? count - element : repeat - at % repeat;
+  for (size_t run; n > 0; n -= run, block += run * size) {
+    run = left < n ? left : n;
+    if (repeat == 1) memcpy(block, data + element * size, run * size);
+    else fill(block, data + element * size, NULL, run);
+    element = repeat == 1 || element + 1 == count ? 0 : element + 1;
+    left = repeat == 1 ? count : repeat;
   }
 }
 
@@ -112,11 +114,12 @@ static void spread(char* block, const ncs_operand* operand, size_t at, size_t n,
 static int is_short(const ncs_operand* operand) { return operand->repeat == 1 && operand->count <= NCS_BLOCK; }
 
 /* Where the operand's values for n elements from `at` on are; `memory`: its own, of two blocks. */
-static const char* find_values(char* memory, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+static const char* find_values(ncs_loop fill, char* memory, const ncs_operand* operand, size_t at, size_t n,
+                               size_t size) {
   const size_t element = at % operand->count;
   if (is_short(operand)) return memory + element * size;
   if (operand->repeat == 1 && element + n <= operand->count) return (const char*)operand->data + element * size;
-  spread(memory, operand, at, n, size);
+  spread(fill, memory, operand, at, n, size);
   return memory;
 }
 
@@ -151,7 +154,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   const ncs_program* program = run->program;
   const int64_t* outputs = program->code + 3 * program->n_steps;
   const size_t size = run->size, block_bytes = NCS_BLOCK * size;
-  const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
+  const size_t end = instance->count - begin < run->chunk ? instance->count : begin + run->chunk;
   /* Inputs have two blocks each: a short one is found from any of its elements on. */
   char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
   const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
@@ -188,7 +191,8 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
     for (int i = 0; i < program->n_inputs; ++i)
       if (!is_same[i])
-        registers[i] = find_values(memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at, n, size);
+        registers[i] = find_values(run->loops[NCS_FILL], memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at,
+                                   n, size);
     for (int s = 0; s < program->n_steps; ++s) {
       const int reg = program->n_inputs + s;
       char* out = targets[reg] != NULL ? targets[reg] + at * size : results + (size_t)s * block_bytes;
@@ -221,7 +225,7 @@ static void run_part(const void* task, size_t part, size_t chunk) {
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
 #endif
-  run_chunk(run, &run->instances[part], chunk * NCS_CHUNK, memory,
+  run_chunk(run, &run->instances[part], chunk * run->chunk, memory,
             run->partials + (run->begins[part] + chunk) * run->width * run->size, registers, targets);
 }
 
@@ -229,20 +233,23 @@ static void run_part(const void* task, size_t part, size_t chunk) {
 static void finish_sums(const ncs_run* run, size_t k) {
   const ncs_program* program = run->program;
   const ncs_instance* instance = &run->instances[k];
-  const char* column = run->partials + run->begins[k] * run->width * run->size;
+  size_t before = 0; /* elements of the sums before this one */
   for (int s = 0; s < program->n_sums; ++s) {
     const int64_t* sum = sum_of(program, s);
-    const size_t period = (size_t)sum[1], chunks = run->begins[k + 1] - run->begins[k];
+    const size_t period = (size_t)sum[1];
+    const double parts = sum[2] ? (double)(instance->count / period) : 1;
     void* out = instance->outputs[program->n_outputs + s];
-    for (size_t i = 0; i < period; ++i, column += run->size) {
-      const char* partial = column;
-      double total = 0;
-      for (size_t c = 0; c < chunks; ++c, partial += run->width * run->size)
-        total += program->is_double ? *(const double*)partial : *(const float*)partial;
-      if (sum[2]) total /= (double)(instance->count / period);
-      if (program->is_double) ((double*)out)[i] = total;
-      else ((float*)out)[i] = (float)total;
+    double totals[NCS_MOST_PERIOD] = {0};
+    for (size_t c = run->begins[k]; c < run->begins[k + 1]; ++c) {
+      const char* partial = run->partials + (c * run->width + before) * run->size;
+      for (size_t i = 0; i < period; ++i)
+        totals[i] += program->is_double ? ((const double*)partial)[i] : ((const float*)partial)[i];
     }
+    for (size_t i = 0; i < period; ++i) {
+      if (program->is_double) ((double*)out)[i] = totals[i] / parts;
+      else ((float*)out)[i] = (float)(totals[i] / parts);
+    }
+    before += period;
   }
 }
 
@@ -259,14 +266,16 @@ ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const n
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
   const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
-  ncs_run run = {program, instances, loops, program->is_double ? sizeof(double) : sizeof(float), 0, begins, NULL};
+  const size_t size = program->is_double ? sizeof(double) : sizeof(float);
+  ncs_run run = {program, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
   if (begins == NULL) return ncclSystemError;
+  for (int s = 0; s < program->n_sums; ++s) run.width += (size_t)sum_of(program, s)[1];
+  while (run.chunk < NCS_LEAST_PER_SUM * run.width) run.chunk *= 2;
   begins[0] = 0;
   for (size_t k = 0; k < n_instances; ++k) {
-    begins[k + 1] = begins[k] + (instances[k].count + NCS_CHUNK - 1) / NCS_CHUNK;
+    begins[k + 1] = begins[k] + (instances[k].count + run.chunk - 1) / run.chunk;
     elements += instances[k].count;
   }
-  for (int s = 0; s < program->n_sums; ++s) run.width += (size_t)sum_of(program, s)[1];
   run.partials = malloc(begins[n_instances] * run.width * run.size + 1);
   if (run.partials != NULL) {
     ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);

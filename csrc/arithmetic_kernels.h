@@ -26,7 +26,16 @@ NCS_LOOP(sqrt, NCS_SQRT_OF(x))
 NCS_LOOP(negate, -x)
 NCS_LOOP(relu, (x > 0) | (x != x) ? x : (T)0)
 
+/* One element, many times. */
+NCS_TARGET static void NCS_KERNEL(fill)(void* out_, const void* a, const void* b, size_t count) {
+  T* out = out_;
+  const T x = *(const T*)a;
+  (void)b;
+  for (size_t i = 0; i < count; ++i) out[i] = x;
+}
+
 static const ncs_loop NCS_KERNEL(loops)[] = {
+    [NCS_FILL] = NCS_KERNEL(fill),
     [NCS_ADD] = NCS_KERNEL(add),
     [NCS_SUBTRACT] = NCS_KERNEL(subtract),
     [NCS_MULTIPLY] = NCS_KERNEL(multiply),

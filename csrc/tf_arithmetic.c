@@ -6,7 +6,7 @@
 
 typedef struct {
   ncs_program program;
-  int64_t* repeats; /* per input of the program */
+  int64_t* repeats; /* per input of the program; 0: it has as many elements as the first one */
   int64_t instances;
 } arithmetic_kernel;
 
@@ -48,7 +48,7 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
     kernel->repeats = read_list(context, "repeats", &program->n_inputs, status);
     program->code = read_list(context, "program", &length, status);
     program->n_steps = (length - program->n_outputs) / 3 - program->n_sums;
-    for (int i = 0; ncs_tf.TF_GetCode(status) == TF_OK && i < program->n_inputs; ++i) valid &= kernel->repeats[i] > 0;
+    for (int i = 0; ncs_tf.TF_GetCode(status) == TF_OK && i < program->n_inputs; ++i) valid &= kernel->repeats[i] >= 0;
     if (ncs_tf.TF_GetCode(status) == TF_OK && !(valid && ncs_program_is_valid(program, length)))
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a program of known operations on registers that exist");
   }
@@ -74,7 +74,7 @@ static int find_candidates(const arithmetic_kernel* kernel, int output, int begi
   const int64_t *outputs = program->code + 3 * program->n_steps, *sums = outputs + program->n_outputs;
   int found = 0;
   for (int i = 0; i < program->n_inputs; ++i) {
-    int wanted = kernel->repeats[i] != 1;
+    int wanted = kernel->repeats[i] != 0;
     for (int o = 0; o < program->n_outputs; ++o) wanted |= outputs[o] == i;
     for (int s = 0; s < program->n_sums; ++s) wanted |= sums[3 * s] == i;
     for (int s = (int)outputs[output] - program->n_inputs + 1; s < program->n_steps; ++s)
@@ -104,15 +104,16 @@ static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kerne
   if (!read_sizes(context, begin, &instance->count, &row, status)) return;
   for (int i = 0; i < program->n_inputs; ++i) {
     ncs_tf_view seen;
-    size_t spanned;
+    size_t count, repeat = (size_t)kernel->repeats[i];
     if (!ncs_tf_read_input(context, begin + i, &seen, status)) return;
-    spanned = (size_t)seen.count * (size_t)kernel->repeats[i];
-    if (seen.count != 1 && spanned != instance->count && (spanned == 0 || row % spanned != 0)) {
+    count = (size_t)seen.count;
+    if (repeat == 0 ? count != instance->count
+                    : count != 1 && count * repeat != instance->count && (count == 0 || row % (count * repeat) != 0)) {
       ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                   "Expected inputs of one size, or that repeat themselves in each row. Received: others");
       return;
     }
-    instance->inputs[i] = (ncs_operand){seen.data, (size_t)seen.count, seen.count == 1 ? 1 : kernel->repeats[i]};
+    instance->inputs[i] = (ncs_operand){seen.data, count, count == 1 || repeat == 0 ? 1 : repeat};
   }
   for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
     int candidates[NCS_MOST_REGISTERS];

@@ -8,13 +8,16 @@ import tensorflow as tf
 
 from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
 
+WHOLE = 0  # instead of a repeat: of an input that has as many elements as the result
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What is computed for each element.
 
     Attributes:
-        repeats: by input: how many neighbouring elements of the result take the same one of the input's.
+        repeats: by input: how many neighbouring elements of the result take the same one of the input's, or
+            `WHOLE`.
         outputs: how many there are.
         sums: how many there are.
         code: steps of (operation, register, register), the outputs' registers, then sums of (register,
@@ -82,7 +85,7 @@ class Writer:
     def program(
         self,
         inputs: Sequence[str],
-        repeats: Sequence[int],
+        repeats: Sequence[int | None],
         results: Sequence[str],
         sums: Sequence[tuple[str, int, bool]] = (),
     ) -> Program | None:
@@ -90,18 +93,20 @@ class Writer:
 
         Args:
             inputs: all names of inputs.
-            repeats: of each of them.
+            repeats: of each of them; None for one that no number says it of.
             results: names of the outputs.
             sums: names of what is added up, periods, and whether their means are wanted.
         """
-        if not (self._steps or sums) or self.registers + len(sums) > MOST_REGISTERS:
+        known = tuple(repeat for repeat in repeats if repeat is not None)
+        too_many = self.registers + len(sums) > MOST_REGISTERS
+        if not (self._steps or sums) or too_many or len(known) < len(repeats):
             return None
         registers: dict[Any, int] = {name: i for i, name in enumerate([*inputs, *range(len(self._steps))])}
         code = [number for step, a, b in self._steps for number in (step, registers[a], registers[b])]
         code += [registers[self._computed[result]] for result in results]
         for name, period, is_mean in sums:
             code += [registers[self.value(name)], period, int(is_mean)]
-        return Program(tuple(repeats), len(results), len(sums), tuple(code))
+        return Program(known, len(results), len(sums), tuple(code))
 
 
 def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:

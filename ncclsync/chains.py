@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.arithmetic import Program, Writer, repeat_of
+from ncclsync.arithmetic import WHOLE, Program, Writer, repeat_of
 from ncclsync.host_ops import ARITHMETIC, MOST_PERIOD, MOST_REGISTERS, set_attribute
 from ncclsync.same_shapes import MULTIPLYING, Shapes
 from ncclsync.step_graph import StepGraph, in_order, op_name
@@ -184,12 +184,13 @@ def _levels(
     """By unit, in an order in which each is behind all that it waits for.
 
     Of those of one kind and level, none waits for another by way of one that is not of that kind and level,
-    and none for a sum.
+    none for a sum, and none by a control dependency.
     """
     levels: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
         kind = kinds.get(one)
-        left = (levels[p] + (p in sums or kinds.get(p) not in (None, kind)) for p in parents)
+        apart = {*sums, *graph.controls.get(one, ())}
+        left = (levels[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in apart)) for p in parents)
         levels[one] = max(left, default=0)
     return levels
 
@@ -249,7 +250,9 @@ def _chain_of(
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:
         return None
-    repeats = [repeat_of(shapes.spec(name).shape, result.shape) or 1 for name in inputs]
+    repeats = [
+        WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs
+    ]
     added_up = [(s.values, s.period, s.is_mean) for s in added]
     program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
     if program is None:

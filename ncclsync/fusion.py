@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.arithmetic import Program, Writer
+from ncclsync.arithmetic import WHOLE, Program, Writer
 from ncclsync.host_ops import ARITHMETIC, set_attribute
 from ncclsync.step_graph import StepGraph, in_order, op_name
 
@@ -169,7 +169,8 @@ def _program_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, s
     arrays = [name for name in writer.inputs if _shape(graph, name) == shape]
     scalars = [name for name in writer.inputs if _shape(graph, name) != shape]
     inputs = [*arrays, *scalars]
-    program = writer.program(inputs, [1] * len(inputs), list(last_write)) if arrays else None
+    repeats = [WHOLE] * len(arrays) + [1] * len(scalars)
+    program = writer.program(inputs, repeats, list(last_write)) if arrays else None
     if program is None:
         return None
     kind = (graph.variable_of[next(iter(last_write))].dtype, program)

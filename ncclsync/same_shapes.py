@@ -7,6 +7,7 @@ of what any other computes are taken as unlike all others, and less is fused.
 
 import copy
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.step_graph import StepGraph, op_name
 
+_ONCE = Fraction(1)
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
 # The result has the first operand's rows.
 _KEEPING = _PASSING | {
@@ -67,7 +69,8 @@ class Shapes:
         """Look at ops, inputs before consumers."""
         self._graph = graph
         self._specs: dict[str, tf.TensorSpec] = {}
-        self._alike: dict[Any, Any] = {}  # by name of a tensor: another one of as many rows, or their number
+        # By name of a tensor: another one, or None for a single row, and how many times that one's rows.
+        self._alike: dict[str | None, tuple[str | None, Fraction]] = {}
         self.passed: dict[str, str] = {}
         self._summed: dict[str, str] = {}  # what is summed over axes of size 1 at most: of what
         for name in ops:
@@ -93,49 +96,74 @@ class Shapes:
         return name
 
     def reduced_axes(self, name: str) -> set[int] | None:
-        """Return the axes that an op reduces over, but for some of size 1 perhaps; None if they are not known."""
-        op, whole = self._graph.by_name[name], self.spec(self._graph.inputs[name][0]).shape
+        """Return the axes that an op reduces over, some of size 1 aside; None if they are not known."""
+        graph, op, values = self._graph, self._graph.by_name[name], self._graph.inputs[name][0]
+        rank = self.spec(values).shape.rank
+        if not rank:
+            return None
         if op.type == "BiasAddGrad":
-            known = whole.rank and op.get_attr("data_format") == b"NHWC"
-            return set(range(whole.rank - 1)) if known else None
-        axes = self._graph.inputs[name][1]
-        producer = self._graph.by_name.get(op_name(axes))
-        if producer is None or not whole.rank:
+            return set(range(rank - 1)) if op.get_attr("data_format") == b"NHWC" else None
+        axes = graph.inputs[name][1]
+        if graph.is_constant(axes):
+            return {int(axis) % rank for axis in self._numbers(axes)}
+        if graph.producer_type(axes) != "BroadcastGradientArgs":
             return None
-        if producer.type == "Const":
-            numbers = tf.get_static_value(producer.outputs[0])
-            return None if numbers is None else {int(number) % whole.rank for number in numbers.ravel()}
-        if producer.type != "BroadcastGradientArgs":
+        own, other = graph.inputs[op_name(axes)]
+        if axes.endswith(":1"):
+            own, other = other, own
+        whole, dims, key = self._shape_of(other), self._dims(own), self.key(values)
+        if whole is None or key is None or self.key(whole) != key or dims is None or None in dims:
             return None
-        dims = self._dims(self._graph.inputs[producer.name][int(axes.split(":")[1])])
-        if dims is None or None in dims:
-            return None
-        dims = [1] * (whole.rank - len(dims)) + dims
-        return {i for i, (own, full) in enumerate(zip(dims, whole, strict=True)) if own == 1 != full}
+        dims = [1] * (rank - len(dims)) + dims
+        return {i for i, dim in enumerate(dims) if dim == 1}
 
-    def _dims(self, name: str) -> list[int | None] | None:
+    def _dims(self, name: str) -> list[Any] | None:
         """What is known of the elements of a shape."""
         like = self._shape_of(name)
-        if like is not None:
-            shape = self.spec(like).shape
-            return None if shape.rank is None else shape.as_list()
+        shape = None if like is None else self.spec(like).shape
+        if shape is None or shape.rank is None:
+            return self._numbers(name) if self._graph.is_constant(name) else None
+        return shape.as_list()
+
+    def _rank(self, name: str) -> int:
+        return self.spec(name).shape.rank or 0
+
+    def _order(self, name: str) -> list[int] | None:
+        """A permutation of axes, or the inverse of one whose first element is the same; None if not known."""
+        if self._graph.producer_type(name) == "InvertPermutation":
+            order = self._order(self._graph.inputs[op_name(name)][0])
+            return order if order and order[0] == 0 else None
         producer = self._graph.by_name.get(op_name(name))
-        value = None if producer is None or producer.type != "Const" else tf.get_static_value(producer.outputs[0])
-        return None if value is None else [int(dim) for dim in value]
+        value = None if producer is None else tf.get_static_value(producer.outputs[0])
+        return None if value is None else [int(axis) for axis in value]
+
+    def _is_zero(self, name: str) -> bool:
+        return self._graph.is_constant(name) and self._numbers(name) == [0]
+
+    def _numbers(self, constant: str) -> list[int]:
+        value = tf.get_static_value(self._graph.by_name[op_name(constant)].outputs[0])
+        return [int(number) for number in value.ravel()]
 
     def _rows(self, name: str) -> Any:
+        """Their number if it is known, else a tensor and by how many times its rows they are."""
         shape = self.spec(name).shape
-        rows = name if shape.rank is None or shape[0] is None else shape[0]
-        while rows in self._alike:
-            rows = self._alike[rows]
-        return rows
+        known = shape.rank is not None and shape[0] is not None
+        root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
+        while root in self._alike:
+            root, more = self._alike[root]
+            times *= more
+        return int(times) if root is None and times.denominator == 1 else (root, times)
 
-    def _unite(self, one: str, other: str) -> None:
-        first, second = self._rows(one), self._rows(other)
-        if first != second and not isinstance(second, int):
-            self._alike[second] = first
-        elif first != second and not isinstance(first, int):
-            self._alike[first] = second
+    def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
+        """The other tensor has so many times the rows of the one."""
+        (root, first), (other_root, second) = (
+            rows if isinstance(rows, tuple) else (None, Fraction(rows))
+            for rows in (self._rows(one), self._rows(other))
+        )
+        if other_root not in (None, root):
+            self._alike[other_root] = (root, first * times / second)
+        elif root is not None and other_root is None and first * times != 0:
+            self._alike[root] = (None, second / (first * times))
 
     def _look_at(self, name: str) -> None:
         graph, op, inputs = self._graph, self._graph.by_name[name], self._graph.inputs[name]
@@ -145,19 +173,46 @@ class Shapes:
         if op.type in _REDUCING:
             self._look_at_reduction(name)
         elif op.type == "Reshape" and self._is_same_reshaped(values := self._reshaped(inputs[0]), result):
-            self.passed[result] = values
+            if not graph.controls[name]:
+                self.passed[result] = values
             self._unite(values, result)
         elif op.type in ("BroadcastTo", "Reshape"):
             like = self._shape_of(inputs[1])
-            if like is not None and self.spec(like).shape.rank and self.spec(result).shape.rank:
+            before, after = (self.spec(tensor).shape for tensor in (inputs[0], result))
+            if like is not None and self.spec(like).shape.rank and after.rank:
                 self._unite(like, result)
+            elif op.type == "BroadcastTo" or not before.rank or not after.rank:
+                return
+            elif before[1:].is_fully_defined() and after[1:].is_fully_defined():
+                elements = before[1:].num_elements(), after[1:].num_elements()
+                if 0 not in elements:
+                    self._unite(inputs[0], result, Fraction(*elements))
         elif not op.outputs or not self.spec(result).shape.rank:
             return
         elif op.type in _OF_ONE_SHAPE:
             for operand in inputs:
                 self._unite(operand, result)
-        elif op.type in _KEEPING or (op.type == "MatMul" and not op.get_attr("transpose_a")):
+        elif op.type in _KEEPING:
             self._unite(inputs[0], result)
+        elif op.type == "MatMul":
+            if not op.get_attr("transpose_a"):
+                self._unite(inputs[0], result)
+                self._look_at_factor(inputs[0], self.spec(inputs[1]).shape[int(op.get_attr("transpose_b"))])
+        elif op.type == "Transpose":
+            order = self._order(inputs[1])
+            if order and order[0] == 0:
+                self._unite(inputs[0], result)
+        elif op.type == "BatchMatMulV2":
+            if self.spec(inputs[0]).shape.rank == self.spec(result).shape.rank > self._rank(inputs[1]) > 1:
+                self._unite(inputs[0], result)
+        elif op.type == "Einsum":
+            operands, _, letters = op.get_attr("equation").decode().partition("->")
+            for operand, own in zip(inputs, operands.split(","), strict=True):
+                if "." not in operands and own[:1] == letters[:1] != "":
+                    self._unite(operand, result)
+        elif op.type == "GatherV2":
+            if self._is_zero(inputs[2]) and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:
+                self._unite(inputs[1], result)
         elif op.type in _BROADCASTING:
             rank = self.spec(result).shape.rank
             shapes = {operand: self.spec(operand).shape for operand in inputs}
@@ -169,27 +224,29 @@ class Shapes:
             if len({self._rows(operand) for operand in full}) == 1:
                 self._unite(full[0], result)
 
+    def _look_at_factor(self, name: str, columns: int | None) -> None:
+        """A matrix has so many columns, though its own shape, that of a reshaped tensor, may not tell it."""
+        if self._graph.producer_type(name) == "Reshape" and self.spec(name).shape[1] is None and columns:
+            source = self._graph.inputs[op_name(name)][0]
+            row = self.spec(source).shape[1:]
+            if row.is_fully_defined() and row.num_elements() > 0:
+                self._unite(source, name, Fraction(row.num_elements(), columns))
+
     def _look_at_reduction(self, name: str) -> None:
         graph, (values, axes) = self._graph, self._graph.inputs[name]
-        producer = graph.by_name.get(op_name(axes))
-        if producer is None:
-            return
-        if producer.type == "BroadcastGradientArgs":
-            one, other = map(self._shape_of, graph.inputs[producer.name])
+        if graph.producer_type(axes) == "BroadcastGradientArgs":
+            one, other = map(self._shape_of, graph.inputs[op_name(axes)])
             if one is not None and other is not None and self.key(one) == self.key(other) is not None:
                 self._summed[f"{name}:0"] = self.source(values)
-        elif producer.type == "Const" and self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
-            if 0 not in (self.reduced_axes(name) or {0}):
+        elif self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
+            reduced = self.reduced_axes(name)
+            if reduced is not None and 0 not in reduced:
                 self._unite(values, f"{name}:0")
 
     def _shape_of(self, name: str) -> str | None:
         """The tensor whose shape `name` is, if it is one's."""
-        producer = self._graph.by_name.get(op_name(name))
-        return (
-            self._graph.inputs[producer.name][0]
-            if producer is not None and producer.type == "Shape"
-            else None
-        )
+        is_shape = self._graph.producer_type(name) == "Shape"
+        return self._graph.inputs[op_name(name)][0] if is_shape else None
 
     def _reshaped(self, name: str) -> str:
         """The tensor that `name` has the values of, in another shape at most."""

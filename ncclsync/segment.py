@@ -117,6 +117,9 @@ def _graph_def(
 ) -> tuple[tf.compat.v1.GraphDef, dict[str, str]]:
     """Return the plan's ops as a GraphDef, and, for the tensors from outside, names to map them in by."""
     own = set(plan.ops)
+    prefix = "ncclsync"
+    while any(name.startswith(prefix) for name in graph.nodes):
+        prefix += "_"
     replaced = {member for group in fusions for update in group for member in update.members}
     replaced |= {member for chain in chains for member in chain.members}
     left = [name for name in plan.ops if name not in replaced]
@@ -127,7 +130,7 @@ def _graph_def(
     outside: dict[str, str] = {}
     for name in sorted(used):
         if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name)):
-            outside[name] = f"outside_{len(outside)}"
+            outside[name] = f"{prefix}/outside_{len(outside)}"
     used |= {*plan.fetches, *(exchange.source for exchange in plan.sent)}
     constants = sorted({op_name(name) for name in used if graph.is_constant(name)})
     definition = tf.compat.v1.GraphDef()
@@ -144,9 +147,13 @@ def _graph_def(
             node.input.append(outside.get(source, source))
         node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
     for i, group in enumerate(fusions):
-        definition.node.extend(fused_nodes(graph, group, f"fused_{i}", own, lambda n: outside.get(n, n)))
+        definition.node.extend(
+            fused_nodes(graph, group, f"{prefix}/fused_{i}", own, lambda n: outside.get(n, n))
+        )
     for i, chain in enumerate(chains):
-        definition.node.extend(chain_nodes(graph, chain, f"chain_{i}", own, lambda n: outside.get(n, n)))
+        definition.node.extend(
+            chain_nodes(graph, chain, f"{prefix}/chain_{i}", own, lambda n: outside.get(n, n))
+        )
     _add_functions(graph, definition)
     return definition, outside
 

@@ -10,8 +10,9 @@ from parity import data, on_towers
 from test_cut import program_of
 
 import ncclsync
+from ncclsync import chains as chains_module
 from ncclsync import host_ops, segment
-from ncclsync.arithmetic import repeat_of
+from ncclsync.arithmetic import WHOLE, repeat_of
 from ncclsync.chains import _FUSIBLE
 
 LAYERS = keras.layers
@@ -45,6 +46,10 @@ def chains(monkeypatch):
 def without_chains(monkeypatch):
     monkeypatch.setattr(segment, "find_chains", lambda *_: [])
     monkeypatch.setattr(segment, "simplify", lambda graph, _, ops, needed: (graph, list(ops)))
+
+
+def without_sums(monkeypatch):
+    monkeypatch.setattr(chains_module, "_SUMMING", set())
 
 
 def bits(values):
@@ -111,7 +116,7 @@ def test_random_programs(chains, dtype, rows):
             wanted = step(tf.constant(batch))
             assert_same_bits(towers.run(step, tf.constant(batch)), wanted)
     assert sum(len(chain.members) for chain in chains) > 20
-    assert {repeat for chain in chains for repeat in chain.program.repeats} >= {1, 6}
+    assert {repeat for chain in chains for repeat in chain.program.repeats} >= {WHOLE, 1, 6}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -130,7 +135,7 @@ def test_rows_that_nobody_knows_before(chains, rows):
         halves = [step(half) for half in tf.split(batch, 2)]
         assert_same_bits(result["whole"], tf.concat([half["whole"] for half in halves], axis=0))
         np.testing.assert_allclose(result["sum"], halves[0]["sum"])
-        assert sorted(len(chain.members) for chain in chains) == [2, 3], chains
+        assert sorted(len(chain.members) for chain in chains) == [3, 3], chains
         count.assign(3)
         with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
             towers.run(step, batch)
@@ -168,6 +173,55 @@ def test_order_that_is_asked_for(chains):
     assert [chain.awaited for chain in chains] == [("mul",)]
 
 
+def test_chains_do_not_wait_for_each_other(chains):
+    """Two chains of one shape, a member of each of which waits for a member of the other."""
+
+    def step(batch):
+        one, other = tf.cumsum(batch, axis=1), tf.reverse(batch, axis=[1])
+        first, second = one * 2.0 + one, (other + 1.0) * other
+        with tf.control_dependencies([first]):
+            third = other * second - other
+        with tf.control_dependencies([second]):
+            fourth = (one + first) * one
+        return tf.cumsum(third, axis=1), tf.cumsum(fourth, axis=1)
+
+    batch = tf.reshape(tf.range(12.0), [4, 3])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert [len(chain.members) for chain in chains] == [2, 2, 2, 2]
+
+
+def test_names_that_a_step_has_already(chains):
+    """What is put into a segment has names of its own."""
+
+    def step(batch):
+        value = tf.tanh(batch, name="ncclsync/chain_0")
+        return tf.tanh((value + batch) * batch, name="chain_0")
+
+    batch = tf.reshape(tf.range(12.0), [4, 3])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert len(chains) == 1
+
+
+def test_shapes_that_an_op_refuses_are_refused(chains):
+    """A chain does not broadcast what TensorFlow's own op would not."""
+    count = tf.Variable(4)
+
+    def step(batch):
+        some = tf.gather(batch, tf.range(count))
+        return tf.add_n([batch * 2.0, some]) * 2.0 + batch
+
+    batch = tf.reshape(tf.range(24.0), [8, 3])
+    with ncclsync.Towers(2) as towers:
+        halves = [step(half) for half in tf.split(batch, 2)]
+        assert_same_bits(towers.run(step, batch), tf.concat(halves, axis=0))
+        count.assign(1)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
+            towers.run(step, batch)
+    assert [len(chain.members) for chain in chains] == [4]
+
+
 def test_a_shape_costs_no_array(chains):
     """Who asks for a tensor's shape only is told that of an input: the tensor itself is not written."""
 
@@ -179,6 +233,60 @@ def test_a_shape_costs_no_array(chains):
     with ncclsync.Towers(2) as towers:
         assert_same_bits(towers.run(step, batch), step(batch))
     assert [chain.outputs for chain in chains] == [("add",)]
+
+
+def test_what_is_added_up_only_is_not_written(chains):
+    """Nor is what is computed for it."""
+
+    def step(batch):
+        return tf.reduce_sum(tf.square(batch - 1.0) * batch, axis=[0, 1])
+
+    batch = tf.reshape(tf.range(24.0), [4, 2, 3])
+    with ncclsync.Towers(2) as towers:
+        np.testing.assert_allclose(towers.run(step, batch), step(batch), rtol=1e-6)
+    assert [(len(chain.members), chain.outputs, len(chain.sums)) for chain in chains] == [(4, (), 1)]
+
+
+def test_sums_of_nothing(chains):
+    """Of no rows the sum is 0, and the mean is not a number, as TensorFlow has it."""
+
+    def step(batch):
+        none = tf.boolean_mask(batch, batch[:, 0] > 100)
+        return tf.reduce_sum(none * none, axis=0), tf.reduce_mean(none * 2.0, axis=0)
+
+    with ncclsync.Towers(2) as towers:
+        total, mean = towers.run(step, tf.reshape(tf.range(24.0), [8, 3]))
+    np.testing.assert_array_equal(total, np.zeros(3))
+    np.testing.assert_array_equal(mean, np.full(3, np.nan))
+    assert sum(len(chain.sums) for chain in chains) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
+    """The axes over which a gradient is added up are known when the step runs only; of one row too."""
+    batch, *others = [
+        tf.constant(np.nan_to_num(v, posinf=2, neginf=3)) for v in operands("float64", 2 * rows)
+    ]
+    batch, others = tf.clip_by_value(batch, -3, 3), [tf.clip_by_value(other, -3, 3) for other in others]
+
+    def step(batch):
+        sources = [batch, *map(tf.identity, others)]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            value = batch
+            for other in sources[1:]:
+                value = (value + other) * other - tf.square(value) * 0.1
+        return tape.gradient(value, sources)
+
+    results = []
+    for without in (None, without_chains):
+        if without is not None:
+            without(monkeypatch)
+        with ncclsync.Towers(2) as towers:
+            results.append(towers.run(step, batch))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10)
+    assert {one.period for chain in chains for one in chain.sums} >= {1, 6, 30}
 
 
 def normalised():
@@ -202,7 +310,7 @@ def transformer():
 def classifier(inputs, features):
     model = keras.Model(inputs, LAYERS.Dense(5)(features))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), loss, jit_compile=False)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0), loss, jit_compile=False)
     return model
 
 
@@ -218,19 +326,69 @@ def trained(factory):
 
 @pytest.mark.parametrize("factory", [normalised, transformer])
 def test_models(monkeypatch, chains, factory):
-    """A whole step's weights and state, to the last bit, with chains and without; few ops are left."""
+    """A whole step's weights and state with chains and without; few ops are left.
+
+    They have the same bits but for sums, which have another order.
+    """
     states, left = [], []
-    for fused in (True, False):
-        if not fused:
-            without_chains(monkeypatch)
+    for without in (None, without_sums, without_chains):
+        if without is not None:
+            without(monkeypatch)
         model = trained(factory)
         states.append([v.numpy() for v in (*model.variables, *model.optimizer.variables)])
         ops = program_of(model).segments[0].function.graph.get_operations()
         arrays = [op for op in ops if op.outputs and (op.outputs[0].shape.rank or 0) > 2]
         left.append(collections.Counter(op.type for op in arrays if op.type in _FUSIBLE))
-    assert_same_bits(*states)
-    assert 2 * left[0].total() < left[1].total(), left
+    assert_same_bits(*states[1:])
+    for one, other in zip(*states[:2], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert 2 * left[1].total() < left[2].total() and left[0].total() <= left[1].total(), left
     assert sum(len(chain.members) for chain in chains) > 20
+    assert sum(len(chain.sums) for chain in chains) > 4
+
+
+def sums_of(shape):
+    """By name: what adds up x of [None, *shape] and y, which broadcasts to it."""
+    first = list(range(len(shape)))
+
+    def gradient(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(y)
+            product = x * y
+        return tape.gradient(product, y, output_gradients=x)
+
+    return {
+        "columns": lambda x, y: tf.reduce_sum(x * y, axis=first),
+        "kept": lambda x, y: tf.reduce_mean(x * y, axis=[0, -2], keepdims=True),
+        "rows": lambda x, y: tf.reduce_mean(tf.square(x - y), axis=0),
+        "all": lambda x, y: tf.reduce_sum(x + y),
+        "bias": lambda x, y: tf.raw_ops.BiasAddGrad(out_backprop=x * y),
+        "gradient": gradient,
+    }
+
+
+@pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("float64", 1e-14)])
+@pytest.mark.parametrize(
+    "rows, shape",
+    [(2, (5, 3)), (300, (7, 10)), (64, (4, 512)), (40, (3, 700)), (3, (1, 2048)), (9000, (2, 1))],
+)
+def test_sums(chains, dtype, rtol, rows, shape):
+    """Sums over the first axes of all towers' rows are as exact as their dtype allows."""
+    random = np.random.default_rng(rows)
+    x = random.normal(1, 1, (2 * rows, *shape)).astype(dtype)
+    y = random.normal(1, 1, (1, 1, shape[-1])).astype(dtype)
+    steps = sums_of(shape)
+    with ncclsync.Towers(2) as towers:
+        found = towers.run(
+            lambda batch: {n: f(batch, tf.constant(y)) for n, f in steps.items()}, tf.constant(x)
+        )
+    for name, function in steps.items():
+        exact = function(tf.constant(x.astype("float64")), tf.constant(y.astype("float64"))).numpy()
+        if name in ("bias", "gradient"):  # no sums that the step asks for: gradients are averaged
+            exact = exact / 2
+        np.testing.assert_allclose(found[name], exact, rtol=0, atol=rtol * np.abs(exact).max(), err_msg=name)
+    periods = {one.period for chain in chains for one in chain.sums}
+    assert periods >= {shape[-1], 1} and max(periods) <= 2048, chains
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class Shapes:
             if self.spec(inputs[0]).shape.rank == self.spec(result).shape.rank > self._rank(inputs[1]) > 1:
                 self._unite(inputs[0], result)
         elif op.type == "Einsum":
-            operands, _, letters = op.get_attr("equation").decode().partition("->")
+            operands, _, letters = op.get_attr("equation").decode().replace(" ", "").partition("->")
             for operand, own in zip(inputs, operands.split(","), strict=True):
                 if "." not in operands and own[:1] == letters[:1] != "":
                     self._unite(operand, result)

@@ -262,7 +262,7 @@ static const ncs_loop* find_loops(int level, int is_double) {
 }
 
 ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
-                             size_t n_instances) {
+                             size_t n_instances, int alone) {
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
   const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
@@ -278,7 +278,7 @@ ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const n
   }
   run.partials = malloc(begins[n_instances] * run.width * run.size + 1);
   if (run.partials != NULL) {
-    ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);
+    ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, alone || elements < NCS_SMALL_JOB);
     for (size_t k = 0; k < n_instances; ++k) finish_sums(&run, k);
   }
   free(begins);

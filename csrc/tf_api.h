@@ -96,7 +96,7 @@ void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
 /* An op and its kernel. */
 typedef struct {
-  const char *name, *attrs[9], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
+  const char *name, *attrs[10], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);

@@ -7,7 +7,7 @@
 typedef struct {
   ncs_program program;
   int64_t* repeats; /* per input of the program; 0: it has as many elements as the first one */
-  int64_t instances;
+  int64_t instances, alone;
 } arithmetic_kernel;
 
 static void destroy_arithmetic(void* kernel_) {
@@ -41,6 +41,7 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
   else {
     ncs_program* program = &kernel->program;
     kernel->instances = ncs_tf_read_attr(context, "instances", status);
+    kernel->alone = ncs_tf_read_attr(context, "alone", status);
     program->n_outputs = (int)ncs_tf_read_attr(context, "outputs", status);
     program->n_sums = (int)ncs_tf_read_attr(context, "sums", status);
     if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
@@ -141,7 +142,8 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
     instances[k].outputs = outputs + k * n_out;
     prepare_instance(context, kernel, (int)k, &instances[k], status);
   }
-  if (ncs_tf.TF_GetCode(status) == TF_OK && ncs_program_run(ncs_tf.pool, program, instances, n) != ncclSuccess)
+  if (ncs_tf.TF_GetCode(status) == TF_OK &&
+      ncs_program_run(ncs_tf.pool, program, instances, n, kernel->alone != 0) != ncclSuccess)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
   free(outputs);
@@ -152,8 +154,8 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
 
 const ncs_tf_op ncs_tf_arithmetic = {
     "NcclsyncArithmetic",
-    {"T: {float, double}", "instances: int >= 1", "repeats: list(int)", "outputs: int >= 0", "sums: int >= 0",
-     "program: list(int)", "n_values: int >= 1", "n_results: int >= 1", NULL},
+    {"T: {float, double}", "instances: int >= 1", "alone: int", "repeats: list(int)", "outputs: int >= 0",
+     "sums: int >= 0", "program: list(int)", "n_values: int >= 1", "n_results: int >= 1", NULL},
     {"values: n_values * T", NULL},
     "results: n_results * T",
     create_arithmetic,

@@ -29,13 +29,23 @@ class Program:
     sums: int
     code: tuple[int, ...]
 
-    def node(self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str]) -> Any:
-        """Return the node that runs it, once for each set of inputs among the values."""
+    def node(
+        self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
+    ) -> Any:
+        """Return the node that runs it, once for each set of inputs among the values.
+
+        Args:
+            name: the node's.
+            dtype: of all values and results.
+            values: names of the inputs.
+            controls: what else it waits for, as a node's input.
+            alone: whether it runs on the thread that calls it only.
+        """
         instances = len(values) // len(self.repeats)
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
         n_results = instances * (self.outputs + self.sums)
         attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
-        attributes |= {"sums": self.sums, "program": self.code}
+        attributes |= {"sums": self.sums, "program": self.code, "alone": int(alone)}
         attributes |= {"n_values": len(values), "n_results": n_results}
         for attribute, value in attributes.items():
             set_attribute(node, attribute, value)

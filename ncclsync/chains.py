@@ -262,7 +262,12 @@ def _chain_of(
 
 
 def chain_nodes(
-    graph: StepGraph, chain: Chain, name: str, own: Collection[str], named: Callable[[str], str]
+    graph: StepGraph,
+    chain: Chain,
+    name: str,
+    own: Collection[str],
+    named: Callable[[str], str],
+    alone: bool,
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a chain; its outputs keep their names.
 
@@ -272,10 +277,11 @@ def chain_nodes(
         name: of the op that does the arithmetic.
         own: names of the segment's ops.
         named: a function from the name of a tensor to what the segment calls it.
+        alone: whether it runs on one thread.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
-    yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits)
+    yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits, alone)
     for i, output in enumerate(chain.outputs):
         node = tf.compat.v1.NodeDef(name=output, op="EnsureShape", input=[f"{name}:{i}"])
         set_attribute(node, "T", chain.dtype)

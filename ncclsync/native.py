@@ -141,8 +141,13 @@ def process_pool() -> Pool:
     if _process_pool is None:
         with _process_pool_lock:
             if _process_pool is None:
-                _process_pool = Pool(len(os.sched_getaffinity(0)))
+                _process_pool = Pool(usable_cores())
     return _process_pool
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _forget_process_pool() -> None:

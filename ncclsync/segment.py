@@ -36,7 +36,12 @@ class SegmentPlan:
 
 
 def build_segment(
-    graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses: bool, meter: Meter | None = None
+    graph: StepGraph,
+    plan: SegmentPlan,
+    jit_compile: bool,
+    fuses: bool,
+    crowded: bool,
+    meter: Meter | None = None,
 ) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
@@ -45,6 +50,7 @@ def build_segment(
         plan: what to build.
         jit_compile: whether XLA compiles it.
         fuses: whether element-wise ops are fused; see `fusion.py` and `chains.py`.
+        crowded: whether other towers keep all other cores busy.
         meter: notes when packing and unpacking begin and end; not where XLA compiles.
     """
     if jit_compile or not any(bucket.packed for bucket in (*plan.incoming, *plan.outgoing)):
@@ -60,7 +66,7 @@ def build_segment(
         fusions = find_fusions(graph, ops, needed)
         taken = [{member for update in group for member in update.members} for group in fusions]
         chains = find_chains(graph, shapes, ops, needed, taken)
-    definition, outside = _graph_def(graph, plan, fusions, chains)
+    definition, outside = _graph_def(graph, plan, fusions, chains, crowded and not plan.for_all)
     if not jit_compile:  # XLA makes no copies
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed)
 
@@ -113,7 +119,11 @@ def build_segment(
 
 
 def _graph_def(
-    graph: StepGraph, plan: SegmentPlan, fusions: list[list[Update]], chains: list[Chain]
+    graph: StepGraph,
+    plan: SegmentPlan,
+    fusions: list[list[Update]],
+    chains: list[Chain],
+    alone: bool,
 ) -> tuple[tf.compat.v1.GraphDef, dict[str, str]]:
     """Return the plan's ops as a GraphDef, and, for the tensors from outside, names to map them in by."""
     own = set(plan.ops)
@@ -152,7 +162,7 @@ def _graph_def(
         )
     for i, chain in enumerate(chains):
         definition.node.extend(
-            chain_nodes(graph, chain, f"{prefix}/chain_{i}", own, lambda n: outside.get(n, n))
+            chain_nodes(graph, chain, f"{prefix}/chain_{i}", own, lambda n: outside.get(n, n), alone)
         )
     _add_functions(graph, definition)
     return definition, outside

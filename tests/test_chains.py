@@ -11,7 +11,7 @@ from test_cut import program_of
 
 import ncclsync
 from ncclsync import chains as chains_module
-from ncclsync import host_ops, segment
+from ncclsync import host_ops, native, segment
 from ncclsync.arithmetic import WHOLE, repeat_of
 from ncclsync.chains import _FUSIBLE
 
@@ -220,6 +220,24 @@ def test_shapes_that_an_op_refuses_are_refused(chains):
         with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
             towers.run(step, batch)
     assert [len(chain.members) for chain in chains] == [4]
+
+
+@pytest.mark.parametrize("cores, alone", [(1, 1), (2, 1), (3, 0)])
+def test_threads(monkeypatch, cores, alone):
+    """A chain takes threads that no other tower needs only."""
+    monkeypatch.setattr(native, "usable_cores", lambda: cores)
+    nodes = []
+    find = segment._graph_def
+
+    def listing(*arguments):
+        definition, outside = find(*arguments)
+        nodes.extend(node for node in definition.node if node.op == host_ops.FUSED)
+        return definition, outside
+
+    monkeypatch.setattr(segment, "_graph_def", listing)
+    with ncclsync.Towers(2) as towers:
+        towers.run(lambda batch: batch * 2.0 + batch, tf.zeros([4, 3]))
+    assert [node.attr["alone"].i for node in nodes] == [alone]
 
 
 def test_a_shape_costs_no_array(chains):

@@ -100,10 +100,7 @@ def find_chains(
         for control in graph.controls[name]:
             awaiting[control].add(name)
     single = [name for name in ops if unit[name] == name]
-    reshaped = {
-        n for n in ops if n not in needed and {graph.by_name[c].type for c in consumers[n]} == {"Reshape"}
-    }
-    sums = {name: s for name in single if (s := _sum_of(graph, shapes, name, name in reshaped)) is not None}
+    sums = {name: found for name in single if (found := _sum_of(graph, shapes, name)) is not None}
     kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
     levels = _levels(graph, ops, unit, kinds, sums)
     order = [name for name in levels if kinds.get(name) is not None]
@@ -132,15 +129,8 @@ def _operands(graph: StepGraph, name: str) -> list[str]:
     return graph.inputs[name][: 1 if of_one else None]
 
 
-def _sum_of(graph: StepGraph, shapes: Shapes, name: str, is_reshaped: bool) -> Sum | None:
-    """An op as a sum, if it is one of an array over all of its first axes, those of size 1 aside.
-
-    Args:
-        graph: the step.
-        shapes: of the segment's tensors.
-        name: of the op.
-        is_reshaped: whether others take but its elements.
-    """
+def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
+    """An op as a sum, if it is one of an array over all of its first axes, those of size 1 aside."""
     op = graph.by_name[name]
     axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
     if not axes:
@@ -149,13 +139,10 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str, is_reshaped: bool) -> S
     dims = [(i in axes, dim) for i, dim in enumerate(shapes.spec(values).shape) if dim != 1]
     while dims and dims[0][0]:
         dims.pop(0)
-    if any(summed or dim is None for summed, dim in dims):
+    if any(summed or dim is None for summed, dim in dims) or not result.is_fully_defined():
         return None
     period = math.prod(dim for _, dim in dims)
-    if not 1 <= period <= MOST_PERIOD or not (is_reshaped or result.is_fully_defined()):
-        return None
-    shape = tuple(result) if result.is_fully_defined() else (period,)
-    return Sum(name, values, period, shape, op.type == "Mean")
+    return Sum(name, values, period, tuple(result), op.type == "Mean") if period <= MOST_PERIOD else None
 
 
 def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:

@@ -96,34 +96,15 @@ class Shapes:
         return name
 
     def reduced_axes(self, name: str) -> set[int] | None:
-        """Return the axes that an op reduces over, some of size 1 aside; None if they are not known."""
-        graph, op, values = self._graph, self._graph.by_name[name], self._graph.inputs[name][0]
-        rank = self.spec(values).shape.rank
-        if not rank:
-            return None
+        """Return the axes that an op reduces over; None if they are not known."""
+        op, values = self._graph.by_name[name], self._graph.inputs[name][0]
+        rank = self._rank(values)
         if op.type == "BiasAddGrad":
-            return set(range(rank - 1)) if op.get_attr("data_format") == b"NHWC" else None
-        axes = graph.inputs[name][1]
-        if graph.is_constant(axes):
-            return {int(axis) % rank for axis in self._numbers(axes)}
-        if graph.producer_type(axes) != "BroadcastGradientArgs":
-            return None
-        own, other = graph.inputs[op_name(axes)]
-        if axes.endswith(":1"):
-            own, other = other, own
-        whole, dims, key = self._shape_of(other), self._dims(own), self.key(values)
-        if whole is None or key is None or self.key(whole) != key or dims is None or None in dims:
-            return None
-        dims = [1] * (rank - len(dims)) + dims
-        return {i for i, dim in enumerate(dims) if dim == 1}
-
-    def _dims(self, name: str) -> list[Any] | None:
-        """What is known of the elements of a shape."""
-        like = self._shape_of(name)
-        shape = None if like is None else self.spec(like).shape
-        if shape is None or shape.rank is None:
-            return self._numbers(name) if self._graph.is_constant(name) else None
-        return shape.as_list()
+            return set(range(rank - 1)) if rank and op.get_attr("data_format") == b"NHWC" else None
+        axes = self._graph.inputs[name][1]
+        return (
+            {axis % rank for axis in self._numbers(axes)} if rank and self._graph.is_constant(axes) else None
+        )
 
     def _rank(self, name: str) -> int:
         return self.spec(name).shape.rank or 0

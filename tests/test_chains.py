@@ -177,7 +177,7 @@ def test_chains_do_not_wait_for_each_other(chains):
     """Two chains of one shape, a member of each of which waits for a member of the other."""
 
     def step(batch):
-        one, other = tf.cumsum(batch, axis=1), tf.reverse(batch, axis=[1])
+        one, other = tf.abs(batch), tf.sign(batch)
         first, second = one * 2.0 + one, (other + 1.0) * other
         with tf.control_dependencies([first]):
             third = other * second - other
@@ -253,6 +253,35 @@ def test_a_shape_costs_no_array(chains):
     assert [chain.outputs for chain in chains] == [("add",)]
 
 
+def test_rows_through_reshapes(chains):
+    """How many rows a reshaped array has is known by those that it had before."""
+
+    def step(batch):
+        flat = tf.abs(tf.reshape(batch, [-1, 3]))
+        value = tf.reshape(flat, [-1, 2, 3]) * batch + batch
+        rows = tf.reduce_max(batch, axis=1)
+        return value, rows * 2.0 - rows, tf.fill(tf.shape(flat), 2.0)
+
+    batch = tf.reshape(tf.range(24.0), [4, 2, 3])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert [len(chain.members) for chain in chains] == [2, 2]
+
+
+def test_a_result_that_is_the_same_in_each_block(chains):
+    """What is computed of a row alone is written to all rows where all rows are asked for."""
+    row = tf.constant([1.0, 2.0])
+
+    def step(batch):
+        spread = tf.broadcast_to(row, tf.shape(batch)) * row
+        return spread, spread * batch
+
+    batch = tf.reshape(tf.range(4000.0), [2000, 2])
+    with ncclsync.Towers(2) as towers:
+        assert_same_bits(towers.run(step, batch), step(batch))
+    assert [chain.outputs for chain in chains] == [("mul", "mul_1")]
+
+
 def test_what_is_added_up_only_is_not_written(chains):
     """Nor is what is computed for it."""
 
@@ -281,7 +310,7 @@ def test_sums_of_nothing(chains):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
-    """The axes over which a gradient is added up are known when the step runs only; of one row too."""
+    """A gradient is added up over the axes that were repeated; of one row too."""
     batch, *others = [
         tf.constant(np.nan_to_num(v, posinf=2, neginf=3)) for v in operands("float64", 2 * rows)
     ]

@@ -182,7 +182,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   for (int s = 0; s < program->n_steps; ++s) {
     const int64_t* step = program->code + 3 * s;
     const int reg = program->n_inputs + s;
-    is_same[reg] = is_same[step[1]] && (is_unary(step[0]) || is_same[step[2]]) && targets[reg] == NULL;
+    is_same[reg] = is_same[step[1]] && (is_unary(step[0]) || is_same[step[2]]);
     if (!is_same[reg]) continue;
     registers[reg] = results + (size_t)s * block_bytes;
     run_step(run, s, results + (size_t)s * block_bytes, registers, most);

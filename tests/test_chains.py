@@ -254,13 +254,17 @@ def test_a_shape_costs_no_array(chains):
 
 
 def test_rows_through_reshapes(chains):
-    """How many rows a reshaped array has is known by those that it had before."""
+    """How many rows an array has is known by those that it had before it was reshaped or transposed."""
+    table = tf.Variable(tf.ones([3, 3]))
 
     def step(batch):
+        rows = tf.reduce_max(batch, axis=1)
+        ones = tf.matmul(table + 1.0, tf.transpose(rows))
+        doubled = tf.abs(rows * 2.0 - rows)
         flat = tf.abs(tf.reshape(batch, [-1, 3]))
         value = tf.reshape(flat, [-1, 2, 3]) * batch + batch
-        rows = tf.reduce_max(batch, axis=1)
-        return value, rows * 2.0 - rows, tf.fill(tf.shape(flat), 2.0)
+        shapes = tf.fill(tf.shape(flat), 2.0), tf.fill(tf.shape(doubled), 3.0)
+        return value, doubled, tf.transpose(ones), *shapes
 
     batch = tf.reshape(tf.range(24.0), [4, 2, 3])
     with ncclsync.Towers(2) as towers:

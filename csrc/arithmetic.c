@@ -1,6 +1,8 @@
 /* Arithmetic on arrays, many operations in one pass over memory: what an optimizer does to a variable is a dozen
  * operations on four arrays, and memory is what it waits for. A block of each array goes through all operations while
- * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same. */
+ * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same.
+ *
+ * An operand that is smaller than the result is repeated as far as a block needs it. */
 #include "arithmetic.h"
 
 #include <math.h>
@@ -14,10 +16,13 @@
 
 /* Elements of one block: with a dozen registers of floats, it fits a 32 KiB cache. */
 #define NCS_BLOCK 512
-/* Elements that a thread takes at a time. */
+/* Elements that a thread takes at a time; more where there are long sums, so that those of a chunk are few beside it. */
 #define NCS_CHUNK (32 * NCS_BLOCK)
+#define NCS_LEAST_PER_SUM 8
 /* Waking a worker takes tens of microseconds. */
 #define NCS_SMALL_JOB (4 * NCS_CHUNK)
+
+enum { NCS_FILL = NCS_RELU + 1 }; /* a loop that is no operation of a program */
 
 typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
@@ -46,19 +51,29 @@ typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
 static int is_unary(int64_t operation) { return operation >= NCS_SQUARE; }
 
+/* The three numbers of a sum. */
+static const int64_t* sum_of(const ncs_program* program, int s) {
+  return program->code + 3 * (program->n_steps + s) + program->n_outputs;
+}
+
 int ncs_program_is_valid(const ncs_program* program, int length) {
-  if (program->n_inputs < 1 || program->n_outputs < 1 || program->n_steps < 1) return 0;
-  if (program->n_inputs + program->n_steps > NCS_MOST_REGISTERS) return 0;
-  if (length != 3 * program->n_steps + program->n_outputs) return 0;
+  const int n_registers = program->n_inputs + program->n_steps;
+  if (program->n_inputs < 1 || program->n_steps < 0 || program->n_outputs < 0 || program->n_sums < 0) return 0;
+  if (program->n_outputs + program->n_sums < 1 || n_registers + program->n_sums > NCS_MOST_REGISTERS) return 0;
+  if (length != 3 * (program->n_steps + program->n_sums) + program->n_outputs) return 0;
   for (int s = 0; s < program->n_steps; ++s) {
     const int64_t* step = program->code + 3 * s;
-    if (step[0] < NCS_ADD || step[0] > NCS_NEGATE) return 0;
+    if (step[0] < NCS_ADD || step[0] > NCS_RELU) return 0;
     for (int i = 1; i < 3; ++i)
       if (step[i] < 0 || step[i] >= program->n_inputs + s) return 0;
   }
   for (int o = 0; o < program->n_outputs; ++o) {
     const int64_t reg = program->code[3 * program->n_steps + o];
-    if (reg < 0 || reg >= program->n_inputs + program->n_steps) return 0;
+    if (reg < 0 || reg >= n_registers) return 0;
+  }
+  for (int s = 0; s < program->n_sums; ++s) {
+    const int64_t* sum = sum_of(program, s);
+    if (sum[0] < 0 || sum[0] >= n_registers || sum[1] < 1 || sum[1] > NCS_MOST_PERIOD) return 0;
   }
   return 1;
 }
@@ -67,55 +82,175 @@ typedef struct {
   const ncs_program* program;
   const ncs_instance* instances;
   const ncs_loop* loops;
-  size_t size;
+  size_t size, chunk;   /* bytes of an element; elements of a chunk */
+  size_t width;         /* elements of all sums of one chunk */
+  const size_t* begins; /* per instance, how many chunks those before it have */
+  char* partials;       /* the sums of each chunk */
 } ncs_run;
 
-static void fill(void* block, const void* value, size_t size) {
-  for (size_t i = 0; i < NCS_BLOCK; ++i) memcpy((char*)block + i * size, value, size);
+/* Repeats `filled` bytes until there are `bytes`. */
+static void repeat_period(char* memory, size_t filled, size_t bytes) {
+  for (size_t n; filled < bytes; filled += n) {
+    n = bytes - filled < filled ? bytes - filled : filled;
+    memcpy(memory + filled, memory, n);
+  }
 }
 
-static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory,
+/* Writes what an operand has for n elements of the result from `at` on. */
+static void spread(ncs_loop fill, char* block, const ncs_operand* operand, size_t at, size_t n, size_t size) {
+  const char* data = operand->data;
+  const size_t repeat = operand->repeat, count = operand->count;
+  size_t element = at / repeat % count, left = repeat == 1 ? count - element : repeat - at % repeat;
+  for (size_t run; n > 0; n -= run, block += run * size) {
+    run = left < n ? left : n;
+    if (repeat == 1) memcpy(block, data + element * size, run * size);
+    else fill(block, data + element * size, NULL, run);
+    element = repeat == 1 || element + 1 == count ? 0 : element + 1;
+    left = repeat == 1 ? count : repeat;
+  }
+}
+
+/* Whether an operand repeats itself so soon that it is written out once for all blocks of a chunk. */
+static int is_short(const ncs_operand* operand) { return operand->repeat == 1 && operand->count <= NCS_BLOCK; }
+
+/* Where the operand's values for n elements from `at` on are; `memory`: its own, of two blocks. */
+static const char* find_values(ncs_loop fill, char* memory, const ncs_operand* operand, size_t at, size_t n,
+                               size_t size) {
+  const size_t element = at % operand->count;
+  if (is_short(operand)) return memory + element * size;
+  if (operand->repeat == 1 && element + n <= operand->count) return (const char*)operand->data + element * size;
+  spread(fill, memory, operand, at, n, size);
+  return memory;
+}
+
+/* Elements that a sum of a chunk is collected in: as many periods as fit a block, or one. */
+static size_t lanes_of(size_t period) { return period < NCS_BLOCK ? NCS_BLOCK / period * period : period; }
+
+/* Adds n elements of a register, from `at` on, to the lanes of a sum. */
+static void add_up(ncs_loop add, char* lanes, size_t n_lanes, const char* values, size_t at, size_t n, size_t size) {
+  for (size_t some; n > 0; n -= some, at += some, values += some * size) {
+    char* to = lanes + at % n_lanes * size;
+    some = n_lanes - at % n_lanes < n ? n_lanes - at % n_lanes : n;
+    add(to, to, values, some);
+  }
+}
+
+/* Adds up the lanes, halves to halves, until one period is left. */
+static void fold(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_t size) {
+  for (size_t left = n_lanes / period, half; left > 1; left -= half) {
+    half = left / 2;
+    add(lanes, lanes, lanes + (left - half) * period * size, half * period);
+  }
+}
+
+/* Runs a step on n elements, into `out`. */
+static void run_step(const ncs_run* run, int s, void* out, const void* const* registers, size_t n) {
+  const int64_t* step = run->program->code + 3 * s;
+  run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
+}
+
+static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory, char* partial,
                       const void** registers, char** targets) {
   const ncs_program* program = run->program;
   const int64_t* outputs = program->code + 3 * program->n_steps;
-  const size_t block_bytes = NCS_BLOCK * run->size;
-  const size_t end = instance->count - begin < NCS_CHUNK ? instance->count : begin + NCS_CHUNK;
+  const size_t size = run->size, block_bytes = NCS_BLOCK * size;
+  const size_t end = instance->count - begin < run->chunk ? instance->count : begin + run->chunk;
+  /* Inputs have two blocks each: a short one is found from any of its elements on. */
+  char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
+  const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
+  char is_same[NCS_MOST_REGISTERS]; /* per register: whether it holds the same for each block */
+  char* lanes[NCS_MOST_REGISTERS];  /* per sum: in a block of its own, or where the chunk's sum goes */
+  for (int s = 0; s < program->n_sums; ++s) {
+    const size_t period = (size_t)sum_of(program, s)[1];
+    lanes[s] = period < NCS_BLOCK ? results + (size_t)(program->n_steps + s) * block_bytes : partial;
+    memset(lanes[s], 0, lanes_of(period) * size);
+    partial += period * size;
+  }
   /* A step whose result is asked for computes it in its place. */
   for (int reg = 0; reg < program->n_inputs + program->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < program->n_outputs; ++o)
     if (outputs[o] >= program->n_inputs) targets[outputs[o]] = instance->outputs[o];
-  for (int i = 0; i < program->n_inputs; ++i)
-    if (instance->is_scalar[i]) {
-      registers[i] = memory + (size_t)i * block_bytes;
-      fill(memory + (size_t)i * block_bytes, instance->inputs[i], run->size);
-    }
+  for (int i = 0; i < program->n_inputs; ++i) {
+    const ncs_operand* input = &instance->inputs[i];
+    char* own = memory + 2 * (size_t)i * block_bytes;
+    is_same[i] = is_short(input) && NCS_BLOCK % input->count == 0;
+    registers[i] = own;
+    if (!is_short(input)) continue;
+    memcpy(own, input->data, input->count * size);
+    repeat_period(own, input->count * size, (input->count + most) * size);
+  }
+  for (int s = 0; s < program->n_steps; ++s) {
+    const int64_t* step = program->code + 3 * s;
+    const int reg = program->n_inputs + s;
+    is_same[reg] = is_same[step[1]] && (is_unary(step[0]) || is_same[step[2]]);
+    if (!is_same[reg]) continue;
+    registers[reg] = results + (size_t)s * block_bytes;
+    run_step(run, s, results + (size_t)s * block_bytes, registers, most);
+  }
   for (size_t at = begin, n; at < end; at += n) {
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
     for (int i = 0; i < program->n_inputs; ++i)
-      if (!instance->is_scalar[i]) registers[i] = (const char*)instance->inputs[i] + at * run->size;
+      if (!is_same[i])
+        registers[i] = find_values(run->loops[NCS_FILL], memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at,
+                                   n, size);
     for (int s = 0; s < program->n_steps; ++s) {
-      const int64_t* step = program->code + 3 * s;
       const int reg = program->n_inputs + s;
-      char* out = targets[reg] != NULL ? targets[reg] + at * run->size : memory + (size_t)reg * block_bytes;
-      run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
+      char* out = targets[reg] != NULL ? targets[reg] + at * size : results + (size_t)s * block_bytes;
+      if (is_same[reg]) continue;
+      run_step(run, s, out, registers, n);
       registers[reg] = out;
     }
     for (int o = 0; o < program->n_outputs; ++o) {
-      char* out = (char*)instance->outputs[o] + at * run->size;
-      if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * run->size);
+      char* out = (char*)instance->outputs[o] + at * size;
+      if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * size);
     }
+    for (int s = 0; s < program->n_sums; ++s) {
+      const int64_t* sum = sum_of(program, s);
+      add_up(run->loops[NCS_ADD], lanes[s], lanes_of((size_t)sum[1]), registers[sum[0]], at, n, size);
+    }
+  }
+  for (int s = program->n_sums; s-- > 0;) {
+    const size_t period = (size_t)sum_of(program, s)[1];
+    partial -= period * size;
+    fold(run->loops[NCS_ADD], lanes[s], lanes_of(period), period, size);
+    if (lanes[s] != partial) memcpy(partial, lanes[s], period * size);
   }
 }
 
 static void run_part(const void* task, size_t part, size_t chunk) {
   const ncs_run* run = task;
-  char memory[NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
+  char memory[2 * NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   const void* registers[NCS_MOST_REGISTERS];
   char* targets[NCS_MOST_REGISTERS];
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
 #endif
-  run_chunk(run, &run->instances[part], chunk * NCS_CHUNK, memory, registers, targets);
+  run_chunk(run, &run->instances[part], chunk * run->chunk, memory,
+            run->partials + (run->begins[part] + chunk) * run->width * run->size, registers, targets);
+}
+
+/* Adds up what the chunks of instance k have, in their order, in double precision. */
+static void finish_sums(const ncs_run* run, size_t k) {
+  const ncs_program* program = run->program;
+  const ncs_instance* instance = &run->instances[k];
+  size_t before = 0; /* elements of the sums before this one */
+  for (int s = 0; s < program->n_sums; ++s) {
+    const int64_t* sum = sum_of(program, s);
+    const size_t period = (size_t)sum[1];
+    const double parts = sum[2] ? (double)(instance->count / period) : 1;
+    void* out = instance->outputs[program->n_outputs + s];
+    double totals[NCS_MOST_PERIOD] = {0};
+    for (size_t c = run->begins[k]; c < run->begins[k + 1]; ++c) {
+      const char* partial = run->partials + (c * run->width + before) * run->size;
+      for (size_t i = 0; i < period; ++i)
+        totals[i] += program->is_double ? ((const double*)partial)[i] : ((const float*)partial)[i];
+    }
+    for (size_t i = 0; i < period; ++i) {
+      if (program->is_double) ((double*)out)[i] = totals[i] / parts;
+      else ((float*)out)[i] = (float)(totals[i] / parts);
+    }
+    before += period;
+  }
 }
 
 static const ncs_loop* find_loops(int level, int is_double) {
@@ -127,18 +262,26 @@ static const ncs_loop* find_loops(int level, int is_double) {
 }
 
 ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
-                             size_t n_instances) {
+                             size_t n_instances, int alone) {
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
   const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
-  const ncs_run run = {program, instances, loops, program->is_double ? sizeof(double) : sizeof(float)};
+  const size_t size = program->is_double ? sizeof(double) : sizeof(float);
+  ncs_run run = {program, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
   if (begins == NULL) return ncclSystemError;
+  for (int s = 0; s < program->n_sums; ++s) run.width += (size_t)sum_of(program, s)[1];
+  while (run.chunk < NCS_LEAST_PER_SUM * run.width) run.chunk *= 2;
   begins[0] = 0;
   for (size_t k = 0; k < n_instances; ++k) {
-    begins[k + 1] = begins[k] + (instances[k].count + NCS_CHUNK - 1) / NCS_CHUNK;
+    begins[k + 1] = begins[k] + (instances[k].count + run.chunk - 1) / run.chunk;
     elements += instances[k].count;
   }
-  ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, elements < NCS_SMALL_JOB);
+  run.partials = malloc(begins[n_instances] * run.width * run.size + 1);
+  if (run.partials != NULL) {
+    ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, alone || elements < NCS_SMALL_JOB);
+    for (size_t k = 0; k < n_instances; ++k) finish_sums(&run, k);
+  }
   free(begins);
-  return ncclSuccess;
+  free(run.partials);
+  return run.partials != NULL ? ncclSuccess : ncclSystemError;
 }

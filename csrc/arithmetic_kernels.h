@@ -18,14 +18,36 @@ NCS_LOOP(divide, x / y)
 /* A NaN is passed on, as by TensorFlow's: x != x takes the first one, and no comparison with the other is true. */
 NCS_LOOP(maximum, (x > y) | (x != x) ? x : y)
 NCS_LOOP(minimum, (x < y) | (x != x) ? x : y)
+NCS_LOOP(squared_difference, (x - y) * (x - y))
+/* A product, as TensorFlow has it: of an infinite gradient, it is NaN where the feature is not positive. */
+NCS_LOOP(relu_gradient, x*(y > 0 ? (T)1 : (T)0))
 NCS_LOOP(square, x* x)
 NCS_LOOP(sqrt, NCS_SQRT_OF(x))
 NCS_LOOP(negate, -x)
+NCS_LOOP(relu, (x > 0) | (x != x) ? x : (T)0)
+
+/* One element, many times. */
+NCS_TARGET static void NCS_KERNEL(fill)(void* out_, const void* a, const void* b, size_t count) {
+  T* out = out_;
+  const T x = *(const T*)a;
+  (void)b;
+  for (size_t i = 0; i < count; ++i) out[i] = x;
+}
 
 static const ncs_loop NCS_KERNEL(loops)[] = {
-    [NCS_ADD] = NCS_KERNEL(add),         [NCS_SUBTRACT] = NCS_KERNEL(subtract), [NCS_MULTIPLY] = NCS_KERNEL(multiply),
-    [NCS_DIVIDE] = NCS_KERNEL(divide),   [NCS_MAXIMUM] = NCS_KERNEL(maximum),   [NCS_MINIMUM] = NCS_KERNEL(minimum),
-    [NCS_SQUARE] = NCS_KERNEL(square),   [NCS_SQRT] = NCS_KERNEL(sqrt),         [NCS_NEGATE] = NCS_KERNEL(negate),
+    [NCS_FILL] = NCS_KERNEL(fill),
+    [NCS_ADD] = NCS_KERNEL(add),
+    [NCS_SUBTRACT] = NCS_KERNEL(subtract),
+    [NCS_MULTIPLY] = NCS_KERNEL(multiply),
+    [NCS_DIVIDE] = NCS_KERNEL(divide),
+    [NCS_MAXIMUM] = NCS_KERNEL(maximum),
+    [NCS_MINIMUM] = NCS_KERNEL(minimum),
+    [NCS_SQUARED_DIFFERENCE] = NCS_KERNEL(squared_difference),
+    [NCS_RELU_GRADIENT] = NCS_KERNEL(relu_gradient),
+    [NCS_SQUARE] = NCS_KERNEL(square),
+    [NCS_SQRT] = NCS_KERNEL(sqrt),
+    [NCS_NEGATE] = NCS_KERNEL(negate),
+    [NCS_RELU] = NCS_KERNEL(relu),
 };
 
 #undef NCS_LOOP

@@ -141,12 +141,18 @@ typedef enum {
   NCS_DIVIDE = 3,
   NCS_MAXIMUM = 4,
   NCS_MINIMUM = 5,
-  NCS_SQUARE = 6,
-  NCS_SQRT = 7,
-  NCS_NEGATE = 8
+  NCS_SQUARED_DIFFERENCE = 6,
+  NCS_RELU_GRADIENT = 7, /* of a gradient, and a feature */
+  NCS_SQUARE = 8,        /* from here on: of one operand */
+  NCS_SQRT = 9,
+  NCS_NEGATE = 10,
+  NCS_RELU = 11
 } ncs_arithmetic;
 
-enum { NCS_MOST_REGISTERS = 48 }; /* inputs and operations together that one program may have */
+enum {
+  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums together that one program may have */
+  NCS_MOST_PERIOD = 2048   /* elements of a sum */
+};
 
 /* Registers with the TensorFlow of this process the ops of tf_ops.c, which use `pool`; once, later calls do nothing.
  * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.

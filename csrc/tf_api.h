@@ -80,10 +80,14 @@ int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen,
 /* Shape of input `index`; returns its rank, -1 on failure. */
 int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status);
 
-/* Output `index` with the shape of input `like`, in its memory if that is asked for and free, and of `rows` rows if
- * that is not negative; NULL on failure. */
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
-                         TF_Status* status);
+/* Output `index` of that shape, in the memory of the first candidate, an input of as many elements, that nobody else
+ * holds; NULL on failure. */
+void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
+                      int n_candidates, TF_Status* status);
+
+/* The same with the shape of input `like`, but `rows` rows if that is not negative. */
+void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
+                         int64_t rows, TF_Status* status);
 
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
@@ -92,7 +96,7 @@ void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
 /* An op and its kernel. */
 typedef struct {
-  const char *name, *attrs[8], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
+  const char *name, *attrs[10], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);

@@ -6,36 +6,51 @@
 
 typedef struct {
   ncs_program program;
-  int64_t instances;
+  int64_t* repeats; /* per input of the program; 0: it has as many elements as the first one */
+  int64_t instances, alone;
 } arithmetic_kernel;
 
 static void destroy_arithmetic(void* kernel_) {
   arithmetic_kernel* kernel = kernel_;
-  if (kernel != NULL) free(kernel->program.code);
+  if (kernel != NULL) {
+    free(kernel->program.code);
+    free(kernel->repeats);
+  }
   free(kernel);
+}
+
+/* A list of integers, to be freed by the caller; NULL on failure. */
+static int64_t* read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status) {
+  int32_t size = 0, ignored;
+  int64_t* list;
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
+  ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, name, &size, &ignored, status);
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
+  *length = size > 0 ? size : 0;
+  list = malloc((size_t)(*length + 1) * sizeof(*list));
+  if (list == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, list, *length, status);
+  return list;
 }
 
 static void* create_arithmetic(TF_OpKernelConstruction* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   arithmetic_kernel* kernel = calloc(1, sizeof(*kernel));
-  int32_t length = 0, ignored;
-  int dtype = 0;
+  int length = 0, dtype = 0, valid = 1;
   if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   else {
     ncs_program* program = &kernel->program;
     kernel->instances = ncs_tf_read_attr(context, "instances", status);
-    program->n_inputs = (int)ncs_tf_read_attr(context, "inputs", status);
+    kernel->alone = ncs_tf_read_attr(context, "alone", status);
     program->n_outputs = (int)ncs_tf_read_attr(context, "outputs", status);
+    program->n_sums = (int)ncs_tf_read_attr(context, "sums", status);
     if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
     program->is_double = dtype == 2;
-    if (ncs_tf.TF_GetCode(status) == TF_OK)
-      ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, "program", &length, &ignored, status);
-    program->code = malloc((size_t)(length > 0 ? length : 1) * sizeof(*program->code));
-    if (program->code == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-    if (ncs_tf.TF_GetCode(status) == TF_OK)
-      ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, "program", program->code, length, status);
-    program->n_steps = (length - program->n_outputs) / 3;
-    if (ncs_tf.TF_GetCode(status) == TF_OK && !ncs_program_is_valid(program, length))
+    kernel->repeats = read_list(context, "repeats", &program->n_inputs, status);
+    program->code = read_list(context, "program", &length, status);
+    program->n_steps = (length - program->n_outputs) / 3 - program->n_sums;
+    for (int i = 0; ncs_tf.TF_GetCode(status) == TF_OK && i < program->n_inputs; ++i) valid &= kernel->repeats[i] >= 0;
+    if (ncs_tf.TF_GetCode(status) == TF_OK && !(valid && ncs_program_is_valid(program, length)))
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a program of known operations on registers that exist");
   }
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
@@ -43,46 +58,94 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
   return kernel;
 }
 
-/* Instance k's inputs and outputs; the first input tells the size, any other has that size or one element. */
-static void prepare_instance(TF_OpKernelContext* context, const ncs_program* program, int k, ncs_instance* instance,
-                             TF_Status* status) {
+/* How many elements the input `index` has, and how many of them one row; 0 on failure. */
+static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, size_t* row, TF_Status* status) {
+  int64_t dims[NCS_MOST_DIMS];
+  const int n_dims = ncs_tf_read_dims(context, index, dims, status);
+  if (n_dims < 0) return 0;
+  *row = 1;
+  for (int d = 1; d < n_dims; ++d) *row *= (size_t)dims[d];
+  *count = n_dims > 0 ? *row * (size_t)dims[0] : 1;
+  return 1;
+}
+
+/* The inputs of an instance in whose memory an output may be: that its own step reads last. Returns how many. */
+static int find_candidates(const arithmetic_kernel* kernel, int output, int begin, int candidates[NCS_MOST_REGISTERS]) {
+  const ncs_program* program = &kernel->program;
+  const int64_t *outputs = program->code + 3 * program->n_steps, *sums = outputs + program->n_outputs;
+  int found = 0;
+  for (int i = 0; i < program->n_inputs; ++i) {
+    int wanted = kernel->repeats[i] != 0;
+    for (int o = 0; o < program->n_outputs; ++o) wanted |= outputs[o] == i;
+    for (int s = 0; s < program->n_sums; ++s) wanted |= sums[3 * s] == i;
+    for (int s = (int)outputs[output] - program->n_inputs + 1; s < program->n_steps; ++s)
+      wanted |= s < 0 || program->code[3 * s + 1] == i || program->code[3 * s + 2] == i;
+    if (!wanted) candidates[found++] = begin + i;
+  }
+  return found;
+}
+
+/* Allocates the result of instance k's sum s, of one dimension. */
+static void* make_sum(TF_OpKernelContext* context, const ncs_program* program, int k, int s, size_t count,
+                      TF_Status* status) {
+  const int64_t period = program->code[3 * (program->n_steps + s) + program->n_outputs + 1];
+  const int index = k * (program->n_outputs + program->n_sums) + program->n_outputs + s;
+  if (count % (size_t)period == 0) return ncs_tf_allocate(context, index, &period, 1, NULL, 0, status);
+  ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected inputs of whole periods of each sum. Received: others");
+  return NULL;
+}
+
+/* Instance k's inputs and outputs. The first input tells the size. Any other stands for as many elements, or repeats
+ * itself in each row: that is how TensorFlow broadcasts one row, or a part of it, to all. */
+static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kernel* kernel, int k,
+                             ncs_instance* instance, TF_Status* status) {
+  const ncs_program* program = &kernel->program;
   const int begin = k * program->n_inputs;
+  size_t row;
+  if (!read_sizes(context, begin, &instance->count, &row, status)) return;
   for (int i = 0; i < program->n_inputs; ++i) {
     ncs_tf_view seen;
+    size_t count, repeat = (size_t)kernel->repeats[i];
     if (!ncs_tf_read_input(context, begin + i, &seen, status)) return;
-    if (i == 0) instance->count = (size_t)seen.count;
-    if ((size_t)seen.count != instance->count && seen.count != 1) {
-      ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected inputs of one size, or of one element. Received: others");
+    count = (size_t)seen.count;
+    if (repeat == 0 ? count != instance->count
+                    : count != 1 && count * repeat != instance->count && (count == 0 || row % (count * repeat) != 0)) {
+      ncs_tf_fail(status, TF_INVALID_ARGUMENT,
+                  "Expected inputs of one size, or that repeat themselves in each row. Received: others");
       return;
     }
-    instance->inputs[i] = seen.data;
-    instance->is_scalar[i] = seen.count == 1;
+    instance->inputs[i] = (ncs_operand){seen.data, count, count == 1 || repeat == 0 ? 1 : repeat};
   }
-  for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o)
-    instance->outputs[o] = ncs_tf_make_output(context, k * program->n_outputs + o, begin, 0, -1, status);
+  for (int o = 0; o < program->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
+    int candidates[NCS_MOST_REGISTERS];
+    const int n = find_candidates(kernel, o, begin, candidates);
+    const int index = k * (program->n_outputs + program->n_sums) + o;
+    instance->outputs[o] = ncs_tf_make_output(context, index, begin, candidates, n, -1, status);
+  }
+  for (int s = 0; s < program->n_sums && ncs_tf.TF_GetCode(status) == TF_OK; ++s)
+    instance->outputs[program->n_outputs + s] = make_sum(context, program, k, s, instance->count, status);
 }
 
 static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
   const arithmetic_kernel* kernel = kernel_;
   const ncs_program* program = &kernel->program;
   TF_Status* status = ncs_tf.TF_NewStatus();
-  const size_t n = (size_t)kernel->instances, n_in = (size_t)program->n_inputs, n_out = (size_t)program->n_outputs;
+  const size_t n = (size_t)kernel->instances, n_in = (size_t)program->n_inputs;
+  const size_t n_out = (size_t)(program->n_outputs + program->n_sums);
   ncs_instance* instances = calloc(n, sizeof(*instances));
-  const void** inputs = malloc(n * n_in * sizeof(*inputs));
+  ncs_operand* inputs = malloc(n * n_in * sizeof(*inputs));
   void** outputs = malloc(n * n_out * sizeof(*outputs));
-  char* is_scalar = malloc(n * n_in);
-  if (instances == NULL || inputs == NULL || outputs == NULL || is_scalar == NULL)
+  if (instances == NULL || inputs == NULL || outputs == NULL)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   for (size_t k = 0; k < n && ncs_tf.TF_GetCode(status) == TF_OK; ++k) {
     instances[k].inputs = inputs + k * n_in;
     instances[k].outputs = outputs + k * n_out;
-    instances[k].is_scalar = is_scalar + k * n_in;
-    prepare_instance(context, program, (int)k, &instances[k], status);
+    prepare_instance(context, kernel, (int)k, &instances[k], status);
   }
-  if (ncs_tf.TF_GetCode(status) == TF_OK && ncs_program_run(ncs_tf.pool, program, instances, n) != ncclSuccess)
+  if (ncs_tf.TF_GetCode(status) == TF_OK &&
+      ncs_program_run(ncs_tf.pool, program, instances, n, kernel->alone != 0) != ncclSuccess)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
-  free(is_scalar);
   free(outputs);
   free(inputs);
   free(instances);
@@ -91,8 +154,8 @@ static void compute_arithmetic(void* kernel_, TF_OpKernelContext* context) {
 
 const ncs_tf_op ncs_tf_arithmetic = {
     "NcclsyncArithmetic",
-    {"T: {float, double}", "instances: int >= 1", "inputs: int >= 1", "outputs: int >= 1", "program: list(int)",
-     "n_values: int >= 1", "n_results: int >= 1", NULL},
+    {"T: {float, double}", "instances: int >= 1", "alone: int", "repeats: list(int)", "outputs: int >= 0",
+     "sums: int >= 0", "program: list(int)", "n_values: int >= 1", "n_results: int >= 1", NULL},
     {"values: n_values * T", NULL},
     "results: n_results * T",
     create_arithmetic,

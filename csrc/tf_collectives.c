@@ -55,7 +55,7 @@ static void* create_all_gather(TF_OpKernelConstruction* context) { return create
 static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
                            ncs_reduced* reduced, const void** sends, TF_Status* status) {
   char message[200];
-  int first = -1;
+  int first = -1, own;
   for (int r = 0; r < kernel->ranks; ++r) {
     ncs_tf_view seen;
     if (!ncs_tf_read_input(context, (int)(kernel->ranks + r * kernel->tensors + v), &seen, status)) return;
@@ -76,7 +76,8 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
     return;
   }
   reduced->sends = sends;
-  reduced->recv = ncs_tf_make_output(context, v, (int)(kernel->ranks + first * kernel->tensors + v), 1, -1, status);
+  own = (int)(kernel->ranks + first * kernel->tensors + v);
+  reduced->recv = ncs_tf_make_output(context, v, own, &own, 1, -1, status);
 }
 
 static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {
@@ -153,7 +154,7 @@ static void prepare_gathered(TF_OpKernelContext* context, const collective_kerne
     pieces[r].from = seen.data;
     pieces[r].bytes = (size_t)seen.count * size;
   }
-  to = ncs_tf_make_output(context, v, v, 0, rows, status);
+  to = ncs_tf_make_output(context, v, v, &v, 0, rows, status);
   for (int r = 0; r < kernel->ranks; ++r) {
     pieces[r].to = to;
     to += pieces[r].bytes;

@@ -31,20 +31,25 @@ int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MO
   return n_dims;
 }
 
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, int in_place, int64_t rows,
-                         TF_Status* status) {
-  int64_t dims[NCS_MOST_DIMS];
-  const int n_dims = ncs_tf_read_dims(context, like, dims, status);
+void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
+                      int n_candidates, TF_Status* status) {
   int forwarded;
-  TF_Tensor* tensor;
+  TF_Tensor* tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, candidates, n_candidates, index, dims, n_dims,
+                                                             &forwarded, status);
   void* data;
-  if (n_dims < 0) return NULL;
-  if (rows >= 0) dims[0] = rows;
-  tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, &like, in_place, index, dims, n_dims, &forwarded, status);
   if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
   data = ncs_tf.TF_TensorData(tensor);
   ncs_tf.TF_DeleteTensor(tensor);
   return data;
+}
+
+void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
+                         int64_t rows, TF_Status* status) {
+  int64_t dims[NCS_MOST_DIMS];
+  const int n_dims = ncs_tf_read_dims(context, like, dims, status);
+  if (n_dims < 0) return NULL;
+  if (rows >= 0) dims[0] = rows;
+  return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
 }
 
 void ncs_tf_fail(TF_Status* status, int code, const char* message) { ncs_tf.TF_SetStatus(status, code, message); }

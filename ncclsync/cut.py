@@ -36,6 +36,7 @@ def cut(
     undone: bool = False,
     overlaps: bool = False,
     once: bool = False,
+    crowded: bool = False,
     meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
@@ -52,6 +53,7 @@ def cut(
         undone: whether a step may have to be undone when it has written all it writes.
         overlaps: whether gradients travel while the towers compute others.
         once: whether one tower writes for all what they would write alike.
+        crowded: whether the towers are as many as the host's cores.
         meter: see `build_segment`.
     """
     graph = StepGraph(trace, home_device, same_seeds)
@@ -59,7 +61,7 @@ def cut(
     if on_host:
         _absorb_scales(graph)
     scheduled = schedule(graph, bucket_bytes if overlaps else None, once)
-    segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, meter)
+    segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, crowded, meter)
     return Program(
         segments=segments,
         arguments=graph.arguments,
@@ -102,6 +104,7 @@ def _build_segments(
     bucket_bytes: int,
     jit_compile: bool,
     on_host: bool,
+    crowded: bool,
     meter: Meter | None,
 ) -> tuple[Any, ...]:
     levels = scheduled.levels
@@ -151,7 +154,7 @@ def _build_segments(
             fetches=tuple(sorted((made & later) | constants)),
             for_all=tuple(sorted(written)) if level > scheduled.last_local else (),
         )
-        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, meter))
+        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, crowded, meter))
     return tuple(segments)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
-from ncclsync.step_graph import StepGraph, op_name
+from ncclsync.arithmetic import WHOLE, Program, Writer
+from ncclsync.host_ops import ARITHMETIC, set_attribute
+from ncclsync.step_graph import StepGraph, in_order, op_name
 
 # A call holds its variables' new values beside the old ones until it ends: of several variables together up
 # to so many elements, and of one alone. TensorFlow updates larger ones in place, op by op.
@@ -32,18 +33,15 @@ class Update:
         inputs: names of the tensors it takes, of handles for the values before it; the first is as large as
             the variables, any other so or a scalar.
         writes: names of the last op that writes each variable.
-        program: as `csrc/arithmetic.h` has it: steps of (operation, register, register), then the results'
-            registers.
         elements: of one variable.
-        kind: equal for updates that differ in what they are applied to, and in nothing else.
+        kind: dtype and program: all but what it is applied to.
     """
 
     members: tuple[str, ...]
     inputs: tuple[str, ...]
     writes: tuple[str, ...]
-    program: tuple[int, ...]
     elements: int
-    kind: Any
+    kind: tuple[tf.DType, Program]
 
 
 def find_fusions(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> list[list[Update]]:
@@ -145,50 +143,38 @@ def _components(graph: StepGraph, members: set[str]) -> list[set[str]]:
 def _program_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, set[str]]) -> Update | None:
     """Write the ops of one component as a program; None if there is none."""
     inside = set(members)
-    steps: list[tuple[int, Any, Any]] = []
-    inputs: dict[str, None] = {}  # in the order of their first use
-    computed: dict[str, Any] = {}  # by name of a tensor, or of a handle: the variable's value so far
+    writer = Writer()
     last_write: dict[str, str] = {}
-
-    def operand(name):
-        if name not in computed:
-            inputs[name] = None
-        return computed.get(name, name)
-
-    def step(operation, *operands):
-        steps.append((ARITHMETIC[operation], operands[0], operands[-1]))
-        return len(steps) - 1
-
     for name in members:
         op = graph.by_name[name]
         if op.type == "ReadVariableOp":
-            computed[f"{name}:0"] = operand(graph.inputs[name][0])
+            writer.keep(f"{name}:0", writer.value(graph.inputs[name][0]))
         elif op.type in _WRITES:
-            handle, value = graph.inputs[name]
+            handle, source = graph.inputs[name]
             if handle in last_write and not consumers[last_write[handle]] <= inside:
                 return None  # somebody waits for a write that will not happen
             operation = _WRITES[op.type]
-            value = operand(value)
-            computed[handle] = value if operation is None else step(operation, operand(handle), value)
+            value = writer.value(source)
+            if operation is not None:
+                value = writer.compute(operation, (writer.value(handle), value))
+            writer.keep(handle, value)
             last_write[handle] = name
         else:
-            computed[f"{name}:0"] = step(op.type, *(operand(tensor) for tensor in graph.inputs[name]))
-    results = [computed[handle] for handle in last_write]
+            values = [writer.value(tensor) for tensor in graph.inputs[name]]
+            writer.keep(f"{name}:0", writer.compute(op.type, values))
     shapes = {graph.variable_of[handle].shape for handle in last_write}
-    if not steps or len(shapes) != 1 or len(steps) + len(inputs) > MOST_REGISTERS:
+    if len(shapes) != 1:
         return None
     shape = shapes.pop()
-    arrays = [name for name in inputs if _shape(graph, name) == shape]
-    scalars = [name for name in inputs if _shape(graph, name) != shape]
-    if not arrays or not all(isinstance(result, int) for result in results):
+    arrays = [name for name in writer.inputs if _shape(graph, name) == shape]
+    scalars = [name for name in writer.inputs if _shape(graph, name) != shape]
+    inputs = [*arrays, *scalars]
+    repeats = [WHOLE] * len(arrays) + [1] * len(scalars)
+    program = writer.program(inputs, repeats, list(last_write)) if arrays else None
+    if program is None:
         return None
-    registers: dict[Any, int] = {name: i for i, name in enumerate([*arrays, *scalars, *range(len(steps))])}
-    program = [number for code, a, b in steps for number in (code, registers[a], registers[b])]
-    program += [registers[result] for result in results]
-    dtype = graph.variable_of[next(iter(last_write))].dtype
-    kind = (dtype, len(arrays), len(inputs), len(results), tuple(program))
-    writes = tuple(last_write.values())
-    return Update(tuple(members), (*arrays, *scalars), writes, tuple(program), shape.num_elements(), kind)
+    kind = (graph.variable_of[next(iter(last_write))].dtype, program)
+    return Update(tuple(members), tuple(inputs), tuple(last_write.values()), shape.num_elements(), kind)
 
 
 def _shape(graph: StepGraph, name: str) -> tf.TensorShape:
@@ -223,23 +209,9 @@ def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[
     Of two updates in one stage none waits for the other. One that waits for itself, by way of an op between,
     is left out, with all that wait for it.
     """
-    parents: dict[str, set[str]] = {one: set() for one in unit.values()}
-    children: dict[str, set[str]] = {one: set() for one in unit.values()}
-    for name in ops:
-        for parent in (*map(op_name, graph.inputs[name]), *graph.controls[name]):
-            if parent in unit and unit[parent] != unit[name]:
-                parents[unit[name]].add(unit[parent])
-                children[unit[parent]].add(unit[name])
-    waiting = {one: len(before) for one, before in parents.items()}
-    ready = [one for one, count in waiting.items() if count == 0]
     stages: dict[str, int] = {}
-    while ready:
-        one = ready.pop()
-        stages[one] = max((stages[p] + p.startswith("@") for p in parents[one]), default=0)
-        for child in children[one]:
-            waiting[child] -= 1
-            if waiting[child] == 0:
-                ready.append(child)
+    for one, parents in in_order(graph, ops, unit):
+        stages[one] = max((stages[p] + p.startswith("@") for p in parents), default=0)
     return stages
 
 
@@ -255,27 +227,21 @@ def fused_nodes(
         own: names of the segment's ops.
         named: a function from the name of a tensor or handle to what the segment calls it.
     """
-    first = group[0]
-    dtype, _, inputs, outputs, program = first.kind
+    dtype, program = group[0].kind
     replaced = {member for update in group for member in update.members}
     controls = sorted({c for member in replaced for c in graph.controls[member]} & set(own) - replaced)
     waits = [f"^{control}" for control in controls]
-    fused = tf.compat.v1.NodeDef(name=name, op=FUSED)
+    values: list[str] = []
     for update in group:
         for source in update.inputs:
             if source in graph.variable_of:
-                read = tf.compat.v1.NodeDef(name=f"{name}/read_{len(fused.input)}", op="ReadVariableOp")
+                read = tf.compat.v1.NodeDef(name=f"{name}/read_{len(values)}", op="ReadVariableOp")
                 read.input.extend([named(source), *waits])
                 set_attribute(read, "dtype", dtype)
                 yield read
                 source = f"{read.name}:0"
-            fused.input.append(named(source))
-    fused.input.extend(waits)
-    attributes = {"T": dtype, "instances": len(group), "inputs": inputs, "outputs": outputs}
-    attributes |= {"n_values": len(group) * inputs, "n_results": len(group) * outputs, "program": program}
-    for attribute, value in attributes.items():
-        set_attribute(fused, attribute, value)
-    yield fused
+            values.append(named(source))
+    yield program.node(name, dtype, values, waits)
     for i, write in enumerate(write for update in group for write in update.writes):
         node = tf.compat.v1.NodeDef(name=write, op="AssignVariableOp")
         node.input.extend([named(graph.inputs[write][0]), f"{name}:{i}"])

@@ -21,6 +21,7 @@ logger = logging.getLogger("ncclsync")
 # The op that runs a program of `csrc/arithmetic.h`, and what such a program may hold, by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
 MOST_REGISTERS = native.MOST_REGISTERS
+MOST_PERIOD = native.MOST_PERIOD
 ARITHMETIC = {
     "Add": native.ARITHMETIC["ADD"],
     "AddV2": native.ARITHMETIC["ADD"],
@@ -29,9 +30,12 @@ ARITHMETIC = {
     "RealDiv": native.ARITHMETIC["DIVIDE"],
     "Maximum": native.ARITHMETIC["MAXIMUM"],
     "Minimum": native.ARITHMETIC["MINIMUM"],
+    "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
+    "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
     "Square": native.ARITHMETIC["SQUARE"],
     "Sqrt": native.ARITHMETIC["SQRT"],
     "Neg": native.ARITHMETIC["NEGATE"],
+    "Relu": native.ARITHMETIC["RELU"],
 }
 
 

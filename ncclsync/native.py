@@ -52,6 +52,7 @@ ARITHMETIC: dict[str, int] = {
     name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
 }
 MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
+MOST_PERIOD: int = lib.NCS_MOST_PERIOD
 
 _STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
@@ -140,8 +141,13 @@ def process_pool() -> Pool:
     if _process_pool is None:
         with _process_pool_lock:
             if _process_pool is None:
-                _process_pool = Pool(len(os.sched_getaffinity(0)))
+                _process_pool = Pool(usable_cores())
     return _process_pool
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _forget_process_pool() -> None:

@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.bucket import pack, unpack
+from ncclsync.chains import Chain, chain_nodes, find_chains
 from ncclsync.fusion import Update, find_fusions, fused_nodes
 from ncclsync.meter import Meter, begin, hold
 from ncclsync.program import Bucket, Exchange, Segment
 from ncclsync.row_reads import read_rows_only
+from ncclsync.same_shapes import Shapes, simplify
 from ncclsync.step_graph import Fold, StepGraph, op_name
 
 
@@ -34,7 +36,12 @@ class SegmentPlan:
 
 
 def build_segment(
-    graph: StepGraph, plan: SegmentPlan, jit_compile: bool, fuses: bool, meter: Meter | None = None
+    graph: StepGraph,
+    plan: SegmentPlan,
+    jit_compile: bool,
+    fuses: bool,
+    crowded: bool,
+    meter: Meter | None = None,
 ) -> Segment:
     """Turn a plan into a function that is the same for every tower.
 
@@ -42,15 +49,24 @@ def build_segment(
         graph: the graph that the plan names parts of.
         plan: what to build.
         jit_compile: whether XLA compiles it.
-        fuses: whether updates of variables are fused; see `fusion.py`.
+        fuses: whether element-wise ops are fused; see `fusion.py` and `chains.py`.
+        crowded: whether other towers keep all other cores busy.
         meter: notes when packing and unpacking begin and end; not where XLA compiles.
     """
     if jit_compile or not any(bucket.packed for bucket in (*plan.incoming, *plan.outgoing)):
         meter = None
     asked_for = {*plan.fetches, *(exchange.source for exchange in plan.sent)}
     needed = {op_name(name) for name in asked_for}.union(*(fold.writers for fold in plan.fold_reads))
-    fusions = find_fusions(graph, plan.ops, needed) if fuses else []
-    definition, outside = _graph_def(graph, plan, fusions)
+    fusions: list[list[Update]] = []
+    chains: list[Chain] = []
+    if fuses:
+        shapes = Shapes(graph, plan.ops)
+        graph, ops = simplify(graph, shapes, plan.ops, needed)
+        plan = dataclasses.replace(plan, ops=ops)
+        fusions = find_fusions(graph, ops, needed)
+        taken = [{member for update in group for member in update.members} for group in fusions]
+        chains = find_chains(graph, shapes, ops, needed, taken)
+    definition, outside = _graph_def(graph, plan, fusions, chains, crowded and not plan.for_all)
     if not jit_compile:  # XLA makes no copies
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed)
 
@@ -103,19 +119,28 @@ def build_segment(
 
 
 def _graph_def(
-    graph: StepGraph, plan: SegmentPlan, fusions: list[list[Update]]
+    graph: StepGraph,
+    plan: SegmentPlan,
+    fusions: list[list[Update]],
+    chains: list[Chain],
+    alone: bool,
 ) -> tuple[tf.compat.v1.GraphDef, dict[str, str]]:
     """Return the plan's ops as a GraphDef, and, for the tensors from outside, names to map them in by."""
     own = set(plan.ops)
+    prefix = "ncclsync"
+    while any(name.startswith(prefix) for name in graph.nodes):
+        prefix += "_"
     replaced = {member for group in fusions for update in group for member in update.members}
+    replaced |= {member for chain in chains for member in chain.members}
     left = [name for name in plan.ops if name not in replaced]
     used = {name for op in left for name in graph.inputs[op]}
     used |= {name for group in fusions for update in group for name in update.inputs}
     used |= {graph.inputs[write][0] for group in fusions for update in group for write in update.writes}
+    used |= {name for chain in chains for name in chain.inputs}
     outside: dict[str, str] = {}
     for name in sorted(used):
         if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name)):
-            outside[name] = f"outside_{len(outside)}"
+            outside[name] = f"{prefix}/outside_{len(outside)}"
     used |= {*plan.fetches, *(exchange.source for exchange in plan.sent)}
     constants = sorted({op_name(name) for name in used if graph.is_constant(name)})
     definition = tf.compat.v1.GraphDef()
@@ -132,7 +157,13 @@ def _graph_def(
             node.input.append(outside.get(source, source))
         node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
     for i, group in enumerate(fusions):
-        definition.node.extend(fused_nodes(graph, group, f"fused_{i}", own, lambda n: outside.get(n, n)))
+        definition.node.extend(
+            fused_nodes(graph, group, f"{prefix}/fused_{i}", own, lambda n: outside.get(n, n))
+        )
+    for i, chain in enumerate(chains):
+        definition.node.extend(
+            chain_nodes(graph, chain, f"{prefix}/chain_{i}", own, lambda n: outside.get(n, n), alone)
+        )
     _add_functions(graph, definition)
     return definition, outside
 

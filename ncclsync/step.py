@@ -106,6 +106,7 @@ class TowerStep(abc.ABC):
             undone="finite" in readers,
             overlaps=self.towers.backend == "nccl",
             once=self.towers.share_memory,
+            crowded=self.towers.crowded,
             meter=meter,
         )
         if watch is None:

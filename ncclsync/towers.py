@@ -326,6 +326,11 @@ class TowerState:
         """
         return self.on_host and len(self) > 1 and not self._sentinel.active
 
+    @property
+    def crowded(self) -> bool:
+        """Whether towers keep all cores of the host busy, so that none is to spare for one of them."""
+        return len(self) >= native.usable_cores()
+
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:

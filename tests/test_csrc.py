@@ -17,6 +17,7 @@ FLAGS = [
     "-Werror",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-trapping-math",
     "-fno-strict-aliasing",
 ]
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("nccl_communicator",),
     ("communicator",),
     ("group_ops", "host_ops", "ops", "peers"),
-    ("bucket", "devices", "drift", "private", "private_strategy", "shard"),
+    ("arithmetic", "bucket", "devices", "drift", "private", "private_strategy", "shard"),
     (
         "compression",
         "cross_device_ops",
@@ -41,7 +41,8 @@ LAYERS = (
     ("optimizer_sharding", "program", "watch"),
     ("hooks", "noise", "nonfinite", "randomness", "whole_batch"),
     ("exactness", "step_graph", "towers", "traced_draws"),
-    ("exchanges", "fusion", "row_reads", "updates"),
+    ("exchanges", "fusion", "row_reads", "same_shapes", "updates"),
+    ("chains",),
     ("schedule", "segment"),
     ("cut",),
     ("recovery",),

@@ -120,38 +120,100 @@ static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
     reduce_weighted(pool, dtype, size, count);
 }
 
-/* (a * b + a) / b and a * b, of an array and a scalar, for two instances. */
-static void compute(ncs_pool* pool, size_t count) {
+/* (a * b + a) / b and a * b, of an array and an operand that repeats itself, for two instances; of the second one, the
+ * quotient is in the array's memory, which no later step reads. */
+static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
-  const ncs_program program = {code, 2, 2, 3, 0};
-  const float b[] = {2, 4};
-  float *a[2], *quotient[2], *product[2];
-  const void* inputs[2][2];
+  const ncs_program program = {code, 2, 2, 0, 3, 0};
+  float *a[2], *b[2], *quotient[2], *product[2];
+  ncs_operand inputs[2][2];
   void* outputs[2][2];
-  char is_scalar[] = {0, 1};
   ncs_instance instances[2];
   EXPECT(ncs_program_is_valid(&program, 11) && !ncs_program_is_valid(&program, 10));
   for (int k = 0; k < 2; ++k) {
     a[k] = malloc(count * sizeof(float));
-    quotient[k] = malloc(count * sizeof(float));
+    b[k] = malloc(period * sizeof(float));
+    quotient[k] = k == 1 ? a[k] : malloc(count * sizeof(float));
     product[k] = malloc(count * sizeof(float));
     for (size_t i = 0; i < count; ++i) a[k][i] = (float)(i % 1000);
-    inputs[k][0] = a[k];
-    inputs[k][1] = &b[k];
+    for (size_t i = 0; i < period; ++i) b[k][i] = (float)(i % 7 + 2);
+    inputs[k][0] = (ncs_operand){a[k], count, 1};
+    inputs[k][1] = (ncs_operand){b[k], period, repeat};
     outputs[k][0] = quotient[k];
     outputs[k][1] = product[k];
-    instances[k] = (ncs_instance){inputs[k], outputs[k], is_scalar, count};
+    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
   }
-  EXPECT(ncs_program_run(pool, &program, instances, 2) == ncclSuccess);
+  EXPECT(ncs_program_run(pool, &program, instances, 2, 0) == ncclSuccess);
   for (int k = 0; k < 2; ++k) {
     for (size_t i = 0; i < count; ++i) {
-      EXPECT(quotient[k][i] == (a[k][i] * b[k] + a[k][i]) / b[k]);
-      EXPECT(product[k][i] == a[k][i] * b[k]);
+      const float y = (float)(i % 1000), x = b[k][i / repeat % period];
+      EXPECT(quotient[k][i] == (y * x + y) / x);
+      EXPECT(product[k][i] == y * x);
     }
-    free(a[k]);
+    if (quotient[k] != a[k]) free(a[k]);
+    free(b[k]);
     free(quotient[k]);
     free(product[k]);
   }
+}
+
+/* Sums of a * b and the mean of a over one period, and the sum of all of a * b; small whole numbers, so exact. */
+static void add_up(ncs_pool* pool, size_t count, size_t period) {
+  int64_t code[] = {NCS_MULTIPLY, 0, 1, 2, (int64_t)period, 0, 0, (int64_t)period, 1, 2, 1, 0};
+  const ncs_program program = {code, 2, 0, 3, 1, 0};
+  float *a[2], *b[2], *sums[2][3];
+  ncs_operand inputs[2][2];
+  void* outputs[2][3];
+  ncs_instance instances[2];
+  EXPECT(ncs_program_is_valid(&program, 12) && !ncs_program_is_valid(&program, 11));
+  code[4] = NCS_MOST_PERIOD + 1;
+  EXPECT(!ncs_program_is_valid(&program, 12));
+  code[4] = (int64_t)period;
+  for (int k = 0; k < 2; ++k) {
+    a[k] = malloc(count * sizeof(float));
+    b[k] = malloc(count * sizeof(float));
+    for (size_t i = 0; i < count; ++i) a[k][i] = (float)((i + (size_t)k) % 5);
+    for (size_t i = 0; i < count; ++i) b[k][i] = (float)(i % 3);
+    inputs[k][0] = (ncs_operand){a[k], count, 1};
+    inputs[k][1] = (ncs_operand){b[k], count, 1};
+    for (int s = 0; s < 3; ++s) outputs[k][s] = sums[k][s] = malloc((s < 2 ? period : 1) * sizeof(float));
+    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
+  }
+  EXPECT(ncs_program_run(pool, &program, instances, 2, count % 2 == 0) == ncclSuccess);
+  for (int k = 0; k < 2; ++k) {
+    double all = 0;
+    for (size_t column = 0; column < period; ++column) {
+      double product = 0, total = 0;
+      for (size_t i = column; i < count; i += period) {
+        product += a[k][i] * b[k][i];
+        total += a[k][i];
+      }
+      all += product;
+      EXPECT(sums[k][0][column] == (float)product);
+      EXPECT(count == 0 ? sums[k][1][column] != sums[k][1][column]
+                        : sums[k][1][column] == (float)(total / (double)(count / period)));
+    }
+    EXPECT(sums[k][2][0] == (float)all);
+    free(a[k]);
+    free(b[k]);
+    for (int s = 0; s < 3; ++s) free(sums[k][s]);
+  }
+}
+
+/* Of nothing; of one row; periods that divide a block and that do not, of a block, longer ones; several chunks. */
+static void add_up_all(ncs_pool* pool) {
+  const size_t shapes[][2] = {{0, 3},        {1, 1},       {70001, 1},    {70400, 16},  {70070, 7},      {510, 510},
+                              {51200, 512},  {51300, 513}, {71000, 1000}, {2048, 2048}, {409600, 2048}};
+  for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i) add_up(pool, shapes[i][0], shapes[i][1]);
+}
+
+/* A scalar, rows that divide a block and that do not, larger than one; columns; arrays smaller than a block. */
+static void compute_all(ncs_pool* pool) {
+  const size_t shapes[][3] = {{70001, 1, 1},    {70400, 16, 1}, {70070, 7, 1},  {70000, 7000, 1}, {1, 1, 1},
+                              {2000, 20, 100},  {70000, 5, 7},  {70000, 7, 2},  {96, 3, 32},      {1000, 500, 1},
+                              {70000, 700, 100}, {48, 48, 1},   {1536, 512, 1}, {1539, 513, 1},   {3000, 2, 1500}};
+  for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i)
+    compute(pool, shapes[i][0], shapes[i][1], shapes[i][2]);
 }
 
 static void* call_repeatedly(void* pool) {
@@ -159,7 +221,8 @@ static void* call_repeatedly(void* pool) {
     reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
     reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
     reduce_weighted(pool, ncclFloat32, 4, 100003);
-    compute(pool, 70001);
+    compute_all(pool);
+    add_up_all(pool);
   }
   return NULL;
 }
@@ -236,8 +299,8 @@ int main(void) {
     for (int n = 1; n <= MAX_RANKS; ++n)
       for (size_t count = 1; count < 100; count += 31) all_dtypes(pool, count, n);
     all_dtypes_weighted(pool, 33);
-    compute(pool, 1);
-    compute(pool, 1300);
+    compute_all(pool);
+    add_up_all(pool);
     if (level == best) all_dtypes_weighted(pool, 180001);
     if (level == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
     EXPECT(ncs_pool_destroy(pool) == ncclSuccess);

@@ -209,6 +209,8 @@ class TowerStep(abc.ABC):
                 plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
             if iterated:
                 graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
+                # tf.function itself looks at every variable in each call, to choose a trace.
+                graph = graph.get_concrete_function(tf.data.IteratorSpec(batch_specs))
             else:
                 on_leaves = functools.partial(_spread, functools.partial(self._on_towers, plan), specs)
                 graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)

@@ -130,3 +130,19 @@ def test_update_by_hand():
     model = on_towers(factory, 4)
     assert_close(run(model), run(factory()))
     assert_towers_agree(model)
+
+
+def test_where_tensorflow_runs_functions_eagerly():
+    """`tf.config.run_functions_eagerly` is for one's own functions: towers run their graphs."""
+    weights = []
+    for eagerly in (False, True):
+        tf.config.run_functions_eagerly(eagerly)
+        try:
+            keras.utils.set_random_seed(1)
+            model = on_towers(mlp, 3)
+            model.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+        finally:
+            tf.config.run_functions_eagerly(False)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_array_equal(one, other)

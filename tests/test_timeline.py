@@ -130,7 +130,7 @@ def test_no_node_where_nobody_watches(recorded):
     def nodes(trained):
         graphs = trained.train_function.__self__._graphs
         ((graph, _),) = [found for (_, watched), found in graphs.items() if not watched]
-        definition = graph._list_all_concrete_functions_for_serialization()[0].graph.as_graph_def()
+        definition = graph.graph.as_graph_def()
         places = {node.name: str(i) for i, node in enumerate(definition.node)}  # some are named by numbers
         return [
             (

@@ -16,8 +16,9 @@
 
 /* Elements of one block: with a dozen registers of floats, it fits a 32 KiB cache. */
 #define NCS_BLOCK 512
-/* Elements that a thread takes at a time; more where there are long sums, so that those of a chunk are few beside it. */
+/* Elements that a thread takes at a time. */
 #define NCS_CHUNK (32 * NCS_BLOCK)
+/* A chunk has at least so many times the elements of its sums, which are held until all chunks are done. */
 #define NCS_LEAST_PER_SUM 8
 /* Waking a worker takes tens of microseconds. */
 #define NCS_SMALL_JOB (4 * NCS_CHUNK)

@@ -33,7 +33,8 @@ typedef struct {
 /* Whether every number of a code of that length means something. */
 int ncs_program_is_valid(const ncs_program* program, int length);
 
-/* Runs a program for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not depend on the threads. Denormals are flushed to zero, as by TensorFlow's threads. Blocks until done.
+/* Runs a program for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not
+ * depend on the threads. Denormals are flushed to zero, as by TensorFlow's threads. Blocks until done.
  * ncclSystemError: no memory; nothing was written. */
 ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
                              size_t n_instances, int alone);

@@ -53,7 +53,7 @@ def cut(
         undone: whether a step may have to be undone when it has written all it writes.
         overlaps: whether gradients travel while the towers compute others.
         once: whether one tower writes for all what they would write alike.
-        crowded: whether the towers are as many as the host's cores.
+        crowded: whether there are towers for all of the host's cores.
         meter: see `build_segment`.
     """
     graph = StepGraph(trace, home_device, same_seeds)

@@ -1,4 +1,7 @@
-"""Element-wise ops of forward and backward that run as one: which they are, and that no bit changes."""
+"""Element-wise ops of forward and backward, and sums, that run as one: which they are, and what they compute.
+
+No bit changes but in sums.
+"""
 
 import collections
 
@@ -259,7 +262,7 @@ def test_rows_through_reshapes(chains):
 
     def step(batch):
         rows = tf.reduce_max(batch, axis=1)
-        ones = tf.matmul(table + 1.0, tf.transpose(rows))
+        ones = tf.matmul(table + 1.0, tf.transpose(rows, [1, 0]))
         doubled = tf.abs(rows * 2.0 - rows)
         flat = tf.abs(tf.reshape(batch, [-1, 3]))
         value = tf.reshape(flat, [-1, 2, 3]) * batch + batch

@@ -171,13 +171,12 @@ def _levels(
     """By unit, in an order in which each is behind all that it waits for.
 
     Of those of one kind and level, none waits for another by way of one that is not of that kind and level,
-    none for a sum, and none by a control dependency.
+    and none for a sum.
     """
     levels: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
         kind = kinds.get(one)
-        apart = {*sums, *graph.controls.get(one, ())}
-        left = (levels[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in apart)) for p in parents)
+        left = (levels[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in sums)) for p in parents)
         levels[one] = max(left, default=0)
     return levels
 
@@ -185,16 +184,22 @@ def _levels(
 def _components(
     graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
 ) -> Iterator[list[str]]:
-    """Yield ops of one place that share an array, one's result too, as many as a program can have."""
+    """Yield ops of one place that share an array, one's result too, as many as a program can have.
+
+    And those that wait for each other: of two chains, each might wait for the other.
+    """
     component: dict[str, list[str]] = {}
     using: dict[Any, str] = {}  # by place and tensor
     for name in order:
         component[name] = [name]
+        others = [control for control in graph.controls[name] if place.get(control) == place[name]]
         for operand in _operands(graph, name):
             other = op_name(operand)
             if place.get(other) != place[name]:
                 whole = shapes.key(operand) == place[name][1][1]
                 other = using.setdefault((place[name], operand), name) if whole else name
+            others.append(other)
+        for other in others:
             if component[other] is not component[name]:
                 larger, smaller = component[other], component[name]
                 larger += smaller

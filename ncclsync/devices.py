@@ -1,13 +1,15 @@
 """Which devices the towers stand on, and what joins them. Chosen once, before anything is created."""
 
 import dataclasses
+import functools
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ncclsync import host_ops, peers
+from ncclsync import host_ops, native, peers
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
 _logger = logging.getLogger("ncclsync")
@@ -62,6 +64,8 @@ def check_arguments(
 def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
+    Where CPU towers keep all cores busy, TensorFlow is told to run an op on one thread: see `_share_cores`.
+
     Args:
         towers: how many towers: the first GPUs, or that many CPU towers where there is no GPU. None: every
             GPU, or one CPU tower.
@@ -76,6 +80,8 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     """
     if devices is None:
         peers.check_one_process()
+    if _on_cpu(towers, devices) > 1 and _on_cpu(towers, devices) >= native.usable_cores():
+        _share_cores()
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
         chosen, reason = _named_devices(devices), "as named"
@@ -94,6 +100,34 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     told = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
     _logger.info("%s", told)
     return Placement(tuple(chosen), backend, told)
+
+
+def _on_cpu(towers: int | None, devices: Sequence[str] | None) -> int:
+    """Return how many towers will stand on the CPU, without starting TensorFlow."""
+    if devices is not None:
+        return sum("CPU" in str(name).upper() for name in devices)
+    return 0 if tf.config.get_visible_devices("GPU") else towers or 1
+
+
+@functools.cache
+def _share_cores() -> None:
+    """Let TensorFlow run an op on one thread, unless the user has chosen how many; called once per process.
+
+    By default each op divides its work among all cores. Where there are as many towers as cores, every part
+    then waits until a tower that computes on that core is interrupted. Only before TensorFlow starts can it
+    be told. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
+    """
+    if tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS"):
+        return
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        _logger.info("TensorFlow runs an op on one thread, since towers keep all cores of the host busy")
+    except RuntimeError:
+        _logger.warning(
+            "Towers keep all cores of the host busy, and TensorFlow, which has started before them, divides "
+            "each op among all cores: steps take up to half as long again. Make the towers first, before "
+            "any tensor or dataset, or set TF_NUM_INTRAOP_THREADS=1."
+        )
 
 
 def default_device() -> str:

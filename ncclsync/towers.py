@@ -103,8 +103,8 @@ class TowerState:
         check_compression(compression)
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
-        self.noise = NoiseAverages()
         placement = choose_placement(count, devices, backend)
+        self.noise = NoiseAverages()
         self.devices = placement.devices
         self.backend = placement.backend
         self.bucket_bytes = bucket_bytes

@@ -64,13 +64,15 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
         trained.fit(x, y, batch_size=batch_size, **arguments)
-    elif feed == "generator":
-        trained.fit(_generate(x, y, batch_size), steps_per_epoch=batches, **arguments)
-    elif feed == "tf.data":
+        return
+    data: Any = _generate(x, y, batch_size)
+    if feed == "tf.data":
         rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size, drop_remainder=True)
-        trained.fit(rows.prefetch(tf.data.AUTOTUNE), **arguments)
-    else:
-        trained.fit(tf.data.Dataset.from_tensors(batch).repeat(batches), **arguments)
+        data = rows.repeat().prefetch(tf.data.AUTOTUNE)
+    elif feed == "constant":
+        data = tf.data.Dataset.from_tensors(batch).repeat()
+    # One epoch without an end: at the end of each, TensorFlow's autotuner may sleep for as long as it took.
+    trained.fit(data, steps_per_epoch=10**9, **arguments)
 
 
 class _Turns(keras.callbacks.Callback):

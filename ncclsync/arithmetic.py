@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from ncclsync.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
 
+# What a `Writer` can compute, by TensorFlow's names.
+COMPUTED = {*ARITHMETIC, "AddN", "BroadcastTo"}
+
 WHOLE = 0  # instead of a repeat: of an input that has as many elements as the result
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.arithmetic import WHOLE, Program, Writer, repeat_of
-from ncclsync.host_ops import ARITHMETIC, MOST_PERIOD, MOST_REGISTERS, set_attribute
+from ncclsync.arithmetic import COMPUTED, WHOLE, Program, Writer, repeat_of
+from ncclsync.host_ops import MOST_PERIOD, MOST_REGISTERS, set_attribute
 from ncclsync.same_shapes import MULTIPLYING, Shapes
 from ncclsync.step_graph import StepGraph, in_order, op_name
 
 # Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
-_FUSIBLE = {*ARITHMETIC, "AddN", "BroadcastTo"} - {"Maximum", "Minimum"}
+_FUSIBLE = COMPUTED - {"Maximum", "Minimum"}
 _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
 # TensorFlow adds up to so many tensors from left to right.

@@ -5,6 +5,7 @@ element-wise ops as one has to know that no two of them differ in their rows. Fe
 of what any other computes are taken as unlike all others, and less is fused.
 """
 
+import collections
 import copy
 from collections.abc import Collection, Sequence
 from fractions import Fraction
@@ -13,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import private
+from ncclsync.arithmetic import COMPUTED
 from ncclsync.step_graph import StepGraph, op_name
 
 _ONCE = Fraction(1)
@@ -264,15 +266,22 @@ def simplify(
     """
     view = copy.copy(graph)
     view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
-    first: dict[Any, str] = {}  # of a shape and dtype
     for name in ops:
-        inputs = view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
+        view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
+    users = collections.Counter(
+        operand for name in ops if graph.by_name[name].type != "Shape" for operand in view.inputs[name]
+    )
+    first: dict[Any, str] = {}  # of a shape and dtype
+    first_written: dict[Any, str] = {}  # the same of those that no chain can do without writing
+    for name in ops:
+        inputs = view.inputs[name]
         kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
         for operand, kind in zip(inputs, kinds, strict=True):
-            if graph.producer_type(operand) not in MULTIPLYING:
-                first.setdefault(kind, operand)
+            made_by = graph.producer_type(operand)
+            if made_by not in MULTIPLYING or users[operand] > 1:
+                (first if made_by in COMPUTED else first_written).setdefault(kind, operand)
         if graph.by_name[name].type == "Shape" and kinds[0][0]:
-            view.inputs[name] = [first.get(kinds[0], inputs[0])]
+            view.inputs[name] = [first_written.get(kinds[0]) or first.get(kinds[0], inputs[0])]
         if graph.by_name[name].type == "Const":  # a gradient's wait for what computes it
             view.controls[name] = [c for c in graph.controls[name] if private.is_stateful(graph.by_name[c])]
     wanted = set(needed) | graph.must_run

@@ -256,6 +256,24 @@ def test_a_shape_costs_no_array(chains):
     assert [chain.outputs for chain in chains] == [("add",)]
 
 
+def test_a_shape_costs_no_array_of_a_product(chains):
+    """Nor where the first of that shape is a product of matrices, of which TensorFlow writes any it must."""
+    weight = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+    def step(batch):
+        product = tf.matmul(batch, weight)
+        squares = tf.math.squared_difference(product, 1.0)
+        alone = tf.nn.relu(tf.matmul(batch, weight + 1.0))
+        sums = tf.reduce_sum(squares, axis=0), tf.reduce_sum(product, axis=0)
+        return *sums, alone, tf.fill(tf.shape(squares), 1.0)
+
+    batch = tf.reshape(tf.range(12.0), [4, 3])
+    with ncclsync.Towers(2) as towers:
+        for one, other in zip(towers.run(step, batch), step(batch), strict=True):
+            np.testing.assert_allclose(one, other)
+    assert {output for chain in chains for output in chain.outputs} == set(), chains
+
+
 def test_rows_through_reshapes(chains):
     """How many rows an array has is known by those that it had before it was reshaped or transposed."""
     table = tf.Variable(tf.ones([3, 3]))
@@ -397,6 +415,7 @@ def test_models(monkeypatch, chains, factory):
     for one, other in zip(*states[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert 2 * left[1].total() < left[2].total() and left[0].total() <= left[1].total(), left
+    assert factory is not normalised or not left[0], left
     assert sum(len(chain.members) for chain in chains) > 20
     assert sum(len(chain.sums) for chain in chains) > 4
 

@@ -76,7 +76,9 @@ def nccl_parallel(
     Args:
         factory: any callable that returns a `keras.Model`; its arguments pass through.
         towers: the first so many GPUs, or so many CPU towers where the host has no GPU. None: every
-            visible GPU; one CPU tower where there is none.
+            visible GPU; one CPU tower where there is none. As many CPU towers as there are cores, or more,
+            let TensorFlow run an op on one thread (`tf.config.threading`), for the whole process, unless you
+            have chosen how many, or TensorFlow runs already; a warning tells the latter.
         devices: just these instead, such as `["GPU:0", "GPU:2"]`.
         backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
         bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.

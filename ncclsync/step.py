@@ -158,7 +158,9 @@ class TowerStep(abc.ABC):
             DivergenceError: towers hold different values; see `TowerState`.
             NonFiniteError: a gradient is not finite; see `TowerState`.
         """
-        done, results = self._run(iterator.element_spec, True, [iterator])
+        # Its handle, since tf.function looks at whatever else it is called with, in Python.
+        handle = tf.nest.flatten(iterator, expand_composites=True)
+        done, results = self._run(iterator.element_spec, True, handle)
         self.count(done)
         return results
 
@@ -208,9 +210,12 @@ class TowerStep(abc.ABC):
                 tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
                 plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
             if iterated:
-                graph = tf.function(functools.partial(self._steps_on_iterator, plan), autograph=False)
+                on_handle = functools.partial(self._steps_on_iterator, plan, tf.data.IteratorSpec(batch_specs))
+                graph = tf.function(
+                    on_handle, input_signature=[tf.TensorSpec([], tf.resource)], autograph=False
+                )
                 # tf.function itself looks at every variable in each call, to choose a trace.
-                graph = graph.get_concrete_function(tf.data.IteratorSpec(batch_specs))
+                graph = graph.get_concrete_function()
             else:
                 on_leaves = functools.partial(_spread, functools.partial(self._on_towers, plan), specs)
                 graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)
@@ -290,11 +295,12 @@ class TowerStep(abc.ABC):
             self._mend(plan)
             raise
 
-    def _steps_on_iterator(self, plan: "_Plan", iterator: tf.data.Iterator) -> Any:
+    def _steps_on_iterator(self, plan: "_Plan", spec: tf.data.IteratorSpec, handle: tf.Tensor) -> Any:
         """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
 
         Returns how many have run, None where it can only be one, and the results of the last.
         """
+        iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
         logs = self._on_towers(plan, _waited_for(plan.meter, iterator.get_next))
         steps = self.steps_per_execution
         if steps == 1:

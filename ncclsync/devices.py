@@ -80,7 +80,8 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     """
     if devices is None:
         peers.check_one_process()
-    if _on_cpu(towers, devices) > 1 and _on_cpu(towers, devices) >= native.usable_cores():
+    on_cpu = _on_cpu(towers, devices)
+    if on_cpu > 1 and on_cpu >= native.usable_cores():
         _share_cores()
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:

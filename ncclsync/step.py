@@ -210,10 +210,10 @@ class TowerStep(abc.ABC):
                 tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
                 plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
             if iterated:
-                on_handle = functools.partial(self._steps_on_iterator, plan, tf.data.IteratorSpec(batch_specs))
-                graph = tf.function(
-                    on_handle, input_signature=[tf.TensorSpec([], tf.resource)], autograph=False
-                )
+                spec = tf.data.IteratorSpec(batch_specs)
+                on_handle = functools.partial(self._steps_on_iterator, plan, spec)
+                handle = tf.TensorSpec([], tf.resource)
+                graph = tf.function(on_handle, input_signature=[handle], autograph=False)
                 # tf.function itself looks at every variable in each call, to choose a trace.
                 graph = graph.get_concrete_function()
             else:

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import keras
 import numpy as np
@@ -156,6 +157,25 @@ def test_parts_of_a_step_leave_out_what_they_say():
         assert not np.array_equal(np.concatenate([w.ravel() for w in start]), flat(model))
         assert parts.seconds("local", 2) > 0
         assert model.towers.divergence() > 0.0
+
+
+def test_time_between_epochs_is_no_steps(monkeypatch):
+    """Three steps of a second each, with an epoch's end of a minute between, take a second each."""
+    now, answers = [0.0], []
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 2 * now[0])
+    asked = iter([{"do": "fit", "steps": 3}, {"do": "fit", "steps": 1}, {"do": "fit", "steps": 1}])
+    requests = types.SimpleNamespace(next=lambda: next(asked), answer=lambda **told: answers.append(told))
+    monkeypatch.setattr(fit, "time", clock)
+    turns = fit._Turns(requests, keras.Sequential(), None)
+    turns.on_train_begin()
+    for ends in (False, True, True, False):
+        turns.on_train_batch_begin(0)
+        now[0] += 1
+        turns.on_train_batch_end(0)
+        if ends:
+            turns.on_epoch_end(0)
+            now[0] += 60
+    assert answers == [{"seconds": 1.0, "cpu_seconds": 2.0}] * 2
 
 
 def flat(model):

@@ -71,12 +71,12 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
         data = rows.repeat().prefetch(tf.data.AUTOTUNE)
     elif feed == "constant":
         data = tf.data.Dataset.from_tensors(batch).repeat()
-    # One epoch without an end: at the end of each, TensorFlow's autotuner may sleep for as long as it took.
+    # One epoch without an end: at the end of one, TensorFlow's autotuner may sleep for as long as it took.
     trained.fit(data, steps_per_epoch=10**9, **arguments)
 
 
 class _Turns(keras.callbacks.Callback):
-    """Holds `fit` between two of its steps until it is asked for more."""
+    """Holds `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
 
     def __init__(self, requests: Requests, model: keras.Model, batch: Any) -> None:
         super().__init__()
@@ -84,6 +84,7 @@ class _Turns(keras.callbacks.Callback):
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
         self._steps = self._left = 0
         self._began = self._cpu_began = 0.0
+        self._epoch_ended: tuple[float, float] | None = None
         self._watchers: list[keras.callbacks.Callback] = []
         self._watching: list[keras.callbacks.Callback] = []
 
@@ -95,7 +96,15 @@ class _Turns(keras.callbacks.Callback):
             watcher.set_model(self.model)
         self._wait()
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_ended = time.perf_counter(), time.process_time()
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._epoch_ended is not None:
+            seconds, cpu_seconds = self._epoch_ended
+            self._began += time.perf_counter() - seconds
+            self._cpu_began += time.process_time() - cpu_seconds
+            self._epoch_ended = None
         for watcher in self._watching:
             watcher.on_train_batch_begin(batch)
 

@@ -64,8 +64,6 @@ def check_arguments(
 def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
-    Where CPU towers keep all cores busy, TensorFlow is told to run an op on one thread: see `_share_cores`.
-
     Args:
         towers: how many towers: the first GPUs, or that many CPU towers where there is no GPU. None: every
             GPU, or one CPU tower.
@@ -80,9 +78,6 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     """
     if devices is None:
         peers.check_one_process()
-    on_cpu = _on_cpu(towers, devices)
-    if on_cpu > 1 and on_cpu >= native.usable_cores():
-        _share_cores()
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
         chosen, reason = _named_devices(devices), "as named"
@@ -103,16 +98,23 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     return Placement(tuple(chosen), backend, told)
 
 
-def _on_cpu(towers: int | None, devices: Sequence[str] | None) -> int:
-    """Return how many towers will stand on the CPU, without starting TensorFlow."""
+def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
+    """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
+
+    Args:
+        towers, devices: see `choose_placement`, which starts TensorFlow: to be called behind this.
+    """
     if devices is not None:
-        return sum("CPU" in str(name).upper() for name in devices)
-    return 0 if tf.config.get_visible_devices("GPU") else towers or 1
+        on_cpu = sum("CPU" in str(name).upper() for name in devices)
+    else:
+        on_cpu = 0 if tf.config.get_visible_devices("GPU") else towers or 1
+    if on_cpu > 1 and on_cpu >= native.usable_cores():
+        _run_ops_on_one_thread()
 
 
 @functools.cache
-def _share_cores() -> None:
-    """Let TensorFlow run an op on one thread, unless the user has chosen how many; called once per process.
+def _run_ops_on_one_thread() -> None:
+    """Do so unless the user has chosen how many threads, or TensorFlow runs already; once per process.
 
     By default each op divides its work among all cores. Where there are as many towers as cores, every part
     then waits until a tower that computes on that core is interrupted. Only before TensorFlow starts can it

@@ -268,9 +268,8 @@ def simplify(
     view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
     for name in ops:
         view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
-    users = collections.Counter(
-        operand for name in ops if graph.by_name[name].type != "Shape" for operand in view.inputs[name]
-    )
+    computing = [n for n in ops if graph.by_name[n].type != "Shape" and f"{n}:0" not in shapes.passed]
+    users = collections.Counter(operand for name in computing for operand in set(view.inputs[name]))
     first: dict[Any, str] = {}  # of a shape and dtype
     first_written: dict[Any, str] = {}  # the same of those that no chain can do without writing
     for name in ops:

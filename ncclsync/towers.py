@@ -16,7 +16,7 @@ import tensorflow as tf
 from ncclsync import native, private
 from ncclsync.bucket import DEFAULT_BUCKET_BYTES
 from ncclsync.compression import ErrorFeedback, check_compression
-from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host
+from ncclsync.devices import check_arguments, choose_placement, connect, reduced_on_host, share_cores
 from ncclsync.drift import Sentinel, distance, fold_in_place, outliers
 from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.meter import Measured
@@ -103,6 +103,8 @@ class TowerState:
         check_compression(compression)
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
+        if backend != "nccl":
+            share_cores(count, devices)
         placement = choose_placement(count, devices, backend)
         self.noise = NoiseAverages()
         self.devices = placement.devices

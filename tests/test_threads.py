@@ -44,11 +44,11 @@ def test_eight_towers_on_one_thread():
 CASES = """
 import json, logging, os
 import tensorflow as tf
-from ncclsync import devices, native
+from ncclsync import Towers, devices, native
 from parity import mlp, on_towers
 
 out = {}
-for name in ("crowded", "named", "few", "one", "chosen", "environment", "started"):
+for name in ("crowded", "named", "few", "one", "chosen", "environment", "strategy", "started"):
     read, write = os.pipe()
     if os.fork():  # TensorFlow has not started yet, and never does in this process
         os.close(write)
@@ -65,11 +65,13 @@ for name in ("crowded", "named", "few", "one", "chosen", "environment", "started
         tf.config.threading.set_intra_op_parallelism_threads(3)
     if name == "environment":
         os.environ["TF_NUM_INTRAOP_THREADS"] = "3"
-    if name == "started":
+    if name in ("strategy", "started"):
         tf.constant(1.0)
     for _ in range(2):
         if name == "named":
-            devices.choose_placement(None, ["CPU:0"] * 3 + ["/device:cpu:0"], None)
+            Towers(["CPU:0"] * 3 + ["/device:cpu:0"]).close()
+        elif name == "strategy":  # as CrossDeviceOps does: there are no towers
+            devices.choose_placement(None, ["CPU:0"] * 4, None)
         else:
             on_towers(mlp, 1 if name == "one" else 4)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
@@ -95,5 +97,5 @@ def test_an_op_runs_on_one_thread_where_towers_fill_the_cores():
     found = json.loads(done.stdout)
     [warning] = found.pop("started")[1]
     assert "TF_NUM_INTRAOP_THREADS=1" in warning
-    threads = {"crowded": 1, "named": 1, "few": 0, "one": 0, "chosen": 3, "environment": 0}
+    threads = {"crowded": 1, "named": 1, "few": 0, "one": 0, "chosen": 3, "environment": 0, "strategy": 0}
     assert found == {name: [count, []] for name, count in threads.items()}

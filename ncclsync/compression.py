@@ -27,18 +27,19 @@ class ErrorFeedback:
             int, tuple[tf.Variable, tf.Variable]
         ] = {}  # by id of a variable: it, and what is kept
 
-    def add_up(self, parts: Sequence[Any], variables: Sequence[Any], context: Context) -> list[Any]:
-        """Add up the towers' parts of the batch's gradients, as `ops.add_gradients` does.
+    def add_up(self, gradients: Sequence[Any], variables: Sequence[Any], context: Context) -> list[Any]:
+        """Add up the towers' parts of the batch's gradients.
 
         Args:
-            parts: of each gradient, what this tower's samples contribute; float32 tensors are compressed,
-                anything else, sparse gradients and None as well, is left for the caller.
+            gradients: float32 tensors are compressed; anything else, sparse gradients and None as well, is left
+                for the caller.
             variables: what they are the gradients of.
 
         Returns:
             The sums, float32; None for what is left.
         """
-        chosen = [i for i, part in enumerate(parts) if _is_float32(part)]
+        chosen = [i for i, gradient in enumerate(gradients) if _is_float32(gradient)]
+        parts = dict(zip(chosen, ops.parts([gradients[i] for i in chosen]), strict=True))
         sent = []
         for i in chosen:
             kept = self._kept_of(private.backend_variable(variables[i]))
@@ -49,7 +50,7 @@ class ErrorFeedback:
             kept.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
             sent.append(rounded)
         added = dict(zip(chosen, context.exchange(sent, ROUNDED), strict=True)) if sent else {}
-        return [tf.cast(added[i], tf.float32) if i in added else None for i in range(len(parts))]
+        return [tf.cast(added[i], tf.float32) if i in added else None for i in range(len(gradients))]
 
     def _kept_of(self, variable: tf.Variable) -> tf.Variable:
         if id(variable) not in self._kept:

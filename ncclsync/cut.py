@@ -1,7 +1,7 @@
 """Cut a traced step into segments at its collectives.
 
-Three passes over the graph. *Exchanges* are found: at the marks of the step, and wherever towers would
-otherwise drift apart (`exchanges.py`). Every op is *scheduled*: it gets the number of its segment
+Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op needs
+what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its segment
 (`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what it
 receives.
 """
@@ -13,16 +13,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync import native
+from ncclsync import native, private
 from ncclsync.bucket import plan_buckets
-from ncclsync.exchanges import SUM, find_exchanges
 from ncclsync.meter import Meter
 from ncclsync.ops import SCATTERED, Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.schedule import Schedule, schedule
 from ncclsync.segment import SegmentPlan, build_segment
+from ncclsync.semantics.partition import Partition, Unshared, partition
 from ncclsync.step_graph import StepGraph, op_name
 from ncclsync.updates import find_updates
+
+SUM = Collective("all_reduce", "sum")
 
 
 def cut(
@@ -56,8 +58,7 @@ def cut(
         crowded: whether there are towers for all of the host's cores.
         meter: see `build_segment`.
     """
-    graph = StepGraph(trace, home_device, same_seeds)
-    find_exchanges(graph, results)
+    graph, placed = place(trace, home_device, results, same_seeds)
     if on_host:
         _absorb_scales(graph)
     scheduled = schedule(graph, bucket_bytes if overlaps else None, once)
@@ -70,10 +71,22 @@ def cut(
         outputs=tuple(graph.outputs),
         structure=graph.structure,
         results=results,
-        doubts=tuple(dict.fromkeys(trace.doubts)),
+        warnings=tuple(dict.fromkeys(placed.warned)),
+        gathered=tuple(placed.gathered),
         rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )
+
+
+def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) -> tuple[StepGraph, Partition]:
+    """Partition a trace; see `cut`."""
+    while True:
+        graph = StepGraph(trace, home_device, same_seeds)
+        try:
+            return graph, partition(graph, trace.share, results)
+        except Unshared as found:
+            for handle in found.handles:
+                private.set_shared(graph.variable_of[handle])
 
 
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
@@ -164,7 +177,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> t
     sizes = []
     for index, exchange in enumerate(exchanges):
         collective = exchange.collective
-        direct = on_host and collective.kind not in ("broadcast", "reduce")
+        direct = on_host and collective.kind != "broadcast"
         direct = direct and exchange.dtype.name in native.DTYPES
         # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
         packed = exchange.shape.is_fully_defined() and not direct and not collective.changes_rows
@@ -213,7 +226,7 @@ def _absorb_scales(graph: StepGraph) -> None:
 
 
 def _wire(collective: Collective) -> Collective:
-    """What the communicator does: a mean is weighted before, a share behind; both are a sum on the wire."""
-    if collective.kind == "all_reduce" and collective.op in ("mean", "share"):
+    """What the communicator does: a mean is weighted before, and is a sum on the wire."""
+    if collective.kind == "all_reduce" and collective.op == "mean":
         return SUM
     return collective

@@ -1,8 +1,9 @@
-"""What tapes, optimizers and metrics do differently inside a step on towers.
+"""What optimizers, functions and summaries do differently while a step is traced for towers.
 
-Each function returns a context manager that wraps a method of a class while a step is traced or runs
-eagerly. Outside a step on towers the wrapped methods do what they always do. Losses and normalisation, which
-divide by what a batch holds, are in `whole_batch.py`.
+Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers right: that is
+`semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once and in buckets, compressed
+or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be placed op by op; a summary is written
+once, not once for each tower.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import tensorflow as tf
 
 from ncclsync import ops, peers, private, private_optimizer
 from ncclsync.compression import ErrorFeedback
-from ncclsync.kinds import AFFINE, ROWS, SAME, Kind
 from ncclsync.ops import Collective, Context
 from ncclsync.optimizer_sharding import OptimizerSharding
 
@@ -30,81 +30,24 @@ _nested = threading.local()
 def step_hooks(
     compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
 ) -> Iterator[None]:
-    """What every step on towers needs: gradients of the whole batch, and scalars that count once."""
-    with gradients_taped(), gradients_reduced(compression, sharding), scalars_weighed():
+    """All of them."""
+    with gradients_reduced(compression, sharding), functions_inlined(), summaries_written_once(), tapes_checked():
         yield
 
 
-def gradients_taped() -> contextlib.AbstractContextManager[None]:
-    """Let a tape differentiate the tower's part of the batch's loss, and add up the towers' parts.
+def tapes_checked() -> contextlib.AbstractContextManager[None]:
+    """Refuse a tape that Horovod wraps."""
 
-    The part of a mean is the shard's mean times its share of the samples: so what flows back through the
-    layers has the size that it has on one device, which matters in float16. Gradients with respect to
-    variables are then added up, so that a step that clips, scales or logs them sees the batch's. An optimizer
-    that gets them untouched takes the parts instead, and adds those up when it needs them: `of_shard`
-    remembers.
-    """
-
-    def adding(gradient: Callable) -> Callable:
+    def checking(gradient: Callable) -> Callable:
         @functools.wraps(gradient)
-        def adding_gradient(self, target, sources, output_gradients=None, **kwargs):
-            context = ops.current_context()
-            if context is not None:
+        def checked_gradient(self, *args, **kwargs):
+            if ops.current_context() is not None:
                 peers.check_not_horovods(self)
-            # In a branch or a loop nothing can be added up; the optimizer does it later. And a tape within a
-            # gradient, which computes something again to differentiate it, is a part of that gradient.
-            if context is None or not context.can_exchange() or _is_nested("gradient"):
-                return gradient(self, target, sources, output_gradients, **kwargs)
-            target, output_gradients = _parts(target, output_gradients, context)
-            with context.differentiating(), _nesting("gradient"):
-                gradients = gradient(self, target, sources, output_gradients, **kwargs)
-            leaves, flat_sources = tf.nest.flatten(gradients), tf.nest.flatten(sources)
-            shared = [isinstance(source, (tf.Variable, keras.Variable)) for source in flat_sources]
-            for source, leaf, own in zip(flat_sources, leaves, shared, strict=True):
-                if not own and tf.is_tensor(leaf) and context.kind_of(source) == Kind(ROWS):
-                    context.note_kind([leaf], Kind(ROWS))
-            rest = context.share.split_fraction()[1]
-            leaves = [None if leaf is None else ops.scaled(leaf, rest) for leaf in leaves]
-            parts = [leaf if own else None for leaf, own in zip(leaves, shared, strict=True)]
-            with context.implied():
-                totals = ops.add_gradients(parts)
-            for i, total in enumerate(totals):
-                if total is not None:
-                    context.of_shard[id(total)] = total, leaves[i]
-                    leaves[i] = total
-            return tf.nest.pack_sequence_as(gradients, leaves)
+            return gradient(self, *args, **kwargs)
 
-        return adding_gradient
+        return checked_gradient
 
-    return private.methods_wrapped([tf.GradientTape], "gradient", adding)
-
-
-def _parts(target: Any, output_gradients: Any, context: Context) -> tuple[list[Any], list[Any]]:
-    """Return what to differentiate, and with which gradients, for the tower's part of the batch's loss.
-
-    A sum over the samples is such a part already, and so is a loss per sample, whose sum a tape takes.
-    """
-    targets = [leaf for leaf in tf.nest.flatten(target) if leaf is not None]
-    if output_gradients is None:
-        targets = [addend for leaf in targets for addend in _addends(leaf, context)]
-        given = [tf.ones_like(leaf) for leaf in targets]
-    else:
-        given = [leaf for leaf in tf.nest.flatten(output_gradients) if leaf is not None]
-    parts = []
-    power, rest = context.share.split_fraction()
-    for leaf, upstream in zip(targets, given, strict=True):
-        kind = context.note_loss(leaf)
-        adds_up = kind.is_sum or (leaf.shape.rank != 0 and not kind.is_mean)
-        factor = 1.0 / rest if adds_up else power  # times `rest`, at the end
-        parts.append(upstream * tf.cast(factor, upstream.dtype))
-    return targets, parts
-
-
-def _addends(target: tf.Tensor, context: Context) -> list[tf.Tensor]:
-    """Take apart a sum over the samples and what else was added to it, such as a regularisation."""
-    if context.kind_of(target).form != AFFINE or target.op.type not in ("Add", "AddV2", "AddN"):
-        return [target]
-    return [addend for part in target.op.inputs for addend in _addends(part, context)]
+    return private.methods_wrapped([tf.GradientTape], "gradient", checking)
 
 
 def gradients_reduced(
@@ -112,10 +55,10 @@ def gradients_reduced(
 ) -> contextlib.AbstractContextManager[None]:
     """Let every optimizer all-reduce its gradients before `apply`.
 
-    Before, not within: clipping, loss scaling and weight decay then see the global gradient.
+    There all of them meet at once, in buckets. Left alone, each would travel where an op first needs it.
 
     Args:
-        compression: what adds up gradients that come as a tape gave them; None: as they are.
+        compression: what adds up the towers' parts of gradients; None: as they are.
         sharding: what adds up those that nobody looks at before the optimizer's state is updated.
     """
 
@@ -128,29 +71,26 @@ def gradients_reduced(
             # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
             if context is None or _is_nested("apply"):
                 return apply(self, grads, trainable_variables, **kwargs)
-            parts = [context.of_shard.get(id(gradient), (None, None))[1] for gradient in grads]
             with _nesting("apply"):
+                if not context.can_exchange():  # the branch or loop that it is in gets whole inputs
+                    return apply(self, grads, trainable_variables, **kwargs)
+                grads = list(grads)
                 if private_optimizer.accumulates(self):
-                    return _apply_accumulated(apply, self, grads, parts, trainable_variables, context)
-                # What no tape gave, or what the step has changed, counts by the samples.
-                others = [g if part is None else None for g, part in zip(grads, parts, strict=True)]
-                add_up = _adds_rows_up(self)
-                with context.implied():
-                    added = [None] * len(parts)
-                    if compression is not None:
-                        variables = private_optimizer.built_for(self, trainable_variables)
-                        added = compression.add_up(parts, variables, context)
-                        parts = [p if a is None else None for p, a in zip(parts, added, strict=True)]
-                    left = [None] * len(parts)
-                    if sharding is not None and not tf.executing_eagerly():
-                        chosen = sharding.leave_addends(self, parts)
-                        left = [p if one else None for p, one in zip(parts, chosen, strict=True)]
-                        parts = [None if one else p for p, one in zip(parts, chosen, strict=True)]
-                    rest = ops.add_gradients(parts, rows_add_up=add_up)
-                    means = _means(others, context, add_up)
-                sums = zip(added, left, rest, means, strict=True)
-                reduced = [next((one for one in given if one is not None), None) for given in sums]
-                return apply(self, reduced, trainable_variables, **kwargs)
+                    return _apply_accumulated(apply, self, grads, trainable_variables, context)
+                left: list[Any] = grads
+                added: list[Any] = [None] * len(grads)
+                if compression is not None:
+                    variables = private_optimizer.built_for(self, trainable_variables)
+                    added = compression.add_up(grads, variables, context)
+                    left = [g if a is None else None for g, a in zip(grads, added, strict=True)]
+                addends: list[Any] = [None] * len(grads)
+                if sharding is not None:
+                    addends = sharding.leave_addends(self, left)
+                    left = [g if a is None else None for g, a in zip(left, addends, strict=True)]
+                reduced = ops.whole(left, rows_add_up=_adds_rows_up(self))
+                sums = zip(added, addends, reduced, strict=True)
+                chosen = [next((one for one in given if one is not None), None) for given in sums]
+                return apply(self, chosen, trainable_variables, **kwargs)
 
         return reducing_apply
 
@@ -166,29 +106,8 @@ def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
     return type(optimizer) is keras.optimizers.SGD and not any(clips)
 
 
-def _means(gradients: Sequence[Any], context: Context, rows_add_up: bool) -> list[Any]:
-    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-    dense = [None if is_sparse else g for g, is_sparse in zip(gradients, sparse, strict=True)]
-    gathered = [
-        _weighted(g, context) if is_sparse else None for g, is_sparse in zip(gradients, sparse, strict=True)
-    ]
-    means = ops.all_reduce(dense, op="mean")
-    added = ops.add_gradients(gathered, rows_add_up=rows_add_up)
-    return [m if g is None else g for m, g in zip(means, added, strict=True)]
-
-
-def _weighted(gradient: Any, context: Context) -> Any:
-    """Return the tower's part of a gradient that counts by the samples."""
-    return ops.scaled(gradient, context.share.fraction)
-
-
 def _apply_accumulated(
-    apply: Callable,
-    optimizer: keras.Optimizer,
-    gradients: Sequence[Any],
-    parts: Sequence[Any],
-    variables: Any,
-    context: Context,
+    apply: Callable, optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Any, context: Context
 ) -> None:
     """Accumulate on each tower by itself, and add up once, when the optimizer is to update.
 
@@ -198,11 +117,10 @@ def _apply_accumulated(
     variables = private_optimizer.built_for(optimizer, variables)
     accumulators = private_optimizer.accumulators(optimizer, variables)
     running = {}
-    for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
-        if gradient is not None:
+    for i, part in enumerate(ops.parts(gradients)):
+        if part is not None:
             private.set_partial(accumulators[i])
-            part = tf.convert_to_tensor(_weighted(gradient, context) if part is None else part)
-            part = context.share.of_samples(part)
+            part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = private_optimizer.update_is_due(optimizer)
     totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
@@ -213,58 +131,42 @@ def _apply_accumulated(
         accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))
 
 
-def scalars_weighed() -> contextlib.AbstractContextManager[None]:
-    """Let a scalar that a mean is updated with count once per step, not once per tower.
+def functions_inlined() -> contextlib.AbstractContextManager[None]:
+    """Let a `tf.function` that a step calls be traced as a part of the step, not as a function of its own."""
 
-    A scalar, such as the loss of a batch, stands for the tower's whole shard: its weight is multiplied by the
-    shard's share of the batch, unless it counts samples already, so that the towers' scalars add up to the
-    batch's mean. A sum over the samples is divided by that share.
-    """
-
-    def weighing(update: Callable) -> Callable:
-        @functools.wraps(update)
-        def weighed_update(self, values, sample_weight=None, **kwargs):
+    def inlining(call: Callable) -> Callable:
+        @functools.wraps(call)
+        def inlined(self, *args, **kwargs):
             context = ops.current_context()
-            if context is not None and tf.is_tensor(values):
-                values, sample_weight = _weighed(self, values, sample_weight, context)
-            return update(self, values, sample_weight, **kwargs)
+            if context is None or not context.can_exchange():
+                return call(self, *args, **kwargs)
+            return private.autograph_converted(self.python_function)(*args, **kwargs)
 
-        return weighed_update
+        return inlined
 
-    return private.methods_wrapped([keras.metrics.Mean, keras.metrics.Sum], "update_state", weighing)
-
-
-def _weighed(metric: keras.Metric, values: tf.Tensor, weight: Any, context: Context) -> tuple[tf.Tensor, Any]:
-    if weight is None and values.shape.rank != 0:
-        return values, weight  # one value per sample
-    of_whole = weight is None  # the shard counts as one
-    weight = tf.ones([], values.dtype) if weight is None else tf.convert_to_tensor(weight)
-    # With a scalar as weight, Keras reduces the values of the shard to a scalar too.
-    if weight.shape.rank != 0 or (values.shape.rank != 0 and isinstance(metric, keras.metrics.Sum)):
-        return values, weight
-    fraction = context.share.fraction
-    if context.kind_of(values).is_sum:
-        values = values / tf.cast(fraction, values.dtype)
-    if of_whole or context.kind_of(weight).form == SAME:
-        weight = tf.cast(weight, fraction.dtype) * fraction
-    return values, weight
+    return private.methods_wrapped([private.function_class()], "__call__", inlining)
 
 
-def results_reduced() -> contextlib.AbstractContextManager[None]:
-    """Let every metric compute its result from the sum of the towers' states (where no graph does that)."""
+def summaries_written_once() -> contextlib.AbstractContextManager[None]:
+    """Let a summary within a step be written by tower 0 alone, with the batch's value."""
 
-    def reducing(result: Callable) -> Callable:
-        @functools.wraps(result)
-        def reduced_result(self):
-            if ops.current_context() is None or _is_nested("result") or not self.variables:
-                return result(self)
-            with _nesting("result"):
-                states = ops.all_reduce([variable.value for variable in self.variables], op="sum")
-                return self.stateless_result(states)
+    def writing(write: Callable) -> Callable:
+        @functools.wraps(write)
+        def written_once(tag, tensor, *args, **kwargs):
+            context = ops.current_context()
+            if context is None or not context.can_exchange():
+                return write(tag, tensor, *args, **kwargs)
+            value = tf.convert_to_tensor(tensor() if callable(tensor) else tensor)
+            (value,) = context.mark([value], "whole")
+            return tf.cond(
+                tf.equal(context.share.tower, 0),
+                lambda: write(tag, value, *args, **kwargs),
+                lambda: tf.constant(False),
+            )
 
-        return reduced_result
+        return written_once
 
-    return private.methods_wrapped(private.loaded_classes(keras.Metric), "result", reducing)
+    return private.methods_wrapped([tf.summary], "write", writing)
 
 
 def _is_nested(what: str) -> bool:

@@ -308,10 +308,7 @@ def _join_one(
         return group_broadcast(tensors, towers.communicator, wire.root, label)
     if wire.concatenates:
         return _gather(tensors, towers)
-    reduced = group_all_reduce(tensors, towers.communicator, wire.op, label)
-    if wire.kind == "reduce":
-        reduced = [t if i == wire.root else tf.zeros_like(t) for i, t in enumerate(reduced)]
-    return reduced
+    return group_all_reduce(tensors, towers.communicator, wire.op, label)
 
 
 def _gather(tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:

@@ -35,20 +35,15 @@ def gradient_moments(watch: Watch) -> tf.Tensor | None:
     if not watch.gradients or context is None:
         return None
     share = context.share
-    rest = share.split_fraction()[1]
-    parts = [ops.scaled(gradient, rest) for gradient in watch.gradients]  # n_i/B g_i
-    with context.implied():
-        # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
-        sums = ops.add_gradients(parts)
+    # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
+    sums = ops.whole(watch.gradients)
     part, whole = (
         tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, watch.scales, strict=True)])
-        for gradients in (watch.gradients, sums)
+        for gradients in (ops.parts(watch.gradients), sums)  # n_i/B g_i, and their sum
     )
-    rest, fraction = tf.cast(rest, part.dtype), tf.cast(share.fraction, part.dtype)
-    weighted = tf.math.divide_no_nan(part * rest**2, fraction)  # n_i/B |g_i|^2
+    weighted = tf.math.divide_no_nan(part, tf.cast(share.fraction, part.dtype))  # n_i/B |g_i|^2
     own = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])
-    with context.implied():
-        weighted, towers, samples = tf.unstack(ops.all_reduce(own, op="sum"))
+    weighted, towers, samples = tf.unstack(ops.all_reduce(own, op="sum"))
     trace = (weighted - whole) * samples / (towers - 1.0)
     return tf.stack([trace, whole - trace / samples])
 

@@ -36,10 +36,10 @@ def finite_flags(watch: Watch) -> tf.Tensor | None:
     context = ops.current_context()
     if not watch.gradients or watch.scale is not None or context is None:
         return None
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in watch.gradients]
+    own = ops.parts(watch.gradients)
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in own]
     finite = tf.stack([tf.reduce_all(tf.math.is_finite(one)) for one in values])
-    with context.implied():
-        return ops.stack(finite)
+    return ops.stack(finite)
 
 
 class OnNonFinite:

@@ -1,8 +1,8 @@
 """Collectives as TensorFlow ops, as a user calls them inside a step: "with the other towers".
 
-What they become depends on who runs the step (a `Context`): a mark while a step is traced, an exchange
-between towers that run eagerly, and nothing but the tensor itself where a step runs alone, since a reduction
-over one tower is the identity. What joins the towers' tensors in the end is `group_ops.py`.
+While a step is traced for towers they are marks (`Context`), and nothing but the tensor itself where a step runs
+alone, since a reduction over one tower is the identity: no step needs them to be right. What joins the towers' tensors
+in the end is `group_ops.py`.
 """
 
 import contextlib
@@ -23,13 +23,11 @@ class Collective:
     """One tensor's meeting with its counterparts on the other towers.
 
     Attributes:
-        kind: "all_reduce"; "broadcast" (all get the root's); "reduce" (the root gets the sum, all others
-            zeros: the gradient of a broadcast); "all_gather" (all get all towers' rows, in order, as many
+        kind: "all_reduce"; "broadcast" (all get the root's); "all_gather" (all get all towers' rows, in order, as many
             as there are per sample); "stack" (the same, of a tensor with one row per tower); "reduce_scatter"
             (of the sum of tensors with one row per tower, each gets its row).
-        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Or "share": each tower gets, of the
-            sum, the share that its samples have of all. Unused by a broadcast.
-        root: the tower that a broadcast starts from, or that a reduce ends at.
+        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
+        root: the tower that a broadcast starts from.
         empty_too: whether towers without samples take part, with what they kept from earlier batches.
     """
 
@@ -56,7 +54,7 @@ class Collective:
     @property
     def differs(self) -> bool:
         """Whether each tower gets something else."""
-        return self.kind in ("reduce", "reduce_scatter")
+        return self.kind == "reduce_scatter"
 
     def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
         """Return the shape of the result, as far as it is known whatever the number of towers."""
@@ -92,27 +90,15 @@ class Share(NamedTuple):
         """
         return tf.where(self.fraction > 0, tensor, tf.zeros_like(tensor))
 
-    def split_fraction(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the power of two that is nearest to `fraction`, and what it is to be multiplied by.
-
-        A gradient that flows back is multiplied by a power of two without rounding, in any dtype.
-        """
-        logarithm = tf.math.log(self.fraction) / tf.math.log(tf.constant(2.0, tf.float64))
-        power = tf.where(self.fraction > 0, tf.pow(tf.constant(2.0, tf.float64), tf.round(logarithm)), 0.0)
-        return power, tf.math.divide_no_nan(self.fraction, power)
-
 
 class Context(Protocol):
-    """Whoever runs a step on towers; decides what a collective in it does.
+    """Whoever traces a step for towers; decides what a collective in it becomes.
 
     Attributes:
         share: the tower's part of the batch.
-        of_shard: by the id of a gradient that was reduced where it was computed: that gradient itself, and
-            what this tower had computed.
     """
 
     share: Share
-    of_shard: dict[int, tuple[Any, Any]]
 
     def exchange(
         self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
@@ -126,32 +112,12 @@ class Context(Protocol):
         """
         ...
 
+    def mark(self, tensors: Sequence[tf.Tensor], purpose: str, **details: Any) -> list[tf.Tensor]:
+        """Return the tensors, placed as `program.Mark` says for that purpose."""
+        ...
+
     def can_exchange(self) -> bool:
         """Whether a collective can be had here: not inside a loop or a branch of a traced step."""
-        ...
-
-    def kind_of(self, tensor: tf.Tensor) -> Any:
-        """Return what a tensor of the step is, relative to the samples: a `kinds.Kind`."""
-        ...
-
-    def taken_as(self, kind: Any) -> contextlib.AbstractContextManager[None]:
-        """While it is open, what is computed is of that kind, whatever its ops tell."""
-        ...
-
-    def implied(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, no collective is one that the step itself asks for."""
-        ...
-
-    def differentiating(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, gradients are computed: what flows back is no statistic of samples."""
-        ...
-
-    def note_kind(self, tensors: Sequence[tf.Tensor], kind: Any) -> None:
-        """Note the kind of tensors whose ops do not tell it."""
-        ...
-
-    def note_loss(self, tensor: tf.Tensor) -> Any:
-        """Note that a tensor of the step is differentiated; return its kind."""
         ...
 
 
@@ -250,21 +216,57 @@ def all_gather(tensors: Any) -> Any:
 def stack(tensor: tf.Tensor) -> tf.Tensor:
     """Give every tower the counterparts of `tensor` on all towers that have samples: [N, *shape].
 
-    Collective and differentiable, like `all_reduce`. Outside a step on towers N is 1.
+    Collective and differentiable, like `all_reduce`: what flows back to a tower is its own row. Outside a step on
+    towers N is 1.
     """
     context = current_context()
     row = tensor[tf.newaxis]
-    return row if context is None else _exchange(context, [row], Collective("stack"))[0]
+    if context is None:
+        return row
+
+    @tf.custom_gradient
+    def stacked(row):
+        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked([upstream], "own row")[0]
+
+    return stacked(row)
 
 
-def add_gradients(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
-    """Add up the towers' parts of the batch's gradients.
+def to_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Take a tower's own rows out of the batch: what is computed of them is each tower's own; differentiable."""
+    return [_both_ways("local", "rows")(tensor) for tensor in tensors]
 
-    Sparse gradients are gathered: an optimizer then sees the very slices that one device would have, repeated
-    rows included. Where `rows_add_up`, their dense sum is taken instead if that moves fewer bytes.
+
+def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Let what each tower has computed of its own take part in the step; differentiable.
+
+    What flows back to a tower is its own addend of the batch's gradient.
+    """
+    return [_both_ways("local", "addends")(tensor) for tensor in tensors]
+
+
+def _both_ways(forward: str, backward: str, of: str = "") -> Any:
+    """A mark that is another mark for what flows back, to any order."""
+
+    @tf.custom_gradient
+    def marked(tensor):
+        context = current_context()
+        if context is None or not context.can_exchange():
+            return tf.identity(tensor), lambda upstream: upstream
+        (result,) = context.mark([tensor], forward, of=of)
+        return result, lambda upstream: _both_ways(backward, forward, result.op.name)(upstream)
+
+    return marked
+
+
+def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
+    """Let gradients be the batch's here: this is where they are all-reduced.
+
+    Of a sparse one whose indices come from the samples the towers' slices are gathered: an optimizer then sees the
+    very slices that one device would have, repeated rows included. Where `rows_add_up`, their dense sum is taken
+    instead if that moves fewer bytes.
 
     Args:
-        gradients: tensors, `tf.IndexedSlices` or None; of each, what this tower's samples contribute.
+        gradients: tensors, `tf.IndexedSlices` or None.
         rows_add_up: whether it makes no difference to whoever gets the gradients that a row which several
             slices name is given as their sum. (To Keras' adaptive optimizers it does: they square slices.)
 
@@ -272,49 +274,38 @@ def add_gradients(gradients: Sequence[Any], *, rows_add_up: bool = False) -> lis
         The same kinds, in the same order.
     """
     context = current_context()
-    sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
-    if context is None:
-        return list(gradients)
-    added = all_reduce([None if i in sparse else g for i, g in enumerate(gradients)], op="sum")
-    for i in sparse:
-        adds = rows_add_up and gradients[i].values.shape[1:].is_fully_defined()
-        added[i] = (_add_slices if adds else _gather_slices)(context, gradients[i])
-    return added
+    result = list(gradients)
+    if context is None or not context.can_exchange():
+        return result
+    dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
+    for i, tensor in zip(dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True):
+        result[i] = tensor
+    for i, one in enumerate(result):
+        if isinstance(one, tf.IndexedSlices):
+            height = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
+            adds = rows_add_up and height is not None
+            marked = context.mark(
+                [one.values, one.indices], "slices", rows_add_up=adds, height=int(height[0]) if adds else 0
+            )
+            result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
+    return result
 
 
-def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Return a gradient, a tensor or `tf.IndexedSlices`, multiplied by a scalar of any dtype."""
-    factor = tf.cast(factor, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+def parts(gradients: Sequence[Any]) -> list[Any]:
+    """Return, of each of the batch's gradients, what this tower adds to it; None stays None."""
+    return [
+        None
+        if one is None
+        else tf.IndexedSlices(*_marked([one.values, one.indices], "slices part"), dense_shape=one.dense_shape)
+        if isinstance(one, tf.IndexedSlices)
+        else _marked([one], "parts")[0]
+        for one in gradients
+    ]
 
 
-def _gather_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    gathered = _exchange(context, [slices.values, slices.indices], Collective("all_gather"))
-    return tf.IndexedSlices(*gathered, dense_shape=slices.dense_shape)
-
-
-def _add_slices(context: Context, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Gather slices, or reduce their dense sum, whichever moves fewer bytes; decided anew for each batch.
-
-    By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
-    all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
-    """
-    values, indices = slices.values, slices.indices
-    rows, height = tf.shape(values)[0], tf.cast(slices.dense_shape[0], tf.int64)
-    width = values.shape[1:].num_elements() * values.dtype.size  # bytes of a row
-    total = _exchange(context, [tf.cast(rows, tf.int64)], Collective("all_reduce", "sum"))[0]
-    dense = 2 * height * width < total * (width + indices.dtype.size)
-    kept = tf.where(dense, 0, rows)
-    height = tf.where(dense, height, tf.zeros_like(height))
-    gathered = _gather_slices(context, tf.IndexedSlices(values[:kept], indices[:kept], slices.dense_shape))
-    summed = tf.math.unsorted_segment_sum(values[kept:], indices[kept:], height)
-    summed = _exchange(context, [summed], Collective("all_reduce", "sum"))[0]
-    every = tf.cast(tf.range(height), indices.dtype)
-    return tf.IndexedSlices(
-        tf.concat([gathered.values, summed], 0), tf.concat([gathered.indices, every], 0), slices.dense_shape
-    )
+def _marked(tensors: list[tf.Tensor], purpose: str) -> list[tf.Tensor]:
+    context = current_context()
+    return tensors if context is None else context.mark(tensors, purpose)
 
 
 def _map_collective(structure: Any, collective: Collective) -> Any:
@@ -325,68 +316,10 @@ def _map_collective(structure: Any, collective: Collective) -> Any:
         _check_dtype(tensor.dtype, collective)
     context = current_context()
     if context is not None and tensors:
-        tensors = _exchange(context, tensors, collective)
+        tensors = context.exchange(tensors, collective)
     for i, tensor in zip(places, tensors, strict=True):
         leaves[i] = tensor
     return tf.nest.pack_sequence_as(structure, leaves)
-
-
-def _exchange(context: Context, tensors: list[tf.Tensor], collective: Collective) -> list[tf.Tensor]:
-    @tf.custom_gradient
-    def differentiable(*values):
-        results = context.exchange(values, collective)
-
-        def gradient(*upstream):
-            gradients = [None] * len(values)
-            floating = [i for i, value in enumerate(values) if value.dtype.is_floating]
-            if floating:
-                pairs = ([values[i] for i in floating], [upstream[i] for i in floating])
-                for i, tensor in zip(floating, _adjoint(context, collective, *pairs), strict=True):
-                    gradients[i] = tensor
-            return gradients
-
-        return results, gradient
-
-    return list(differentiable(*tensors))
-
-
-def _adjoint(
-    context: Context, collective: Collective, values: list[tf.Tensor], upstream: list[tf.Tensor]
-) -> list[tf.Tensor]:
-    """Carry the gradients of a collective's results back to the `values` that went in.
-
-    What a tower differentiates is its part of the batch's loss (`hooks.gradients_taped`), so that the loss'
-    gradient of a result is the sum of the towers' `upstream`.
-    """
-    rest = context.share.split_fraction()[1]  # what all that flows back is yet to be multiplied by
-
-    def met(adjoint):
-        parts = [tensor * tf.cast(rest, tensor.dtype) for tensor in upstream]
-        return [total / tf.cast(rest, total.dtype) for total in _exchange(context, parts, adjoint)]
-
-    if collective.kind == "broadcast":
-        return met(Collective("reduce", root=collective.root))
-    if collective.kind == "reduce":
-        return met(Collective("broadcast", root=collective.root))
-    if collective.op not in ("mean", "sum"):
-        raise ValueError(
-            "Expected op 'mean' or 'sum' where an all-reduce is differentiated. "
-            f"Received: op={collective.op!r}. Use tf.stop_gradient on its result."
-        )
-    sums = met(Collective("all_reduce", "sum"))
-    if collective.concatenates:
-        pairs = zip(values, sums, strict=True)
-        return [_own_rows(context.share, collective, tf.shape(value)[0], total) for value, total in pairs]
-    if collective.op == "mean":
-        return [total * tf.cast(context.share.fraction, total.dtype) for total in sums]
-    return sums
-
-
-def _own_rows(share: Share, collective: Collective, rows: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
-    """Take from the rows of all towers those that this tower contributed."""
-    begin = share.tower if collective.kind == "stack" else share.begin * (rows // share.rows)
-    begin = tf.minimum(begin, tf.shape(gathered)[0] - rows)  # a tower without samples contributed none
-    return gathered[begin : begin + rows]
 
 
 def _check_dtype(dtype: tf.DType, collective: Collective) -> None:

@@ -126,14 +126,17 @@ class OptimizerSharding:
         self._sharded: dict[int, _Sharded] = {}  # by id of the optimizer
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
-    def leave_addends(self, optimizer: keras.Optimizer, parts: Sequence[Any]) -> list[bool]:
-        """Return which gradients are to be given to `optimizer.apply` as each tower's part of them.
+    def leave_addends(self, optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
+        """Return, of the gradients that `optimizer.apply` is to be given so, what each tower adds to them.
 
         They are then added up where the optimizer's state is: none that the optimizer looks at before.
 
         Args:
             optimizer: about to be called.
-            parts: what this tower adds to each gradient; None where that is not known.
+            gradients: the batch's.
+
+        Returns:
+            None for those that are to be given whole.
 
         Raises:
             ValueError: `LargeBatch` updates the optimizer in its own way.
@@ -144,10 +147,10 @@ class OptimizerSharding:
                 f"Received: both, for {type(optimizer).__name__} {optimizer.name!r}"
             )
         if not private_optimizer.applies_untouched(optimizer):
-            return [False] * len(parts)
-        left = [isinstance(part, tf.Tensor) for part in parts]
-        self._addends = {id(part): part for part, one in zip(parts, left, strict=True) if one}
-        return left
+            return [None] * len(gradients)
+        addends = ops.parts([one if isinstance(one, tf.Tensor) else None for one in gradients])
+        self._addends = {id(part): part for part in addends if part is not None}
+        return addends
 
     def hooks(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Let optimizers update partitions, in a step that is traced.

@@ -17,7 +17,8 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateful_random_ops,
@@ -58,6 +59,39 @@ def variables_read_in(graph: Any) -> list[tf.Variable]:
 def is_stateful(op: tf.Operation) -> bool:
     """Return whether TensorFlow declares `op` stateful: a variable's op, a random draw, an assertion."""
     return op.op_def.is_stateful
+
+
+def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
+    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares it.
+
+    Args:
+        op_type: of a registered op; one that is not known hides nothing.
+        repeatable: the stateful types that give equal results for equal inputs.
+    """
+    definition = op_def_registry.get(op_type)
+    writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+    known = op_type in repeatable or op_type.startswith(writers)
+    return definition is not None and definition.is_stateful and not known
+
+
+def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any:
+    """Return a FunctionDef as a graph with `inputs` and `outputs`; shapes of the inputs, None where unknown."""
+    with outer.as_default():
+        return function_def_to_graph(definition, input_shapes=list(shapes))
+
+
+def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the results of a copy of `op`, in the default graph, with other inputs."""
+    node = op.node_def
+    node.name, node.device = f"copy_of_{op.name.replace('/', '_')}", ""
+    node.attr.pop("_class", None)
+    del node.input[:]
+    node.input.extend(f"given_{i}" for i in range(len(inputs)))
+    definition = tf.compat.v1.GraphDef(node=[node])
+    definition.versions.CopyFrom(op.graph.graph_def_versions)
+    given = {f"given_{i}": tensor for i, tensor in enumerate(inputs)}
+    names = [f"{node.name}:{i}" for i in range(len(op.outputs))]
+    return tf.graph_util.import_graph_def(definition, given, names, name="")
 
 
 def run_independently(op: tf.Operation) -> None:

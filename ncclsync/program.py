@@ -17,7 +17,6 @@ import keras
 import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.kinds import SAME, UNKNOWN, Kind, Kinds
 from ncclsync.ops import Collective, Share, running_in
 
 
@@ -124,7 +123,8 @@ class Program:
             equal (perhaps by an exchange), or the "concat" of their rows.
         structure: the results' structure, with None in place of tensors that are None.
         results: what becomes of the towers' results.
-        doubts: what cannot be exact on towers, in words.
+        warnings: what a user should know of the step on towers, in words.
+        gathered: what is made whole on every tower, for want of a rule; see `semantics.partition.Whole`.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
@@ -141,7 +141,8 @@ class Program:
     outputs: tuple[tuple[str, str], ...]
     structure: Any
     results: Results
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
+    gathered: tuple[Any, ...]
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None
@@ -156,53 +157,48 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An `IdentityN` of the trace that stands for a collective.
+    """An `IdentityN` of the trace that says how tensors are to be placed from there on.
 
     Attributes:
         name: the op's.
-        collective: what it stands for.
+        purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the batch's.
+            "slices": values and indices of a sparse gradient are. "parts": what each tower adds to them.
+            "slices part": the same of values and indices. "local": each tower's own. "addends": a gradient, of which
+            each tower takes its own addend. "rows": each tower's own are its rows of the batch. "own row": of one
+            row for each tower, its own.
+        collective: see "collective".
         conditional: whether its last tensor tells if the collective happens.
-        explicit: whether the step itself asks for it: then each tower's own value is meant to go in.
-        line: the user's that does, or calls what does.
+        line: the user's that asks for it, or calls what does.
+        rows_add_up: see `ops.whole`.
+        height: the rows of the table that slices are of, where `rows_add_up`.
+        of: the name of the mark that "rows" are taken back to.
     """
 
     name: str
-    collective: Collective
-    conditional: bool
-    explicit: bool
-    line: str
+    purpose: str
+    collective: Collective = Collective("all_reduce")
+    conditional: bool = False
+    line: str = ""
+    rows_add_up: bool = False
+    height: int = 0
+    of: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A step as `tf.function` traced it.
+    """A step as `tf.function` traced it: the program of one device on the whole batch.
 
     Attributes:
-        function: the ConcreteFunction.
+        function: the ConcreteFunction, of the batch and a tower's `Share` of it.
+        share: the second argument's tensors within the graph.
         marks: by name of the marking op.
-        losses: names of the ops whose results are differentiated.
-        kinds: what each tensor is, relative to the samples.
-        doubts: what cannot be exact on towers, in words, as far as was seen while tracing.
+        batch: the batch's structure, with the graph's tensors.
     """
 
     function: Any
+    share: Share
     marks: dict[str, Mark]
-    losses: list[str]
-    kinds: Kinds
-    doubts: list[str]
-
-    def kind_of(self, name: str) -> Kind:
-        """What the tensor of that name is."""
-        return self.kinds.of(self.function.graph.get_tensor_by_name(name))
-
-    def doubt(self, what: str, kind: Kind) -> None:
-        """Add to the doubts, if `kind` says so, that `what` is not exact."""
-        if kind.origin is not None:
-            self.doubts.append(
-                f"{what} is not exact on towers: {kind.origin.type}, at {user_line(kind.origin.traceback)}, "
-                "computes with what was reduced over the samples, and the towers' results do not add up. "
-                "Reduce it over all towers first, by ncclsync.ops.all_reduce or all_gather."
-            )
+    batch: Any
 
 
 class _Marking:
@@ -211,11 +207,7 @@ class _Marking:
     def __init__(self) -> None:
         self.graph: Any = None
         self.share: Any = None
-        self.kinds: Any = None
-        self._implied = False
-        self.of_shard: dict[int, tuple[Any, Any]] = {}
-        self.losses: list[tf.Tensor] = []
-        self.doubted: list[tuple[str, Kind]] = []
+        self.batch: Any = None
         self.marks: list[tuple[Any, Mark]] = []
 
     def can_exchange(self) -> bool:
@@ -228,53 +220,23 @@ class _Marking:
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
                 f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
-                "collective (or the optimizer's apply, which all-reduces the gradients) out of it."
+                "collective out of it, or leave it away: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
-        outputs = tf.identity_n([*tensors, *conditions], name="ncclsync_mark")
-        line = user_line(outputs[0].op.traceback)
-        mark = Mark(outputs[0].op.name, collective, when is not None, not self._implied, line)
-        self.marks.append((self.graph, mark))
-        results = outputs[: len(tensors)]
+        results = self.mark([*tensors, *conditions], "collective", collective=collective, conditional=when is not None)
+        results = results[: len(tensors)]
         if collective.changes_rows:
             # On towers there will be other rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
-        if not collective.differs and when is None:
-            self.kinds.note(results, Kind(SAME))
         return results
 
-    @contextlib.contextmanager
-    def taken_as(self, kind: Kind) -> Iterator[None]:
-        before = len(self.graph.get_operations())
-        yield
-        self.note_kind([t for op in self.graph.get_operations()[before:] for t in op.outputs], kind)
-
-    @contextlib.contextmanager
-    def implied(self) -> Iterator[None]:
-        before, self._implied = self._implied, True
-        try:
-            yield
-        finally:
-            self._implied = before
-
-    @contextlib.contextmanager
-    def differentiating(self) -> Iterator[None]:
-        before = len(self.graph.get_operations())
-        with self.taken_as(Kind(UNKNOWN)), self.implied():
-            yield
-        self.kinds.backward.update(op.name for op in self.graph.get_operations()[before:])
-
-    def note_kind(self, tensors: Sequence[tf.Tensor], kind: Kind) -> None:
-        self.kinds.note(tensors, kind)
-
-    def kind_of(self, tensor: tf.Tensor) -> Kind:
-        return self.kinds.of(tensor)
-
-    def note_loss(self, tensor: tf.Tensor) -> Kind:
-        kind = self.kinds.of(tensor)
-        self.losses.append(tensor)
-        self.doubted.append(("The loss that is differentiated", kind))
-        return kind
+    def mark(self, tensors: Sequence[tf.Tensor], purpose: str, **details: Any) -> list[tf.Tensor]:
+        if not self.can_exchange():  # in a loop, or a branch: what has no rule there is made whole before it
+            return list(tensors)
+        outputs = tf.identity_n(list(tensors), name="ncclsync_mark")
+        line = user_line(outputs[0].op.traceback)
+        self.marks.append((self.graph, Mark(outputs[0].op.name, purpose, line=line, **details)))
+        return list(outputs)
 
 
 def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
@@ -296,8 +258,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     def traced(batch, share):
         # tf.function traces again when a step created variables; the last trace is the one that counts.
         marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
-        marking.kinds = Kinds(marking.graph, batch, share)
-        marking.doubted.clear()
+        marking.batch = batch
         with running_in(marking):
             return step(batch)
 
@@ -305,10 +266,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
         batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     )
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    losses = [tensor.op.name for tensor in marking.losses if tensor.graph is function.graph]
-    traced_step = Trace(function, marks, losses, marking.kinds, [])
-    for what, kind in marking.doubted:
-        traced_step.doubt(what, kind)
+    traced_step = Trace(function, marking.share, marks, marking.batch)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
     return traced_step

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from ncclsync import ops, private_keras, private_optimizer
 from ncclsync.errors import NcclSyncError
-from ncclsync.kinds import SAME, Kind
 from ncclsync.shard import count_rows
 from ncclsync.step import leaves_of, python_step
 
@@ -272,9 +271,7 @@ def _batch_rows(data: Any) -> tf.Tensor:
     context = ops.current_context()
     if context is None:
         return count_rows(next(leaf for leaf in leaves_of(data) if leaf.shape.rank != 0))
-    total = tf.identity(context.share.total)
-    context.note_kind([total], Kind(SAME))
-    return total
+    return tf.identity(context.share.total)
 
 
 def _not_decayed(model: keras.Model) -> Sequence[keras.Variable]:

@@ -253,8 +253,7 @@ def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str
         parts = unpack(tensor, [exchange.shape for exchange in bucket.exchanges])
     received = {}
     for exchange, part in zip(bucket.exchanges, parts, strict=True):
-        is_share = exchange.collective.op == "share"
-        received[exchange.result] = part * tf.cast(fraction, part.dtype) if is_share else part
+        received[exchange.result] = part
     return received
 
 

@@ -23,14 +23,13 @@ from ncclsync.meter import STEPS, WAIT, Meter, begin, hold
 from ncclsync.noise import gradient_moments
 from ncclsync.nonfinite import finite_flags
 from ncclsync.program import Program, Results, trace
-from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.recovery import KeptBatch, Rollback
-from ncclsync.shard import components_of, open_specs, shard_specs
+from ncclsync.semantics.draws import check_draws
+from ncclsync.semantics.normalization import moments_of_layers
+from ncclsync.shard import components_of, open_specs
 from ncclsync.towers import TowerState
-from ncclsync.traced_draws import check_draws
 from ncclsync.watch import Watch
 from ncclsync.watchdog import interruptible
-from ncclsync.whole_batch import whole_batch_hooks
 
 logger = logging.getLogger("ncclsync")
 
@@ -140,11 +139,10 @@ class TowerStep(abc.ABC):
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """What the Python of a step does differently on towers, while it is traced or runs eagerly."""
-        draws = draws_of_whole_batch if self.towers.batch_invariant_random else contextlib.nullcontext
+        """What the Python of a step does differently on towers, while it is traced."""
         sharding = self.towers.sharding
         shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
-        with step_hooks(self.towers.compression, sharding), whole_batch_hooks(), draws(), shards:
+        with step_hooks(self.towers.compression, sharding), moments_of_layers(), shards:
             yield
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
@@ -200,8 +198,8 @@ class TowerStep(abc.ABC):
             program = self.program_of(specs, meter)
             for _, variable in program.variables:
                 self.towers.copies(variable)
-            for doubt in program.doubts:
-                self.towers.warn_once(doubt)
+            for warning in program.warnings:
+                self.towers.warn_once(warning)
             _, other = self._graphs.get((key[0], meter is None), (None, None))
             if other is not None and other.program is program:
                 plan = dataclasses.replace(other, meter=meter)
@@ -239,11 +237,13 @@ class TowerStep(abc.ABC):
         try:
             program = self.make_program(shard, meter)
         except (TypeError, ValueError) as error:
-            known = shard_specs(specs, len(self.towers))
-            if self.towers.batch_invariant_random or repr(known) == repr(shard):
+            if repr(specs) == repr(shard):
                 raise
-            program = self.make_program(known, meter)
-            logger.info("The step is traced for shards of a fixed number of rows, since without: %s", error)
+            program = self.make_program(specs, meter)
+            self.towers.warn_once(
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: every tower "
+                f"computes the whole batch. Without that number: {error}"
+            )
         return self._programs.setdefault(key, program)
 
     def last(self) -> tuple[Program, Any] | None:

@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import private
-from ncclsync.kinds import SAME, Kind
 from ncclsync.ops import Collective
-from ncclsync.program import Exchange, Trace, user_line
+from ncclsync.program import Exchange, Trace
+from ncclsync.semantics.placements import LOCAL, REPLICATE, Kind, Placement, shard
 from ncclsync.variables import Role, role_of
 
 
@@ -55,6 +55,8 @@ class StepGraph:
         captured = function.captured_inputs
         count = len(flat_inputs) - len(captured)
         self.arguments = tuple(flat_inputs[:count])
+        self.piece_kinds: dict[int, str] = {}  # of the batch's leaves that consist of several tensors
+        self.argument_placements = self._place_arguments(trace)
         by_handle = {id(variable.handle): variable for variable in function.variables}
         self.variables: list[tuple[str, tf.Variable]] = []
         captures = []
@@ -86,8 +88,7 @@ class StepGraph:
         self._merge_duplicates()
         self.writes = {op.name: private.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
-        self.losses = trace.losses
-        self.kinds = trace.kinds
+        self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.local: set[str] = set()  # ops that compute on what differs between towers
@@ -97,6 +98,19 @@ class StepGraph:
         self.structure = function.graph.structured_outputs
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
+
+    def _place_arguments(self, trace: Trace) -> dict[str, Placement]:
+        """Place what a tower is given: its rows of the batch, and what it knows of them."""
+        placed = {tensor.name: LOCAL for tensor in trace.share}
+        placed[trace.share.total.name] = REPLICATE
+        for number, leaf in enumerate(tf.nest.flatten(trace.batch)):
+            if isinstance(leaf, tf.Tensor):
+                placed[leaf.name] = shard() if leaf.shape.rank else REPLICATE
+            elif leaf is not None:
+                self.piece_kinds[number] = "sparse" if isinstance(leaf, tf.SparseTensor) else "ragged"
+                for index, piece in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
+                    placed[piece.name] = Placement(Kind.PIECE, place=(number, index))
+        return placed
 
     def _live_ops(self, function: Any) -> list[tf.Operation]:
         """What the outputs and side effects need, inputs before consumers."""
@@ -164,13 +178,13 @@ class StepGraph:
         op = self.by_name.get(op_name(name))
         return None if op is None else op.type
 
-    def kind(self, name: str) -> Kind:
-        """What a tensor is, relative to the samples; the result of an exchange is the same on all towers."""
-        return Kind(SAME) if name in self.exchanges else self._trace.kind_of(name)
-
-    def doubt(self, what: str, kind: Kind) -> None:
-        """Note, if `kind` says so, that `what` cannot be exact on towers."""
-        self._trace.doubt(what, kind)
+    def take_in(self, op: tf.Operation, inputs: list[str]) -> None:
+        """Make an op that was added to the traced graph a part of the step."""
+        self.nodes[op.name] = op.node_def
+        self.inputs[op.name] = inputs
+        self.controls[op.name] = [control.name for control in op.control_inputs]
+        self.writes[op.name] = set()
+        self.by_name[op.name] = op
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
@@ -178,7 +192,7 @@ class StepGraph:
         return op is not None and op.type == "Const" and not op.control_inputs
 
     def exchange(
-        self, source: str, collective: Collective, when: str | None = None, line: str | None = None
+        self, source: str, collective: Collective, when: str | None = None, line: str = ""
     ) -> str:
         """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
 
@@ -186,15 +200,13 @@ class StepGraph:
             source: name of a tensor.
             collective: what happens to it.
             when: see `Exchange`.
-            line: the user's that asks for it; None: the one that `source` comes from.
+            line: the user's that asks for it.
         """
         if result := self._result_of.get((source, collective, when)):
             return result
         spec = self.spec(source)
         result = f"@exchange_{len(self.exchanges)}:0"
         shape = collective.shape(spec.shape)
-        if line is None:
-            line = user_line(self.by_name[self.origin(source)[0]].traceback)
         self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)
         self._result_of[source, collective, when] = result
         return result

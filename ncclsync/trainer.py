@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from ncclsync import peers, private, private_keras
 from ncclsync.devices import default_device
-from ncclsync.eager import run_eagerly
 from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
 from ncclsync.explanation import Explanation, explain_program, rows_of
@@ -25,7 +24,7 @@ from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
 from ncclsync.random_data import fixed_batch_size, random_data
 from ncclsync.step import TowerStep, to_tensor, without_optionals
-from ncclsync.whole_batch import synchronize_batch_norm
+from ncclsync.semantics.normalization import synchronize_batch_norm
 
 _BATCH_SIZE = 32  # Keras' own
 
@@ -178,11 +177,21 @@ class ModelStep(TowerStep):
             raise NcclSyncError(
                 "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
             )
-        eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
-        with self.hooks():
-            results = self.guarded(eagerly, None)
+        results = self.guarded(functools.partial(self._run_eagerly, batch), None)
         self.count(None)
         return results
+
+    def _run_eagerly(self, batch: Any) -> Any:
+        """Run the step as one device does, on tower 0, to debug it line by line; all towers get what it writes."""
+        variables = private_keras.variables_of(self._model)
+        before = [variable.value() for variable in variables]
+        try:
+            with tf.device(f"/{self.towers.devices[0]}"):
+                return getattr(self._model, self._name)(batch)
+        except BaseException:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            raise
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the model's method, having built what it needs, and cut it."""

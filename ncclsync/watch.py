@@ -19,9 +19,8 @@ class Watch:
 
     Attributes:
         names: of the variables; their Keras paths where known.
-        gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order. A tower's own, of
-            its part of the batch's loss but for a factor that `hooks.gradients_taped` leaves for the end:
-            `Share.split_fraction`'s second.
+        gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order: the batch's, of which
+            `ops.parts` tells what a tower adds.
         scales: what the losses they are of were multiplied by, scalars; None: nothing.
         scale: the last one.
     """
@@ -39,7 +38,7 @@ class Watch:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Watch tapes and loss scales; opened before the hooks that add up, it sees a tower's own."""
+        """Watch tapes and loss scales."""
 
         def watching(gradient: Callable) -> Callable:
             @functools.wraps(gradient)

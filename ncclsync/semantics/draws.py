@@ -1,0 +1,47 @@
+"""Random numbers whose state TensorFlow hides: no seed tells what they are."""
+
+import logging
+from typing import Any
+
+from ncclsync.errors import NcclSyncError
+from ncclsync.program import user_line
+
+_INSTEAD = "Draw with keras.random or tf.random.stateless_*"
+
+_logger = logging.getLogger("ncclsync")
+
+
+def check_draws(function: Any, batch_invariant: bool) -> None:
+    """Look at the draws of a traced step for such as no seed repeats.
+
+    Args:
+        function: the ConcreteFunction.
+        batch_invariant: whether towers are to draw what one device draws. If not, a draw from hidden state
+            is a warning, once per trace: CPU towers draw from one state in any order.
+
+    Raises:
+        NcclSyncError: for a draw from hidden state, if `batch_invariant`.
+    """
+    definition = function.graph.as_graph_def()
+    nodes = [(node, None) for node in definition.node]
+    nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
+    for node, within in nodes:
+        if "seed2" not in node.attr:
+            continue
+        if within is None:
+            place = f"at {user_line(function.graph.get_operation_by_name(node.name).traceback)}"
+        else:
+            place = f"in the function {within}"
+        if batch_invariant:
+            raise NcclSyncError(
+                "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True. "
+                f"Received: {node.op}, whose state TensorFlow hides, {place}. {_INSTEAD}."
+            )
+        _logger.warning(
+            "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "
+            "in any order, and those on devices of their own draw the same. %s.",
+            node.op,
+            place,
+            _INSTEAD,
+        )
+        return

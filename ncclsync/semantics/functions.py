@@ -1,0 +1,74 @@
+"""The functions that loops, branches and calls run: placed as a whole, since nothing can be put into them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync import private
+
+
+class Functions:
+    """The functions of one traced step, by name, as graphs."""
+
+    def __init__(self, definitions: dict[str, Any], outer: Any) -> None:
+        """Know the definitions.
+
+        Args:
+            definitions: by name, FunctionDefs.
+            outer: the graph that calls them.
+        """
+        self._definitions = definitions
+        self._outer = outer
+        self._graphs: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def graph(self, name: str, inputs: Sequence[tf.Tensor]) -> Any:
+        """Return a function as a graph whose inputs have the shapes of these tensors."""
+        shapes = tuple(str(tensor.shape) for tensor in inputs)
+        if (name, shapes) not in self._graphs:
+            known = [None if tensor.dtype in (tf.resource, tf.variant) else tensor.shape for tensor in inputs]
+            self._graphs[name, shapes] = private.function_as_graph(self._definitions[name], known, self._outer)
+        return self._graphs[name, shapes]
+
+    def calls(self, op_type: str) -> bool:
+        """Whether an op of that type is a call of a function itself."""
+        return op_type in self._definitions
+
+    def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
+        """Whether an op, or what it calls, draws from a state that no variable holds, or runs Python."""
+        queue, seen = [op.node_def], set()
+        while queue:
+            node = queue.pop()
+            called = [value.func.name for value in node.attr.values()]
+            called += [f.name for value in node.attr.values() for f in value.list.func]
+            if node.op in self._definitions:
+                called.append(node.op)
+            elif private.hides_state(node.op, repeatable):
+                return True
+            for name in called:
+                if name in self._definitions and name not in seen:
+                    seen.add(name)
+                    queue.extend(self._definitions[name].node_def)
+        return False
+
+
+def in_order(graph: Any) -> list[tf.Operation]:
+    """Return a graph's ops, inputs before consumers."""
+    order: list[tf.Operation] = []
+    done: set[str] = set()
+    for root in graph.get_operations():
+        stack = [root]
+        while stack:
+            op = stack[-1]
+            if op.name in done:
+                stack.pop()
+                continue
+            waiting = [t.op for t in op.inputs if t.op.name not in done]
+            waiting += [c for c in op.control_inputs if c.name not in done]
+            if waiting:
+                stack.extend(waiting)
+            else:
+                done.add(op.name)
+                order.append(op)
+                stack.pop()
+    return order

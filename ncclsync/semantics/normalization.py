@@ -1,0 +1,107 @@
+"""BatchNormalization: by each tower's own rows, as a choice; or by the batch's, in one exchange each way.
+
+Without a hook its moments would be the batch's anyway, in two exchanges each way.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync import ops, private, private_keras
+
+
+@contextlib.contextmanager
+def moments_of_layers() -> Iterator[None]:
+    """Let `BatchNormalization` normalise by a tower's own rows, or, if `synchronized`, by the batch's."""
+
+    def choosing(moments: Callable) -> Callable:
+        @functools.wraps(moments)
+        def chosen_moments(self, inputs, mask):
+            context = ops.current_context()
+            if context is None or not context.can_exchange():
+                return moments(self, inputs, mask)
+            if self.synchronized:
+                return batch_moments(inputs, private_keras.reduction_axes(self), mask)
+            (inputs,) = ops.to_local([inputs])
+            if mask is not None:
+                (mask,) = ops.to_local([mask])
+            return tuple(ops.from_local(list(moments(self, inputs, mask))))
+
+        return chosen_moments
+
+    def choosing_op(moments: Callable) -> Callable:
+        @functools.wraps(moments)
+        def chosen_moments(x, axes, keepdims):
+            context = ops.current_context()
+            if context is None or not context.can_exchange():
+                return moments(x, axes, keepdims)
+            mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
+            return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
+
+        return chosen_moments
+
+    classes = private.loaded_classes(keras.layers.BatchNormalization)
+    with (
+        private.methods_wrapped(classes, "_moments", choosing),
+        private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", choosing_op),
+    ):
+        yield
+
+
+def synchronize_batch_norm(model: keras.Model) -> None:
+    """Set `synchronized=True` on every `BatchNormalization` of a model."""
+    for layer in private_keras.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
+
+
+def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance over the batch of which every tower has a shard; differentiable to any order.
+
+    Each tower computes those of its shard, in two passes; one exchange brings them together. No difference
+    of large squares is formed, as sums of squares over the towers would.
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+    1979, section 2.
+
+    Args:
+        inputs: of a floating dtype.
+        axes: what the moments are taken over; among them 0, the samples.
+        mask: bools, of one dimension less than `inputs`: which entries count. None: all.
+
+    Returns:
+        mean, variance: without `axes`; the same on all towers.
+    """
+    (inputs,) = ops.to_local([inputs])
+    if mask is not None:
+        (mask,) = ops.to_local([mask])
+    moments = ops.stack(tf.stack(_shard_moments(inputs, axes, mask)))  # [N, 3, C]
+    counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
+    # As Keras does: a batch of which nothing counts has a mean of zero.
+    epsilon = 0.0 if mask is None else keras.backend.epsilon()
+    whole = tf.reduce_sum(counts, 0) + epsilon  # [C], of the batch
+    mean = tf.reduce_sum(counts * means, 0) / whole
+    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / whole
+    return mean, variance
+
+
+def _shard_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> list[tf.Tensor]:
+    """Count, mean and sum of squared differences from that mean, [C] each."""
+    weights = tf.ones_like(inputs)
+    if mask is not None:
+        weights *= tf.cast(tf.cast(mask, tf.bool), inputs.dtype)[..., tf.newaxis]
+        inputs = tf.where(weights > 0, inputs, tf.zeros_like(inputs))
+    count = tf.reduce_sum(weights, axes)  # [C], of this shard
+    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
+    square = tf.square(inputs - _expanded(mean, inputs, axes)) * weights
+    return [count, mean, tf.reduce_sum(square, axes)]
+
+
+def _expanded(moments: tf.Tensor, inputs: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Put back, of length 1, the `axes` of `inputs` that were reduced away."""
+    for axis in sorted(axis % len(inputs.shape) for axis in axes):
+        moments = tf.expand_dims(moments, axis)
+    return moments

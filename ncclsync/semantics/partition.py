@@ -1,0 +1,1016 @@
+"""Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
+
+The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which it is
+computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's values: its
+inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows of a whole tensor, the
+batch's count of rows, …) are ordinary ops of the same graph; collectives become `Exchange`s.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import native, private
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import Collective, Share
+from ncclsync.program import Exchange, Mark, Results, user_line
+from ncclsync.semantics import rules
+from ncclsync.semantics.functions import Functions, in_order
+from ncclsync.semantics.placements import (
+    LOCAL,
+    MEAN,
+    REPLICATE,
+    SEEDED,
+    SUM,
+    Kind,
+    Placement,
+    shard,
+)
+from ncclsync.step_graph import Fold, StepGraph, op_name
+from ncclsync.variables import Role
+
+GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
+
+# Stateful ops whose results are equal on all towers if their inputs are.
+REPEATABLE = frozenset(
+    "Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print "
+    "PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp "
+    "VariableShape While EnsureShape TensorListPopBack StringFormat".split()
+)
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_LOOPS = frozenset({"While", "StatelessWhile"})
+_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
+
+
+class Unshared(Exception):
+    """Variables are used so that the towers cannot each hold a part of them: all are to hold the same."""
+
+    def __init__(self, handles: set[str]) -> None:
+        """Name the variables' handles."""
+        super().__init__(sorted(handles))
+        self.handles = handles
+
+
+class _Refused(Exception):
+    """A function cannot be run by each tower for its own rows."""
+
+
+@dataclasses.dataclass
+class _Call:
+    """An op that is being placed; see `rules.Call`."""
+
+    op: tf.Operation
+    tensors: list[tf.Tensor]  # what the op will get
+    inputs: list[Placement]
+    placer: "_Placer"
+
+    def __post_init__(self) -> None:
+        self.given = list(self.tensors), list(self.inputs)
+        self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
+
+    def require(self, index: int, placement: Placement) -> None:
+        """See `rules.Call`."""
+        if self.inputs[index] == placement or (index in self.own and placement.kind is not Kind.PARTIAL):
+            return
+        before = self.given[1][index] if index in self.own else self.inputs[index]
+        self.own.discard(index)
+        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
+        self.inputs[index] = placement
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """See `rules.Call`."""
+        return self.placer.constant(self.op.inputs[index])
+
+    def begin_anew(self) -> None:
+        """Take back what was required."""
+        self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
+        self.own.clear()
+
+
+class _Placer:
+    """What placing a step and placing a function have in common."""
+
+    def __init__(self, functions: Functions) -> None:
+        self.functions = functions
+        self._constants: dict[int, np.ndarray | None] = {}
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return a tensor as it must be placed for `op`."""
+        raise NotImplementedError
+
+    def whole(self, call: _Call) -> list[Placement]:
+        """Give an op the batch's values; return how its results are placed."""
+        raise NotImplementedError
+
+    def constant(self, tensor: tf.Tensor) -> np.ndarray | None:
+        """Return a tensor's value if it is known while the step is placed."""
+        key = id(tensor)
+        if key not in self._constants:
+            self._constants[key] = _folded(tensor, self.constant)
+        return self._constants[key]
+
+    def place(self, call: _Call) -> list[Placement]:
+        """Choose how the results of an op are placed, and bring its inputs to what that takes."""
+        op, kinds = call.op, {placed.kind for placed in call.inputs}
+        if op.type in rules.DRAWS:
+            return self._draw(call)
+        if kinds <= {Kind.REPLICATE}:
+            return [REPLICATE] * len(op.outputs)
+        if op.type in _LOOPS or op.type in _BRANCHES or op.type in _CALLS or self.functions.calls(op.type):
+            return self._function(call)
+        if Kind.LOCAL in kinds:
+            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
+                return [_own_of(call.inputs)] * len(op.outputs)
+            call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
+            for i in call.own:
+                call.inputs[i] = REPLICATE
+        made = self._by_rule(call)
+        if made is None:
+            call.begin_anew()
+            return self.whole(call)
+        if call.own:
+            own = _own_of(call.given[1])
+            made = [own if placed.whole else placed for placed in made]
+        return list(made)
+
+    def _by_rule(self, call: _Call) -> Sequence[Placement] | None:
+        kind = call.op.type
+        if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
+            made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
+            if made is not None:
+                return made
+            for i, placed in enumerate(call.inputs):
+                if placed.kind is Kind.PARTIAL:
+                    call.require(i, REPLICATE)
+        if any(placed.kind is Kind.ROWS for placed in call.inputs):
+            made = rules.COUNTS[kind](call) if kind in rules.COUNTS else None
+            if made is not None:
+                return made
+            if kind not in rules.COUNTING:
+                for i, placed in enumerate(call.inputs):
+                    if placed.kind is Kind.ROWS:
+                        call.require(i, REPLICATE)
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        rule = rules.RULES.get(kind)
+        return None if rule is None else rule(call)
+
+    def _draw(self, call: _Call) -> list[Placement]:
+        """Random numbers: of one seed, whole and alike; else each tower's own for its rows, and one for all."""
+        seeded = call.op.type.startswith("State")
+        if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
+            return self.whole(call)
+        counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
+        of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
+        found = [i for i, count in enumerate(counts) if count]
+        if len(found) == 1 and not any(p.kind in (Kind.PARTIAL, Kind.AXES) for p in call.inputs):
+            if not of_rows or (len(of_rows) == 1 and self._parameters_fit(call, found[0])):
+                return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
+        return self.alike(call)
+
+    @staticmethod
+    def _parameters_fit(call: _Call, axis: int) -> bool:
+        """Whether a draw's parameters have the rows where its shape has them."""
+        index = next(i for i, placed in enumerate(call.inputs) if placed.kind is Kind.SHARD)
+        rank, of = call.op.outputs[0].shape.rank, call.op.inputs[index].shape.rank
+        return rank is not None and of is not None and call.inputs[index].axis + rank - of == axis
+
+    def alike(self, call: _Call) -> list[Placement]:
+        """Let all towers have what tower 0 computes, of the batch's values."""
+        raise NotImplementedError
+
+    def _function(self, call: _Call) -> list[Placement]:
+        """A loop, a branch or a call: for each tower's own rows if all that it does has rules; else whole."""
+        kinds = {placed.kind for placed in call.inputs}
+        if kinds & {Kind.AXES, Kind.PENDING}:
+            return self.whole(call)
+        try:
+            return self._function_by_rows(call)
+        except _Refused:
+            call.begin_anew()
+            handles = any(p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True))
+            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
+                return [_own_of(call.inputs)] * len(call.op.outputs)
+            return self.whole(call)
+
+    def _function_by_rows(self, call: _Call) -> list[Placement]:
+        op = call.op
+        if op.type in _LOOPS:
+            placed = self._loop(call)
+            for i, one in enumerate(placed):
+                if one.kind is not Kind.ITEMS:
+                    call.require(i, one)
+            return placed
+        if op.type in _BRANCHES:
+            if call.inputs[0].kind is not Kind.LOCAL:
+                call.require(0, REPLICATE)
+            names = [value.func.name for key, value in _functions_of(op) if key != "branches"]
+            names += [f.name for key, value in _functions_of(op) for f in value.list.func]
+            ways = [self._body(name, call.op.inputs[1:], call.inputs[1:]) for name in names]
+            made = ways[0]
+            for other in ways[1:]:
+                made = [_either(one, two) for one, two in zip(made, other, strict=True)]
+            if call.inputs[0].kind is Kind.LOCAL:
+                raise _Refused
+            return made
+        name = op.get_attr("f").name if op.type in _CALLS else op.type
+        return self._body(name, op.inputs, call.inputs)
+
+    def _loop(self, call: _Call) -> list[Placement]:
+        """Place a loop's variables: as what begins them and what the body makes of them agree."""
+        placed = list(call.inputs)
+        body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
+        for _ in range(8):
+            made = self._body(body, call.op.inputs, placed)
+            joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
+            if joined == placed:
+                if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
+                    raise _Refused
+                return placed
+            placed = joined
+        raise _Refused
+
+    def _body(self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement]) -> list[Placement]:
+        return _FunctionPlacer(self.functions).place_function(self.functions.graph(name, inputs), placed)
+
+
+def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func]
+
+
+def _joined(begin: Placement, made: Placement) -> Placement:
+    """How a loop variable is placed that begins so, and that the body makes so."""
+    if begin == made:
+        return begin
+    kinds = begin.kind, made.kind
+    if kinds == (Kind.ITEMS, Kind.ITEMS):
+        return made if begin.of is None else begin
+    if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
+        return made
+    if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
+        return shard(begin.axis, begin.blocks, 0)
+    if begin.kind is Kind.LOCAL and made.whole:
+        return begin
+    raise _Refused
+
+
+def _own_of(inputs: Sequence[Placement]) -> Placement:
+    """How what is computed of each tower's own is placed."""
+    return SEEDED if SEEDED in inputs else LOCAL
+
+
+def _either(one: Placement, two: Placement) -> Placement:
+    """How the result of two branches is placed."""
+    if one == two:
+        return one
+    if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
+        return shard(one.axis, one.blocks, 0)
+    if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
+        return _own_of((one, two))
+    if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
+        return one if two.of is None else two
+    raise _Refused
+
+
+class _FunctionPlacer(_Placer):
+    """Places a function's tensors, where nothing can be put in between: refuses what would need it."""
+
+    def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
+        """Return how a function's results are placed.
+
+        Raises:
+            _Refused: an op would need something else than it is given.
+        """
+        placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
+        writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
+        for op in in_order(graph):
+            if op.type == "Placeholder":
+                continue
+            given = [placed[t.name] for t in op.inputs]
+            call = _Call(op, list(op.inputs), list(given), self)
+            if op.type == "IdentityN":
+                made = given
+            elif op.type == "ReadVariableOp":
+                made = [given[0]]
+            elif private.written_handles(op) & writes and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS):
+                made = self._write(call)
+            elif op.type == "Assert":
+                made = []
+                if any(one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",) for one in given[:1]):
+                    raise _Refused
+            else:
+                if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
+                    raise _Refused
+                made = self.place(call)
+            placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))
+        return [placed[t.name] for t in graph.outputs]
+
+    def _write(self, call: _Call) -> list[Placement]:
+        handle, values = call.inputs[0], call.inputs[1:]
+        if handle.kind is Kind.LOCAL or all(one.whole for one in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
+            return [REPLICATE] * len(call.op.outputs)
+        raise _Refused
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """See `_Placer`."""
+        if before == after or (before == REPLICATE and after == MEAN):
+            return tensor
+        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+            return tensor
+        if before == REPLICATE and after == SUM:
+            value = self.constant(tensor)
+            if value is not None and not np.any(value):
+                return tensor
+        raise _Refused
+
+    def whole(self, call: _Call) -> list[Placement]:
+        """See `_Placer`."""
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        raise _Refused
+
+    def alike(self, call: _Call) -> list[Placement]:
+        """See `_Placer`."""
+        raise _Refused
+
+
+def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None]) -> np.ndarray | None:
+    """Fold what shapes and axes are computed by; of small integers alone."""
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return None
+    value = tf.get_static_value(tensor)
+    if value is not None:
+        return np.asarray(value)
+    op = tensor.op
+    numbers = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "FloorMod": np.mod}
+    numbers |= {"FloorDiv": np.floor_divide, "Maximum": np.maximum, "Minimum": np.minimum, "Neg": np.negative}
+    if not tensor.dtype.is_integer or op.type not in {*numbers, "Range", "Cast", "Identity", "Reshape", "Prod", "Pack",
+                                                      "ConcatV2", "GatherV2", "ExpandDims", "Squeeze"}:
+        return None
+    given = [constant(one) for one in op.inputs]
+    if any(one is None for one in given):
+        return None
+    if op.type in numbers:
+        return np.asarray(numbers[op.type](*given))
+    if op.type == "Range":
+        return np.arange(*[int(one) for one in given])
+    if op.type in ("Cast", "Identity"):
+        return np.asarray(given[0]).astype(tensor.dtype.as_numpy_dtype)
+    if op.type == "Reshape":
+        return np.reshape(given[0], given[1])
+    if op.type == "Prod":
+        return np.asarray(np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims")))
+    if op.type == "Pack":
+        return np.stack(given, axis=op.get_attr("axis"))
+    if op.type == "ConcatV2":
+        return np.concatenate(given[:-1], axis=int(given[-1]))
+    if op.type == "GatherV2" and not op.get_attr("batch_dims"):
+        return np.take(given[0], given[1], axis=int(given[2]))
+    if op.type == "ExpandDims":
+        return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What was made whole for an op without a rule.
+
+    Attributes:
+        op: its type.
+        line: the user's that it comes from.
+        size_bytes: of what was gathered, of one row for each where rows are open; 0 if nothing was gathered.
+    """
+
+    op: str
+    line: str
+    size_bytes: int
+
+
+class Partition(_Placer):
+    """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
+
+    def __init__(self, graph: StepGraph, share: Share, results: Results) -> None:
+        """Prepare.
+
+        Args:
+            graph: the step; is changed.
+            share: its second argument, a tower's part of the batch.
+            results: what becomes of the towers' results.
+        """
+        super().__init__(Functions(graph.functions, graph.tf_graph))
+        self.graph = graph
+        self.share = share
+        self._results = results
+        self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
+        self.gathered: list[Whole] = []
+        self.warned: list[str] = []
+        self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self._own: dict[str, tf.Tensor] = {}
+        self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
+        self._received: dict[str, str] = {}  # placeholders' tensors: what exchanges give
+        self._order: list[tf.Operation] = []
+        self._appended: set[str] = set()
+        self._differs: set[str] = set()
+        self._sums: set[str] = set()  # reads of metric state that were reduced
+        self._seen = len(graph.tf_graph.get_operations())
+        self._line_of: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Place the step.
+
+        Raises:
+            Unshared: variables are to be the same on all towers; begin anew with them so.
+        """
+        for op in list(self.graph.ops):
+            self._step(op)
+        self._settle_results()
+        self.graph.ops = self._order
+        self.graph.by_name = {op.name: op for op in self._order}
+        _find_folds(self.graph, self._sums)
+
+    # One op.
+
+    def _step(self, op: tf.Operation) -> None:
+        graph = self.graph
+        names = graph.inputs[op.name]
+        if op.name in graph.placeholders:
+            self._argument(op)
+            self._append(op)
+            return
+        tensors, placements = [], []
+        for name in names:
+            tensor, placed = self.placed[name]
+            tensors.append(tensor)
+            placements.append(placed)
+        call = _Call(op, tensors, placements, self)
+        if op.name in graph.marks:
+            self._mark(op, graph.marks[op.name], call)
+            return
+        if op.name in graph.passing:
+            for output, tensor, placed, name in zip(op.outputs, tensors, placements, names, strict=True):
+                self._put(output, tensor, placed)
+                if name in self._altered:
+                    self._altered.add(output.name)
+            return
+        made = self._made(call)
+        altered = any(one is not other for one, other in zip(call.tensors, tensors, strict=True))
+        rest = altered or any(name in self._altered for name in names)
+        graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self._append(op)
+        for output, placed in zip(op.outputs, made, strict=True):
+            if output.name in self.placed:  # what all towers have from tower 0
+                continue
+            self._put(output, output, placed)
+            if rest and placed.kind is not Kind.SHARD:
+                self._altered.add(output.name)
+
+    def _made(self, call: _Call) -> list[Placement]:
+        op, graph = call.op, self.graph
+        if graph.writes[op.name] and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS) and not self.functions.calls(op.type):
+            return self._write(call)
+        if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
+            return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
+        if op.type == "Assert":
+            self._assert(call)
+            return []
+        hidden = private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS)
+        if hidden:
+            return self._hidden(call)
+        draws = op.type in rules.DRAWS and not op.type.startswith("State")
+        if op.type not in rules.DRAWS and self._draws_unseen(op) and all(placed.whole for placed in call.inputs):
+            return self.alike(call)
+        if op.type == "RngReadAndSkip":
+            for i in (1, 2):
+                call.require(i, REPLICATE)
+            return [call.inputs[0] if call.inputs[0].kind is Kind.LOCAL else REPLICATE]
+        if not call.inputs and draws:
+            return self.alike(call)
+        if draws and all(placed.kind in (Kind.REPLICATE,) for placed in call.inputs):
+            return self.alike(call)
+        return self.place(call)
+
+    def _draws_unseen(self, op: tf.Operation) -> bool:
+        """Whether what an op calls draws from a state that TensorFlow hides."""
+        return private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE)
+
+    def _argument(self, op: tf.Operation) -> None:
+        graph, output = self.graph, op.outputs[0]
+        placed = graph.argument_placements.get(output.name)
+        if placed is None:
+            role = graph.role.get(output.name, Role.SAME)
+            placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
+        self._put(output, output, placed)
+        known = placed.kind is Kind.SHARD and output.shape[0] is not None
+        if known:  # what is traced for so many rows computes on the whole batch
+            self._append(op)
+            self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
+
+    def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
+        self.placed[output.name] = tensor, placed
+        if not placed.whole:
+            self._differs.add(self._name(tensor))
+
+    def _name(self, tensor: tf.Tensor) -> str:
+        return self._received.get(tensor.name, tensor.name)
+
+    def _append(self, op: tf.Operation) -> None:
+        """Compute an op next, unless it was computed before."""
+        if op.name in self._appended:
+            return
+        self._appended.add(op.name)
+        self._order.append(op)
+        if any(name in self._differs for name in self.graph.inputs[op.name]):
+            self.graph.local.add(op.name)
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
+        graph = self.graph
+        with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
+            yield
+        made = graph.tf_graph.get_operations()[self._seen :]
+        self._seen += len(made)
+        for op in made:
+            if op.outputs and op.outputs[0].name in self._received:
+                continue
+            graph.take_in(op, [self._name(tensor) for tensor in op.inputs])
+            self._append(op)
+            if op.name in graph.local:
+                self._differs.update(output.name for output in op.outputs)
+
+    def exchange(
+        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
+    ) -> tf.Tensor:
+        """Let a tensor meet its counterparts on the other towers; return what stands for the result.
+
+        Args:
+            tensor: each tower's.
+            collective: what happens to it.
+            op: for which it does.
+            when: see `Exchange`.
+        """
+        if op.name not in self._line_of:
+            mark = self.graph.marks.get(op.name)
+            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
+        source = self._name(tensor)
+        result = self.graph.exchange(source, collective, when, self._line_of[op.name])
+        for name, known in self._received.items():
+            if known == result:
+                return self.graph.tf_graph.get_tensor_by_name(name)
+        with self.graph.tf_graph.as_default(), tf.name_scope("ncclsync_received/"):
+            placeholder = tf.compat.v1.placeholder(tensor.dtype, self.graph.exchanges[result].shape)
+        self._received[placeholder.name] = result
+        self._seen = len(self.graph.tf_graph.get_operations())
+        if collective.differs:
+            self._differs.add(result)
+        return placeholder
+
+    # Conversions.
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """See `_Placer`."""
+        if before == after or (before.whole and after == MEAN):
+            return tensor
+        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+            return tensor
+        if after.kind is Kind.LOCAL:
+            return tensor
+        key = (tensor.name, before, after)
+        if key not in self._converted:
+            self._converted[key] = self._convert(tensor, before, after, op)
+        return self._converted[key]
+
+    def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        if after.whole:
+            return self._made_whole(tensor, before, op)
+        if after == MEAN and before == LOCAL:
+            return tensor
+        if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
+            with self._building():
+                return tensor * tf.cast(self.share.fraction, tensor.dtype)
+        if not before.whole:
+            tensor = self.convert(tensor, before, REPLICATE, op)
+        if after.kind is Kind.SHARD:
+            return self._own_rows(tensor, after)
+        if after == SUM:
+            value = self.constant(tensor) if tensor.name not in self._received else None
+            if value is not None and not np.any(value):
+                return tensor
+            with self._building():
+                return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
+        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
+
+    def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        if tensor.dtype in (tf.resource, tf.variant):
+            raise _Refused
+        if before.kind is Kind.SHARD:
+            return self._gathered(tensor, before, op)
+        if before.kind is Kind.PARTIAL:
+            boolean = tensor.dtype == tf.bool
+            if boolean:
+                with self._building():
+                    tensor = tf.cast(tensor, tf.int32)
+            if tensor.op.type == "ReadVariableOp":
+                self._sums.add(tensor.op.name)
+            reduced = self.exchange(tensor, Collective("all_reduce", before.op), op)
+            if not boolean:
+                return reduced
+            with self._building():
+                return tf.cast(reduced, tf.bool)
+        if before.kind is Kind.ROWS:
+            with self._building():
+                own, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
+                counted = tensor // own * total
+                if all(before.counts):
+                    return counted
+                chosen = tf.constant([bool(count) for count in before.counts])
+                return tf.where(tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor)
+        if before.kind is Kind.LOCAL:
+            if tensor.dtype.is_floating and before.op == "mean":
+                return self.exchange(tensor, Collective("all_reduce", "mean"), op)
+            return self._followed(tensor, op)
+        if before.kind is Kind.PIECE:
+            return self._whole_piece(tensor, before, op)
+        if before.kind in (Kind.AXES, Kind.PENDING):
+            return self._anew(tensor)
+        raise _Refused
+
+    def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        if tensor.dtype.name in native.DTYPES:
+            return self.exchange(tensor, FOLLOW, op)
+        if tensor.dtype != tf.bool:
+            return tensor
+        with self._building():
+            tensor = tf.cast(tensor, tf.int32)
+        received = self.exchange(tensor, FOLLOW, op)
+        with self._building():
+            return tf.cast(received, tf.bool)
+
+    def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Compute a tensor again, of whole inputs."""
+        op = tensor.op
+        given = [self.placed[one.name] for one in op.inputs]
+        inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
+        with self._building():
+            return private.copied_op(op, inputs)[tensor.value_index]
+
+    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """All towers' rows, in the order of the batch."""
+        rank = tensor.shape.rank
+        moved = tensor
+        if before.axis or before.blocks > 1:
+            if rank is None:
+                raise _Refused
+            order = [before.axis, *(axis for axis in range(rank) if axis != before.axis)]
+            with self._building():
+                moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
+                if before.blocks > 1:
+                    rest = tf.shape(moved)[1:]
+                    moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
+                    moved = tf.transpose(moved, [1, 0, *range(2, rank + 1)])  # [rows, blocks, ...]
+        whole = self.exchange(moved, GATHER, op)
+        if not (before.axis or before.blocks > 1):
+            return whole
+        with self._building():
+            if before.blocks > 1:
+                whole = tf.transpose(whole, [1, 0, *range(2, rank + 1)])
+                whole = tf.reshape(whole, tf.concat([[-1], tf.shape(whole)[2:]], 0))
+            whole = tf.transpose(whole, np.argsort(order))
+            shape = tensor.shape.as_list()
+            shape[before.axis] = None
+            return tf.ensure_shape(whole, shape)
+
+    def _own_rows(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
+        """A tower's rows of what all have. One row that is broadcast stays."""
+        known = tensor.shape[after.axis]
+        with self._building():
+            length, total = tf.shape(tensor)[after.axis], self.share.total
+            each = length // (total * after.blocks)
+            if known is None:
+                broadcast = tf.equal(length, 1)
+                begin = tf.where(broadcast, 0, self.share.begin * each)
+                size = tf.where(broadcast, 1, self.share.rows * each)
+            else:
+                fits = tf.debugging.Assert(
+                    tf.equal(length, each * total * after.blocks),
+                    ["Expected the global batch size that the model or the step declares, a divisor of", length, "rows, as "
+                     "batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own). Received:", total],
+                )
+                with tf.control_dependencies([fits]):
+                    begin, size = tf.identity(self.share.begin * each), tf.identity(self.share.rows * each)
+            if after.blocks > 1:
+                starts = tf.range(after.blocks) * (length // after.blocks) + begin
+                places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
+                return tf.gather(tensor, places, axis=after.axis)
+            rank = tensor.shape.rank
+            at = tf.one_hot(after.axis, rank, dtype=tf.int32)
+            return tf.slice(tensor, at * begin, at * (size + 1) - 1)
+
+    def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """A component of a sparse or ragged tensor of all rows."""
+        pieces = [
+            self.graph.tf_graph.get_tensor_by_name(name)
+            for name, placed in self.graph.argument_placements.items()
+            if placed.kind is Kind.PIECE and placed.place[0] == before.place[0]
+        ]
+        kind = self.graph.piece_kinds[before.place[0]]
+        index = before.place[1]
+        if kind == "sparse":
+            indices, _, shape = pieces
+            if index == 2:
+                with self._building():
+                    total = tf.cast(self.share.total, shape.dtype)
+                    return tf.concat([[total], shape[1:]], 0)
+            if index == 1:
+                return self.exchange(tensor, GATHER, op)
+            with self._building():
+                begin = tf.cast(self.share.begin, indices.dtype)
+                moved = tf.concat([indices[:, :1] + begin, indices[:, 1:]], 1)
+            return self.exchange(moved, GATHER, op)
+        if index == 0 and len(pieces) > 1:
+            return self.exchange(tensor, GATHER, op)
+        with self._building():
+            lengths = tensor[1:] - tensor[:-1]
+        lengths = self.exchange(lengths, GATHER, op)
+        with self._building():
+            return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
+
+    # Ops that are made whole.
+
+    def whole(self, call: _Call) -> list[Placement]:
+        """See `_Placer`: every tower computes alike."""
+        handles = {
+            self.graph.inputs[call.op.name][i]
+            for i, tensor in enumerate(call.tensors)
+            if tensor.dtype == tf.resource and not call.inputs[i].whole
+        }
+        if handles:
+            raise Unshared(handles)
+        before = len(self.graph.exchanges)
+        for i in range(len(call.inputs)):
+            if call.inputs[i].kind is Kind.ITEMS:
+                raise NcclSyncError(
+                    f"Expected lists of tensors within loops alone. Received: {call.op.type} at {user_line(call.op.traceback)}"
+                )
+            call.require(i, REPLICATE)
+        gathers = [e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"]
+        if gathers:
+            size = sum(_row_bytes(exchange) for exchange in gathers)
+            self.gathered.append(Whole(call.op.type, gathers[0].line, size))
+        if call.op.type not in rules.DRAWS and self._draws_unseen(call.op):
+            self._follow(call)
+        return [REPLICATE] * len(call.op.outputs)
+
+    def alike(self, call: _Call) -> list[Placement]:
+        """See `_Placer`."""
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is not Kind.LOCAL:
+                call.require(i, REPLICATE)
+        self._follow(call)
+        return [REPLICATE] * len(call.op.outputs)
+
+    def _follow(self, call: _Call) -> None:
+        """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
+        op = call.op
+        self.graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self._append(op)
+        self._differs.update(output.name for output in op.outputs)
+        for output in op.outputs:
+            if output.dtype in (tf.resource, tf.variant):
+                self._put(output, output, LOCAL)
+                continue
+            self._put(output, self._followed(output, op), REPLICATE)
+
+    def _hidden(self, call: _Call) -> list[Placement]:
+        """What cannot be known to be computed alike: Python, an iterator, a state that no variable holds."""
+        op = call.op
+        if op.type not in _BRANCHES and op.type not in _LOOPS:
+            self.warned.append(
+                f"{op.type}, at {user_line(op.traceback)}, is run by every tower, with the batch's values; tower 0's results "
+                "are taken. What it changes outside the step, it changes once for each tower"
+            )
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is not Kind.LOCAL:
+                self._require_whole(call, i)
+        self._follow(call)
+        return [REPLICATE] * len(op.outputs)
+
+    def _require_whole(self, call: _Call, index: int) -> None:
+        try:
+            call.require(index, REPLICATE)
+        except _Refused:
+            raise Unshared({self.graph.inputs[call.op.name][index]}) from None
+
+    def _assert(self, call: _Call) -> None:
+        """An assertion about each row may fail on the tower that has the row."""
+        placed = call.inputs[0]
+        if placed.kind is Kind.PARTIAL and placed.op != "min":
+            call.require(0, REPLICATE)
+        for i, one in enumerate(call.inputs):
+            if one.kind in (Kind.AXES, Kind.PENDING):
+                call.require(i, REPLICATE)
+
+    def _write(self, call: _Call) -> list[Placement]:
+        graph, op = self.graph, call.op
+        handles = {handle: graph.role[handle] for handle in graph.writes[op.name]}
+        roles = set(handles.values())
+        plain = op.type.startswith("Assign")
+        if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
+            for i, placed in enumerate(call.inputs):
+                if placed.kind in (Kind.SHARD, Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.ROWS):
+                    call.require(i, REPLICATE)
+        elif roles == {Role.SUM} and plain:
+            call.require(1, SUM)
+        elif roles == {Role.SUM} and op.type in _ADDING:
+            indices, updates = call.inputs[1:3]
+            fits = indices.kind is updates.kind is Kind.SHARD and indices.axis == updates.axis == 0
+            if not fits or not rules.same_rows(indices, updates):
+                call.require(1, REPLICATE)
+                call.require(2, SUM)
+        elif roles == {Role.SAME}:
+            for i, tensor in enumerate(call.tensors):
+                if tensor.dtype != tf.resource:
+                    call.require(i, REPLICATE)
+        else:
+            raise Unshared({handle for handle, role in handles.items() if role is not Role.SAME})
+        return [REPLICATE] * len(op.outputs)
+
+    # Marks.
+
+    def _mark(self, op: tf.Operation, mark: Mark, call: _Call) -> None:
+        count = len(op.outputs) - mark.conditional
+        pairs = list(zip(call.tensors, call.inputs, strict=True))
+        names = self.graph.inputs[op.name]
+        if mark.purpose == "slices":
+            for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
+                self._put(output, tensor, REPLICATE)
+            return
+        when = None
+        if mark.conditional:
+            condition, placed = pairs.pop()
+            when = self._name(self.convert(condition, placed, REPLICATE, op))
+        for i, (tensor, placed) in enumerate(pairs[:count]):
+            result, after = self._meet(op, mark, names[i], tensor, placed, when)
+            self._put(op.outputs[i], result, after)
+            # From here on it is what it is, however it came about.
+
+    def _meet(
+        self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
+    ) -> tuple[tf.Tensor, Placement]:
+        if mark.purpose == "whole":
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        if mark.purpose == "local":
+            return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
+        if mark.purpose == "parts":
+            return self.convert(tensor, placed, SUM, op), LOCAL
+        if mark.purpose == "addends":
+            if placed.kind in (Kind.SHARD, Kind.LOCAL) or placed == SUM:
+                return tensor, LOCAL
+            tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
+            with self._building():
+                return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
+        if mark.purpose == "slices part":
+            return (tensor, LOCAL) if placed.kind is Kind.SHARD else (self.convert(tensor, placed, SUM, op), LOCAL)
+        if mark.purpose == "rows":
+            _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
+            return tensor, taken if taken.kind is Kind.SHARD else SUM
+        if mark.purpose == "own row":
+            whole = self.convert(tensor, placed, REPLICATE, op)
+            with self._building():
+                at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
+                return whole[at : at + 1], LOCAL
+        collective = mark.collective
+        if collective.kind == "all_gather" and placed.kind is Kind.SHARD:
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        own = self._own_value(name)
+        settled = collective.kind == "broadcast" or (
+            collective.kind == "all_reduce" and collective.op in ("mean", "max", "min")
+        )
+        if settled and placed.whole and own is tensor:
+            return tensor, REPLICATE
+        result = self.exchange(own, collective, op, when)
+        return result, LOCAL if collective.differs else REPLICATE
+
+    def _own_value(self, name: str) -> tf.Tensor:
+        """What a tower by itself computes of its shard: what a collective of the step's own is given."""
+        tensor, placed = self.placed[name]
+        if placed.kind is Kind.SHARD or name not in self._altered:
+            return tensor
+        if name in self._own:
+            return self._own[name]
+        op = self.graph.tf_graph.get_tensor_by_name(name).op
+        kept = not op.inputs or op.name in self.graph.marks or op.name in self.graph.passing or private.is_stateful(op)
+        if kept:
+            return tensor
+        inputs = [self._own_value(one) for one in self._traced_inputs(op)]
+        with self._building():
+            made = private.copied_op(op, inputs)
+        for output, one in zip(op.outputs, made, strict=True):
+            self._own[output.name] = one
+            self._differs.add(one.name)
+        return self._own[name]
+
+    def _traced_inputs(self, op: tf.Operation) -> list[str]:
+        return self.graph.traced_inputs[op.name]
+
+    def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
+        """The slices of a sparse gradient that one device would have, or, if that is fewer bytes, their sum."""
+        values, indices = call.inputs
+        by_rows = values.kind is indices.kind is Kind.SHARD
+        if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
+            return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
+        slices, places = call.tensors
+        width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
+        with self._building():
+            count = tf.shape(slices)[0]
+            counted = tf.cast(count, tf.int64)
+        total = self.exchange(counted, Collective("all_reduce", "sum"), op)
+        height = int(mark.height)
+        # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
+        # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
+        with self._building():
+            dense = 2 * height * width < total * (width + indices_size(places))
+            kept = tf.where(dense, 0, count)
+            rest = tf.where(dense, height, 0)
+            few, where = slices[:kept], places[:kept]
+            summed = tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest)
+        few, where = self.exchange(few, GATHER, op), self.exchange(where, GATHER, op)
+        summed = self.exchange(summed, Collective("all_reduce", "sum"), op)
+        with self._building():
+            every = tf.cast(tf.range(rest), places.dtype)
+            return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
+
+    # Results.
+
+    def _settle_results(self) -> None:
+        graph = self.graph
+        for result in graph.results:
+            tensor, placed = self.placed[result.name]
+            if self._results is Results.EACH:
+                graph.outputs.append((self._name(self._own_value(result.name)), "first"))
+                continue
+            if placed.kind is Kind.SHARD and placed.axis == 0 and placed.blocks == 1:
+                graph.outputs.append((self._name(tensor), "concat"))
+                continue
+            whole = self.convert(tensor, placed, REPLICATE, result.op)
+            graph.outputs.append((self._name(whole), "first"))
+
+
+def indices_size(indices: tf.Tensor) -> int:
+    """Return the bytes of one index."""
+    return indices.dtype.size
+
+
+def _row_bytes(exchange: Exchange) -> int:
+    elements = 1
+    for length in exchange.shape[1:] if exchange.shape.rank else []:
+        elements *= length or 1
+    return elements * max(exchange.dtype.size, 1)
+
+
+def partition(graph: StepGraph, share: Share, results: Results) -> Partition:
+    """Place a step; see `Partition`."""
+    placing = Partition(graph, share, results)
+    placing.run()
+    return placing
+
+
+def _find_folds(graph: StepGraph, reads: set[str]) -> None:
+    """Plan what brings metric state together at the end of the step: tower 0 keeps the sum."""
+    variables = dict(graph.variables)
+    writers: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for handle in graph.writes[op.name]:
+            writers.setdefault(handle, []).append(op.name)
+    for handle, names in writers.items():
+        if graph.role[handle] is not Role.SUM:
+            continue
+        variable = variables[handle]
+        if read := _final_read(graph, handle, names[-1], reads):
+            result = next(
+                name
+                for name, e in graph.exchanges.items()
+                if op_name(e.source) == read and e.collective == Collective("all_reduce", "sum")
+            )
+            graph.folds.append(Fold(handle, None, result, (), root_only=True))
+            continue
+        source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
+        line = user_line(graph.by_name[names[-1]].traceback)
+        collective = Collective("all_reduce", "sum")
+        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
+        graph.folds.append(Fold(handle, source, result, tuple(names), True))
+
+
+def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:
+    """The name of a read of metric state behind its last write, which serves the fold as well."""
+    for op in graph.ops:
+        if op.name in reads and graph.inputs[op.name][0] == handle and writer in graph.controls[op.name]:
+            return op.name
+    return None

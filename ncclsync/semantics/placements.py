@@ -1,0 +1,108 @@
+"""Placements: what a tower's tensor is of the batch's.
+
+The algebra of PyTorch's DTensor and of GSPMD (Xu et al., 2021, arXiv:2105.04663), for one axis of towers and
+shards of any number of rows.
+"""
+
+import dataclasses
+import enum
+
+
+class Kind(enum.Enum):
+    """How the batch's value follows from the towers'; see `Placement`."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    PARTIAL = "partial"
+    ROWS = "rows"
+    LOCAL = "local"
+    AXES = "axes"
+    PENDING = "pending"
+    ITEMS = "items"
+    PIECE = "piece"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What one tensor of a tower is of the batch's tensor.
+
+    Attributes:
+        kind:
+            REPLICATE: it is the batch's.
+            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the other,
+                and each block has `each` rows for every sample (0: as many for each sample, not known how many).
+            PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
+                "mean", which weighs each tower by its samples.
+            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'. `counts`
+                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an element
+                that counts no rows and is the same on all towers.
+            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it, or,
+                of random state, what tower 0 has: `op` is "mean" or "tower 0".
+            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the operand.
+            PENDING: rows in a shape that the next reshape tells; then it is placed as `of`.
+            ITEMS: a list of tensors that are placed as `of`; None: it is empty still.
+            PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
+        axis, blocks, each: see SHARD.
+        op: see PARTIAL and LOCAL.
+        counts: see ROWS.
+        of: see AXES, PENDING and ITEMS.
+        place: of a PIECE: which of the batch's leaves it belongs to, and which component of it.
+    """
+
+    kind: Kind
+    axis: int = 0
+    blocks: int = 1
+    each: int = 1
+    op: str = "sum"
+    counts: tuple[int, ...] = ()
+    of: "Placement | None" = None
+    place: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        if self.kind is Kind.SHARD:
+            return f"Shard({self.axis})" if self.blocks == 1 else f"Shard({self.axis}, blocks={self.blocks})"
+        if self.kind is Kind.PARTIAL:
+            return f"Partial({self.op})"
+        return self.kind.value.capitalize()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tower has the batch's value."""
+        return self.kind is Kind.REPLICATE
+
+
+REPLICATE = Placement(Kind.REPLICATE)
+LOCAL = Placement(Kind.LOCAL, op="mean")
+SEEDED = Placement(Kind.LOCAL, op="tower 0")
+SUM = Placement(Kind.PARTIAL, op="sum")
+MEAN = Placement(Kind.PARTIAL, op="mean")
+
+
+def shard(axis: int = 0, blocks: int = 1, each: int = 1) -> Placement:
+    """Rows along `axis`; see `Placement`."""
+    return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each)
+
+
+def partial(op: str) -> Placement:
+    """What the towers' values are to be reduced by."""
+    return Placement(Kind.PARTIAL, op=op)
+
+
+def rows(counts: tuple[int, ...]) -> Placement:
+    """Counts of rows; REPLICATE if no element counts any."""
+    return Placement(Kind.ROWS, counts=counts) if any(counts) else REPLICATE
+
+
+def axes(of: Placement) -> Placement:
+    """The axes that an operand of this placement was broadcast along."""
+    return Placement(Kind.AXES, of=of)
+
+
+def pending(of: Placement) -> Placement:
+    """What the next reshape brings into the shape of a tensor of this placement."""
+    return Placement(Kind.PENDING, of=of)
+
+
+def items(of: Placement | None) -> Placement:
+    """A list of tensors of this placement."""
+    return Placement(Kind.ITEMS, of=of)

@@ -1,0 +1,1311 @@
+"""The rules: which placements an op takes, and which it gives.
+
+One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a `Call`, may ask
+for other placements of its inputs, and returns those of its outputs; or None: then all inputs are made whole, and every
+tower computes alike. A rule may be missing; it must not be wrong (`tests/semantics/test_ops.py` runs all of them).
+
+Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are, unless it is in
+`COUNTING`. What is each tower's own counts as whole meanwhile.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import native
+from ncclsync.semantics.placements import (
+    MEAN,
+    REPLICATE,
+    SUM,
+    Kind,
+    Placement,
+    axes,
+    items,
+    partial,
+    pending,
+    rows,
+    shard,
+)
+
+
+class Call(Protocol):
+    """An op that is being placed.
+
+    Attributes:
+        op: as it was traced.
+        inputs: the placements of what it will get; a rule changes them by `require`.
+    """
+
+    op: tf.Operation
+    inputs: list[Placement]
+
+    def require(self, index: int, placement: Placement) -> None:
+        """Give the op input `index` with that placement."""
+        ...
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """Return the value of input `index` if it is known now."""
+        ...
+
+
+Rule = Callable[[Call], Sequence[Placement] | None]
+RULES: dict[str, Rule] = {}
+LINEAR: dict[str, Rule] = {}
+COUNTING: set[str] = set()
+
+
+def has_rule(op_type: str) -> bool:
+    """Whether an op of that type has a rule: else its inputs are made whole."""
+    return op_type in RULES or op_type in LINEAR
+
+
+def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(types, rule))
+        COUNTING.update(types if counting else ())
+        return rule
+
+    return add
+
+
+def _linear(*types: str) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        LINEAR.update(dict.fromkeys(types, rule))
+        return rule
+
+    return add
+
+
+def _shape(tensor: tf.Tensor) -> list[int | None] | None:
+    return None if tensor.shape.rank is None else tensor.shape.as_list()
+
+
+def _rank(call: Call, index: int) -> int | None:
+    return call.op.inputs[index].shape.rank
+
+
+def _sharded(call: Call) -> list[int]:
+    return [i for i, placement in enumerate(call.inputs) if placement.kind is Kind.SHARD]
+
+
+def _all(call: Call, placement: Placement) -> list[Placement]:
+    return [placement] * len(call.op.outputs)
+
+
+def same_rows(one: Placement, other: Placement) -> bool:
+    """Whether two shards have the same rows along their axes."""
+    return one.blocks == other.blocks and (one.each == other.each or 0 in (one.each, other.each))
+
+
+# Element by element: each row of the result comes from the same row of each operand.
+
+UNARY = frozenset(
+    "Abs Acos Acosh AdjustContrastv2 Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 "
+    "BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast Ceil CheckNumerics CheckNumericsV2 "
+    "ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos "
+    "FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg "
+    "OnesLike PlaceholderWithDefault PreventGradient Real Reciprocal RegexFullMatch RegexReplace Relu Relu6 Rint Round Rsqrt "
+    "Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace "
+    "StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong "
+    "StringToNumber StringUpper Tan Tanh ZerosLike".split()
+) - {"AdjustContrastv2", "RegexFullMatch", "RegexReplace"}
+BROADCASTING = frozenset(
+    "Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan Equal "
+    "FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual Igamma IgammaGradA Igammac LeftShift Less LessEqual "
+    "LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift "
+    "SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta".split()
+)
+# Of operands of one shape: an activation's gradient, a sum.
+ALIKE = frozenset(
+    "AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad "
+    "SoftsignGrad SqrtGrad TanhGrad Select".split()
+)
+
+
+@_rule(*UNARY)
+def _unary(call: Call) -> Sequence[Placement]:
+    return _all(call, call.inputs[0])
+
+
+@_rule(*BROADCASTING, *ALIKE)
+def _broadcast(call: Call) -> Sequence[Placement] | None:
+    ranks = [_rank(call, i) for i in range(len(call.inputs))]
+    if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
+        return None
+    placed = align(call, {i: 0 for i in range(len(call.inputs))}, max(ranks), ranks)
+    return None if placed is None else [placed]
+
+
+def align(
+    call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0
+) -> Placement | None:
+    """Bring operands together that are broadcast against each other along their last axes.
+
+    Args:
+        call: whose inputs they are.
+        heads: the indices of these inputs.
+        rank: of what they are broadcast to.
+        ranks: of all inputs.
+        tails: how many of the last axes are not broadcast, and must not be sharded.
+
+    Returns:
+        How the result is placed, along its axes of `rank`; None: it has no rows.
+    """
+    chosen: Placement | None = None
+    for i in heads:
+        placed = call.inputs[i]
+        if placed.kind is not Kind.SHARD:
+            continue
+        axis = placed.axis + rank - ranks[i]
+        if placed.axis >= ranks[i] - tails:
+            return None
+        here = shard(axis, placed.blocks, placed.each)
+        if chosen is None or (here.axis == chosen.axis and same_rows(here, chosen)):
+            chosen = here if chosen is None or not chosen.each else chosen
+            continue
+        if here.axis == chosen.axis:
+            return None  # rows that are counted otherwise
+        call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
+    if chosen is None:
+        return None
+    for i in heads:
+        axis = chosen.axis - (rank - ranks[i])
+        placed = call.inputs[i]
+        if placed.kind is Kind.REPLICATE and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
+            call.require(i, shard(axis, chosen.blocks, chosen.each))
+    return chosen
+
+
+# Linear in what is partial: the sum of the towers' results is the result of their sum.
+
+
+@_linear(
+    "Identity", "StopGradient", "PreventGradient", "Snapshot", "PlaceholderWithDefault", "Neg", "Conj", "Real", "Imag"
+)
+def _passing(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    plain = call.op.type in ("Identity", "StopGradient", "PreventGradient", "Snapshot", "PlaceholderWithDefault")
+    return [placed] if plain or placed.op in ("sum", "mean") else None
+
+
+@_linear("Cast")
+def _cast_partial(call: Call) -> Sequence[Placement] | None:
+    before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
+    widens = after.is_floating and (before.is_integer or before.size <= after.size)
+    return [call.inputs[0]] if widens and call.inputs[0].op in ("sum", "mean") else None
+
+
+@_linear("Reshape", "Transpose", "ExpandDims", "Squeeze")
+def _moved_partial(call: Call) -> Sequence[Placement] | None:
+    others = call.inputs[1:]
+    return [call.inputs[0]] if call.inputs[0].kind is Kind.PARTIAL and all(p.whole for p in others) else None
+
+
+@_linear("Sum", "Mean")
+def _sum_partial(call: Call) -> Sequence[Placement] | None:
+    placed, over = call.inputs
+    return [placed] if placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole else None
+
+
+@_linear("Add", "AddV2", "Sub", "AddN")
+def _add_partial(call: Call) -> Sequence[Placement] | None:
+    shape = _shape(call.op.outputs[0])
+    if any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs) or shape is None or None in shape:
+        return None
+    ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
+    # What is whole may be added to a mean on every tower, and to a sum on one.
+    for i, placed in enumerate(call.inputs):
+        if placed.kind is Kind.PARTIAL and _shape(call.op.inputs[i]) != shape:
+            return None
+    if ops == {"mean"}:
+        return [MEAN]
+    if not ops <= {"sum", "mean"}:
+        return None
+    for i in range(len(call.inputs)):
+        if shape:  # so that each tower's part of a gradient has its part of a regularisation
+            call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
+        call.require(i, SUM)
+    return [SUM]
+
+
+@_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")
+def _scale_partial(call: Call) -> Sequence[Placement] | None:
+    one, other = call.inputs
+    divides = call.op.type in ("RealDiv", "Div", "DivNoNan")
+    at = 0 if one.kind is Kind.PARTIAL else 1
+    if (at == 1 and divides) or (other if at == 0 else one).kind is not Kind.REPLICATE:
+        return None
+    shape = _shape(call.op.inputs[at])
+    if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
+        return None
+    # Only where that makes it no larger: what is exchanged is the smallest of what could be.
+    return [call.inputs[at]] if shape is not None and shape == _shape(call.op.outputs[0]) else None
+
+
+# Of an activation's gradient: linear in what flows back, the input of that index.
+_BACK = {"RsqrtGrad": 1, "SqrtGrad": 1, "InvGrad": 1, "ReciprocalGrad": 1, "TanhGrad": 1, "SigmoidGrad": 1}
+_BACK |= {"ReluGrad": 0, "Relu6Grad": 0, "EluGrad": 0, "SeluGrad": 0, "LeakyReluGrad": 0, "SoftplusGrad": 0}
+
+
+@_linear(*_BACK)
+def _back_partial(call: Call) -> Sequence[Placement] | None:
+    at = _BACK[call.op.type]
+    return [call.inputs[at]] if call.inputs[1 - at].whole and call.inputs[at].op in ("sum", "mean") else None
+
+
+# Reductions: over the rows they leave a part of the batch's result, over other axes rows.
+
+_REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min"), "Prod": partial("prod")}
+_REDUCED |= {"All": partial("min"), "Any": partial("max")}
+
+
+@_rule(*_REDUCED, counting=True)
+def _reduce(call: Call) -> Sequence[Placement] | None:
+    placed, summed = call.inputs
+    rank = _rank(call, 0)
+    if placed.kind is Kind.ROWS:
+        return _count_of(call)
+    if placed.kind is not Kind.SHARD:
+        return None
+    if summed.kind is Kind.AXES and call.op.type == "Sum":
+        operand = summed.of or REPLICATE
+        return [SUM] if operand.kind is not Kind.SHARD else [pending(operand)]
+    over = call.constant(1)
+    if rank is None or over is None:
+        return None
+    over = {int(axis) % rank for axis in np.ravel(over)}
+    keeps = call.op.get_attr("keep_dims")
+    if placed.axis not in over:
+        return [shard(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each)]
+    dtype = call.op.inputs[0].dtype
+    if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
+        return None
+    return [_REDUCED[call.op.type]]
+
+
+def _count_of(call: Call) -> Sequence[Placement] | None:
+    """The product of a shape in which one element counts rows counts them too."""
+    counts = call.inputs[0].counts
+    if call.op.type != "Prod" or sum(map(bool, counts)) != 1 or call.op.get_attr("keep_dims"):
+        return None
+    return [rows((_product(counts, call.op.inputs[0]),))]
+
+
+def _product(counts: Sequence[int], shape: tf.Tensor) -> int:
+    known = _elements(shape)
+    others = [value for count, value in zip(counts, known, strict=True) if not count]
+    each = next(count for count in counts if count)
+    return -1 if None in others or each < 0 else each * math.prod(others)
+
+
+def _elements(vector: tf.Tensor) -> list[int | None]:
+    """What is known of the elements of an integer vector."""
+    known = tf.get_static_value(vector, partial=True)
+    if known is None:
+        shape = _known_shape(vector)
+        return shape if shape is not None else [None] * int(vector.shape[0])
+    return [None if value is None else int(value) for value in np.ravel(known)]
+
+
+def _known_shape(vector: tf.Tensor) -> list[int | None] | None:
+    """Of a vector that is a tensor's shape."""
+    while vector.op.type in ("Cast", "Identity"):
+        vector = vector.op.inputs[0]
+    if vector.op.type in ("Shape", "ShapeN"):
+        return _shape(vector.op.inputs[vector.value_index])
+    return None
+
+
+@_rule("L2Loss")
+def _l2_loss(call: Call) -> Sequence[Placement] | None:
+    return [SUM] if call.inputs[0].kind is Kind.SHARD else None
+
+
+@_rule("BiasAddGrad")
+def _bias_add_grad(call: Call) -> Sequence[Placement] | None:
+    rank, placed = _rank(call, 0), call.inputs[0]
+    channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
+    return [SUM] if rank and placed.axis != channel else None
+
+
+@_rule("BiasAdd")
+def _bias_add(call: Call) -> Sequence[Placement] | None:
+    rank, placed = _rank(call, 0), call.inputs[0]
+    channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
+    plain = placed.kind is Kind.SHARD and call.inputs[1].whole
+    return [placed] if rank and plain and placed.axis != channel else None
+
+
+@_rule("ArgMax", "ArgMin")
+def _arg(call: Call) -> Sequence[Placement] | None:
+    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
+        return None
+    return [shard(placed.axis - (int(over) % rank < placed.axis), placed.blocks, placed.each)]
+
+
+@_rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
+def _cumulate(call: Call) -> Sequence[Placement] | None:
+    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
+        return None
+    return [placed]
+
+
+@_rule("ReverseV2")
+def _reverse(call: Call) -> Sequence[Placement] | None:
+    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    if rank is None or over is None or placed.kind is not Kind.SHARD:
+        return None
+    return None if placed.axis in {int(axis) % rank for axis in over} else [placed]
+
+
+@_rule("Roll")
+def _roll(call: Call) -> Sequence[Placement] | None:
+    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(2)
+    if rank is None or over is None or placed.kind is not Kind.SHARD or not call.inputs[1].whole:
+        return None
+    return None if placed.axis in {int(axis) % rank for axis in np.ravel(over)} else [placed]
+
+
+# Each by itself: matrices, or vectors along the last axis, of which the rows are many.
+
+_LAST = dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "FFT", "IFFT", "RFFT", "IRFFT"), 1)
+_LAST |= dict.fromkeys(
+    "Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve "
+    "MatrixSquareRoot SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D "
+    "BandedTriangularSolve MatrixLogarithm MatrixExponential TridiagonalSolve".split(),
+    2,
+)
+_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1, "MatrixDiagV3": 1, "InvertPermutation": 1}
+_LAST |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2}
+# How many leading inputs have rows; others are parameters that must be whole.
+_MATRICES = {"MatrixSolve": 2, "MatrixTriangularSolve": 2, "CholeskyGrad": 2, "BandedTriangularSolve": 2}
+_MATRICES |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2, "TridiagonalSolve": 2}
+
+
+@_rule(*_LAST)
+def _each_by_itself(call: Call) -> Sequence[Placement] | None:
+    count = _MATRICES.get(call.op.type, 1)
+    placed = [p for p in call.inputs[:count] if p.kind is Kind.SHARD]
+    if not placed or any(not p.whole for p in call.inputs[count:]):
+        return None
+    ranks = [_rank(call, i) for i in range(count)]
+    if None in ranks or any(p.axis != placed[0].axis or not same_rows(p, placed[0]) for p in placed):
+        return None
+    if call.op.type in ("TridiagonalSolve", "MatrixSetDiagV3", "MatrixSetDiag"):
+        if len(placed) < count or placed[0].axis != 0 or ranks[0] < _LAST[call.op.type] + 1:
+            return None
+        return _all(call, placed[0])
+    if len(set(ranks)) > 1 or placed[0].axis >= ranks[0] - _LAST[call.op.type]:
+        return None
+    for i in range(count):
+        call.require(i, placed[0])
+    return _all(call, placed[0])
+
+
+# Products: what is contracted over the rows is a part of a sum.
+
+
+def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Placement] | None:
+    """Place the result of a sum of products whose operands' and result's axes have these names."""
+    chosen: tuple[str, Placement] | None = None
+    for i, names in enumerate(letters):
+        placed = call.inputs[i]
+        if placed.kind is not Kind.SHARD:
+            continue
+        name = names[placed.axis]
+        if chosen is None or (name == chosen[0] and same_rows(placed, chosen[1])):
+            chosen = (name, placed) if chosen is None or not chosen[1].each else chosen
+        elif name == chosen[0]:
+            return None
+        else:
+            call.require(i, REPLICATE)
+    if chosen is None:
+        return None
+    name, placed = chosen
+    if name not in result and call.op.outputs[0].dtype.name not in native.DTYPES:
+        return None
+    for i, names in enumerate(letters):
+        if name in names and call.inputs[i].kind is Kind.REPLICATE:
+            call.require(i, shard(names.index(name), placed.blocks, placed.each))
+    return [shard(result.index(name), placed.blocks, placed.each) if name in result else SUM]
+
+
+@_rule("MatMul")
+def _matmul(call: Call) -> Sequence[Placement] | None:
+    one = "km" if call.op.get_attr("transpose_a") else "mk"
+    other = "nk" if call.op.get_attr("transpose_b") else "kn"
+    return _contract(call, (one, other), "mn")
+
+
+@_rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+def _batch_matmul(call: Call) -> Sequence[Placement] | None:
+    ranks = [_rank(call, 0), _rank(call, 1)]
+    if None in ranks:
+        return None
+    batch = max(ranks) - 2
+    names = "abcdefghij"[:batch]
+    shapes = [_shape(tensor) for tensor in call.op.inputs]
+    letters = []
+    for i, (swapped, plain) in enumerate((("km", "mk"), ("nk", "kn"))):
+        own = list(names[batch - (ranks[i] - 2) :])
+        for axis in range(len(own)):
+            if shapes[i][axis] == 1 and call.inputs[i].kind is not Kind.SHARD:
+                own[axis] = f"{i}"  # is broadcast, whatever the other has there
+        turned = call.op.get_attr("adj_x" if i == 0 else "adj_y")
+        letters.append("".join(own) + (swapped if turned else plain))
+    return _contract(call, letters, names + "mn")
+
+
+@_rule("Einsum")
+def _einsum(call: Call) -> Sequence[Placement] | None:
+    equation = call.op.get_attr("equation").decode().replace(" ", "")
+    given, result = equation.split("->")
+    letters = given.split(",")
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    longest = 0
+    for i, names in enumerate(letters):
+        rank = _rank(call, i)
+        if rank is None:
+            return None
+        if "..." in names:
+            longest = max(longest, rank - (len(names) - 3))
+    for i, names in enumerate(letters):
+        if "..." in names:
+            count = _rank(call, i) - (len(names) - 3)
+            shape = _shape(call.op.inputs[i])
+            begin = names.index("...")
+            dots = spare[longest - count : longest] if count else []
+            # One of length 1 is broadcast, whatever the others have there.
+            dots = [str(i) if shape[begin + j] == 1 and not call.inputs[i].kind is Kind.SHARD else c for j, c in enumerate(dots)]
+            letters[i] = names.replace("...", "".join(dots))
+    result = result.replace("...", "".join(spare[:longest]))
+    if any(len(set(names)) < len(names) for names in (*letters, result)):
+        return None
+    return _contract(call, letters, result)
+
+
+# Convolutions, pooling and images: the samples lie along the first axis, and filters are whole.
+
+
+def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()) -> Placement | None:
+    placed = next((call.inputs[i] for i in by_rows if call.inputs[i].kind is Kind.SHARD), None)
+    if placed is None or placed.axis != 0:
+        return None
+    for i in by_rows:
+        other = call.inputs[i]
+        if other.kind is Kind.SHARD and (other.axis != 0 or not same_rows(other, placed)):
+            return None
+        call.require(i, placed)
+    for i in whole:
+        call.require(i, REPLICATE)
+    return placed
+
+
+@_rule("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Dilation2D", "RGBToHSV", "HSVToRGB", "LRN", "ResizeBilinear",
+       "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "AdjustContrastv2", "AdjustHue", "AdjustSaturation",
+       "ExtractImagePatches", "ExtractVolumePatches", "SpaceToDepth", "DepthToSpace", "ScaleAndTranslate", "RegexReplace",
+       "RegexFullMatch")
+def _images(call: Call) -> Sequence[Placement] | None:
+    if call.inputs[0].kind is not Kind.SHARD:
+        return None
+    if call.op.type in ("AdjustHue", "AdjustSaturation", "AdjustContrastv2") and _rank(call, 0) != 4:
+        return None
+    if call.op.type in ("RGBToHSV", "HSVToRGB") and (_rank(call, 0) or 0) < 2:
+        return None
+    placed = _samples_first(call, [0], range(1, len(call.inputs)))
+    return None if placed is None else [placed]
+
+
+@_rule("ResizeBilinearGrad", "ResizeNearestNeighborGrad", "ResizeBicubicGrad", "LRNGrad", "Dilation2DBackpropInput",
+       "ScaleAndTranslateGrad", counting=False)
+def _images_back(call: Call) -> Sequence[Placement] | None:
+    if call.op.type == "LRNGrad":
+        by_rows, whole = [0, 1, 2], []
+    elif call.op.type == "Dilation2DBackpropInput":
+        by_rows, whole = [0, 2], [1]
+    elif call.op.type == "ResizeNearestNeighborGrad":
+        by_rows, whole = [0], [1]
+    else:
+        by_rows, whole = [0, 1], list(range(2, len(call.inputs)))
+    placed = _samples_first(call, by_rows, whole)
+    return None if placed is None else [placed]
+
+
+@_rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
+def _projections(call: Call) -> Sequence[Placement] | None:
+    transforms = _shape(call.op.inputs[1])
+    if transforms is None or call.inputs[0].kind is not Kind.SHARD:
+        return None
+    one = transforms[0] == 1 and call.inputs[1].whole
+    if not one and transforms[0] is None and call.inputs[1].whole:
+        return None
+    by_rows, whole = ([0], [1, 2]) if one else ([0, 1], [2])
+    placed = _samples_first(call, by_rows, [*whole, *range(3, len(call.inputs))])
+    return None if placed is None else [placed]
+
+
+_POOLS = {"MaxPool": [0], "AvgPool": [0], "MaxPool3D": [0], "AvgPool3D": [0], "MaxPoolGrad": [0, 1, 2]}
+_POOLS |= {"MaxPool3DGrad": [0, 1, 2], "MaxPoolGradGrad": [0, 1, 2], "MaxPool3DGradGrad": [0, 1, 2]}
+
+
+@_rule(*_POOLS)
+def _pool(call: Call) -> Sequence[Placement] | None:
+    if call.op.get_attr("ksize")[0] != 1 or call.op.get_attr("strides")[0] != 1:
+        return None
+    placed = _samples_first(call, _POOLS[call.op.type])
+    return None if placed is None else [placed]
+
+
+def _sizes(call: Call, index: int) -> bool:
+    """Whether input `index` is the shape of a tensor that has the rows along its first axis."""
+    placed = call.inputs[index]
+    return placed.kind is Kind.ROWS and bool(placed.counts[0]) and not any(placed.counts[1:])
+
+
+@_rule("AvgPoolGrad", "AvgPool3DGrad", counting=True)
+def _pool_back(call: Call) -> Sequence[Placement] | None:
+    if call.op.get_attr("ksize")[0] != 1 or not _sizes(call, 0) or call.inputs[1].kind is not Kind.SHARD:
+        return None
+    return None if call.inputs[1].axis else [call.inputs[1]]
+
+
+@_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput", counting=True)
+def _convolution_to_input(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[2]
+    if placed.kind is not Kind.SHARD or placed.axis or not _sizes(call, 0):
+        return None
+    call.require(1, REPLICATE)
+    return [placed]
+
+
+@_rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+def _convolution_to_filter(call: Call) -> Sequence[Placement] | None:
+    return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
+
+
+@_rule("Dilation2DBackpropFilter")
+def _dilation_to_filter(call: Call) -> Sequence[Placement] | None:
+    return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
+
+
+@_rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+def _normalise(call: Call) -> Sequence[Placement] | None:
+    if call.op.get_attr("is_training") or call.inputs[0].kind is not Kind.SHARD or call.inputs[0].axis:
+        return None
+    for i in range(1, 5):
+        call.require(i, REPLICATE)
+    return [call.inputs[0], *[REPLICATE] * (len(call.op.outputs) - 1)]
+
+
+@_rule("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
+def _labelled(call: Call) -> Sequence[Placement] | None:
+    whole = [2] if call.op.type == "InTopKV2" else []
+    placed = _samples_first(call, [0, 1], whole)
+    return None if placed is None else _all(call, placed)
+
+
+@_rule("SoftmaxCrossEntropyWithLogits")
+def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
+    shapes = [_shape(tensor) for tensor in call.op.inputs]
+    if any(shape is None for shape in shapes):
+        return None
+    by_rows = [i for i in (0, 1) if call.inputs[i].kind is Kind.SHARD or shapes[i][0] != 1]
+    placed = _samples_first(call, by_rows)
+    return None if placed is None else _all(call, placed)
+
+
+@_rule("CTCLoss", "CTCLossV2")
+def _ctc(call: Call) -> Sequence[Placement] | None:
+    return None  # its labels are a sparse tensor
+
+
+# Shapes and counts.
+
+
+@_rule("Shape", "ShapeN", counting=True)
+def _shape_of(call: Call) -> Sequence[Placement] | None:
+    placed = []
+    for i, tensor in enumerate(call.op.inputs):
+        one = call.inputs[i]
+        if one.kind is not Kind.SHARD:
+            if one.kind not in (Kind.REPLICATE, Kind.PARTIAL):
+                return None
+            placed.append(REPLICATE)
+            continue
+        if tensor.shape.rank is None:
+            return None
+        count = one.each * one.blocks or -1
+        placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
+    return placed
+
+
+@_rule("Size", counting=True)
+def _size_of(call: Call) -> Sequence[Placement] | None:
+    one, shape = call.inputs[0], _shape(call.op.inputs[0])
+    if one.kind is not Kind.SHARD:
+        return [REPLICATE] if one.kind in (Kind.ROWS, Kind.PARTIAL) and shape is not None else None
+    if shape is None:
+        return None
+    others = [length for axis, length in enumerate(shape) if axis != one.axis]
+    return [rows((-1 if None in others or not one.each else one.each * one.blocks * math.prod(others),))]
+
+
+@_rule("Rank", counting=True)
+def _rank_of(call: Call) -> Sequence[Placement] | None:
+    return [REPLICATE]
+
+
+LINEAR.update({"Shape": _shape_of, "ShapeN": _shape_of, "Size": _size_of, "Rank": _rank_of})
+
+
+@_rule("StridedSlice", counting=True)
+def _strided_slice(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is Kind.ROWS:
+        return _slice_counts(call)
+    if placed.kind is not Kind.SHARD:
+        return None
+    spec = _slice_spec(call, 1)
+    if spec is None:
+        return None
+    kept = _sliced_axis(spec, placed.axis)
+    return None if kept is None else [shard(kept, placed.blocks, placed.each)]
+
+
+def _slice_counts(call: Call) -> Sequence[Placement] | None:
+    counts = np.array(call.inputs[0].counts)
+    begin, end, strides = (call.constant(i) for i in (1, 2, 3))
+    masks = [call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")]
+    if any(value is None or value.size != 1 for value in (begin, end, strides)) or masks[2] or masks[3]:
+        return None
+    if masks[4]:
+        return [rows((int(counts[int(begin[0])]),))]
+    first = None if masks[0] else int(begin[0])
+    last = None if masks[1] else int(end[0])
+    return [rows(tuple(int(count) for count in counts[first : last : int(strides[0])]))]
+
+
+def _slice_spec(call: Call, first: int) -> list[Any] | None:
+    """Say of each axis of the operand, and of each new one, whether it is "all", "some", "one" or "new"."""
+    begin, end, strides = (call.constant(first + i) for i in range(3))
+    rank = _rank(call, 0) if first == 1 else int(call.op.inputs[0].shape[0])
+    length = call.op.inputs[first].shape[0]
+    if length is None or rank is None:
+        return None
+    bits = {name: call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    spec: list[Any] = []
+    for i in range(length):
+        bit = 1 << i
+        if bits["ellipsis"] & bit:
+            later = sum(not bits["new_axis"] & (1 << j) for j in range(i + 1, length))
+            spec += ["all"] * (rank - sum(one != "new" for one in spec) - later)
+        elif bits["new_axis"] & bit:
+            spec.append("new")
+        elif bits["shrink_axis"] & bit:
+            spec.append("one")
+        else:
+            plain = strides is not None and strides[i] == 1
+            from_first = bits["begin"] & bit or (begin is not None and begin[i] == 0)
+            spec.append("all" if plain and from_first and bits["end"] & bit else "some")
+    spec += ["all"] * (rank - sum(one != "new" for one in spec))
+    return spec
+
+
+def _sliced_axis(spec: list[Any], axis: int) -> int | None:
+    """Where an axis of the operand ends up; None: it is not there as a whole."""
+    place = seen = 0
+    for one in spec:
+        if one == "new":
+            place += 1
+            continue
+        if seen == axis:
+            return place if one == "all" else None
+        seen += 1
+        place += one != "one"
+    return None
+
+
+@_rule("StridedSliceGrad", counting=True)
+def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
+    shape, placed = call.inputs[0], call.inputs[4]
+    if shape.kind is not Kind.ROWS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
+        return None
+    axis = _only(shape.counts)
+    spec = None if axis is None else _slice_spec(call, 1)
+    if spec is None or _sliced_axis(spec, axis) != placed.axis:
+        return None
+    return [shard(axis, placed.blocks, placed.each)]
+
+
+def _only(counts: Sequence[int]) -> int | None:
+    """The only element that counts rows."""
+    found = [i for i, count in enumerate(counts) if count]
+    return found[0] if len(found) == 1 else None
+
+
+@_rule("Pack", counting=True)
+def _pack(call: Call) -> Sequence[Placement] | None:
+    kinds = {placed.kind for placed in call.inputs}
+    if kinds <= {Kind.ROWS, Kind.REPLICATE} and call.op.outputs[0].shape.rank == 1:
+        return [rows(tuple(p.counts[0] if p.counts else 0 for p in call.inputs))]
+    if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
+        return None
+    placed = call.inputs[_sharded(call)[0]]
+    if any(call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)):
+        return None
+    rank = (_rank(call, 0) or 0) + 1
+    axis = call.op.get_attr("axis") % rank
+    for i in range(len(call.inputs)):
+        call.require(i, placed)
+    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+
+
+@_rule("Unpack", counting=True)
+def _unpack(call: Call) -> Sequence[Placement] | None:
+    placed, rank = call.inputs[0], _rank(call, 0)
+    if placed.kind is Kind.ROWS:
+        return [rows((count,)) for count in placed.counts]
+    if rank is None or placed.kind is not Kind.SHARD:
+        return None
+    axis = call.op.get_attr("axis") % rank
+    if axis == placed.axis:
+        return None
+    return _all(call, shard(placed.axis - (axis < placed.axis), placed.blocks, placed.each))
+
+
+@_rule("ConcatV2", counting=True)
+def _concat(call: Call) -> Sequence[Placement] | None:
+    *parts, last = call.inputs
+    axis = call.constant(len(parts))
+    kinds = {placed.kind for placed in parts}
+    if axis is None:
+        return None
+    if Kind.ROWS in kinds:
+        if kinds - {Kind.ROWS, Kind.REPLICATE} or call.op.outputs[0].shape.rank != 1:
+            return None
+        counts: list[int] = []
+        for i, placed in enumerate(parts):
+            length = call.op.inputs[i].shape[0]
+            if length is None:
+                return None
+            counts += placed.counts or [0] * length
+        return [rows(tuple(counts))]
+    if not kinds <= {Kind.SHARD, Kind.REPLICATE} or Kind.SHARD not in kinds:
+        return None
+    placed = parts[[i for i, p in enumerate(parts) if p.kind is Kind.SHARD][0]]
+    shards = [p for p in parts if p.kind is Kind.SHARD]
+    rank = _rank(call, 0)
+    if rank is None or any(p.axis != placed.axis for p in shards):
+        return None
+    if int(axis) % rank != placed.axis:
+        if not all(same_rows(p, placed) for p in shards):
+            return None
+        for i in range(len(parts)):
+            call.require(i, placed)
+        return [placed]
+    # One batch behind another: blocks of as many rows each.
+    if len(shards) < len(parts) or any(not p.each or p.each != placed.each for p in shards):
+        return None
+    return [shard(placed.axis, sum(p.blocks for p in shards), placed.each)]
+
+
+@_rule("ConcatOffset", counting=True)
+def _concat_offset(call: Call) -> Sequence[Placement] | None:
+    axis, shapes = call.constant(0), call.inputs[1:]
+    if axis is None or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in shapes):
+        return None
+    offsets, count = [], 0
+    for i, placed in enumerate(shapes):
+        rank = int(call.op.inputs[i + 1].shape[0])
+        here = int(axis) % rank
+        offsets.append(rows(tuple(count if j == here else 0 for j in range(rank))))
+        each = placed.counts[here] if placed.counts else 0
+        if count < 0 or each < 0 or (i and bool(each) != bool(count)):
+            return None
+        count += each
+    return offsets
+
+
+@_rule("Slice", counting=True)
+def _slice(call: Call) -> Sequence[Placement] | None:
+    placed, begin, size = call.inputs
+    if placed.kind is not Kind.SHARD:
+        return None
+    axis = placed.axis
+    if size.kind is Kind.ROWS:
+        count = size.counts[axis]
+        if _only(size.counts) != axis or not placed.each or count < 1 or count % placed.each:
+            return None
+        if count == placed.each * placed.blocks:  # all of them, so that it begins with the first
+            return [placed] if begin.whole or (begin.kind is Kind.ROWS and not any(begin.counts)) else None
+        first = begin.counts[axis] if begin.kind is Kind.ROWS else None
+        zero = _constant_element(call, 1, axis) == 0
+        if begin.kind is Kind.ROWS and _only(begin.counts) != axis:
+            return None
+        if not zero and (first is None or first < 0 or first % placed.each):
+            return None
+        return [shard(axis, count // placed.each, placed.each)]
+    if begin.kind is Kind.ROWS or not size.whole:
+        return None
+    if _constant_element(call, 1, axis) == 0 and _constant_element(call, 2, axis) == -1:
+        return [placed]
+    return None
+
+
+def _constant_element(call: Call, index: int, element: int) -> int | None:
+    value = call.constant(index)
+    if value is not None:
+        return int(value[element])
+    known = _elements(call.op.inputs[index]) if call.op.inputs[index].shape.rank == 1 else []
+    return known[element] if element < len(known) else None
+
+
+@_rule("DynamicStitch", counting=True)
+def _stitch(call: Call) -> Sequence[Placement] | None:
+    half = len(call.inputs) // 2
+    places = [call.constant(i) for i in range(half)]
+    values = call.inputs[half:]
+    if any(place is None for place in places) or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values):
+        return None
+    counts: dict[int, int] = {}
+    for place, placed in zip(places, values, strict=True):
+        for i, where in enumerate(np.ravel(place)):
+            counts[int(where)] = placed.counts[i] if placed.counts else 0
+    return [rows(tuple(counts[i] for i in range(len(counts))))]
+
+
+@_rule("BroadcastGradientArgs", counting=True)
+def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
+    """Of each operand's shape: an element that counts rows keeps them; of one without, the rows are added up."""
+    if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
+        return None
+    lengths = [int(tensor.shape[0]) if tensor.shape.rank == 1 and tensor.shape[0] is not None else None for tensor in call.op.inputs]
+    if None in lengths:
+        return None
+    found = []
+    for placed, length in zip(call.inputs, lengths, strict=True):
+        axis = _only(placed.counts)
+        if placed.kind is Kind.ROWS and axis is None:
+            return None
+        found.append(None if axis is None else axis - length)
+    if len({place for place in found if place is not None}) > 1:
+        return None
+    place = next(place for place in found if place is not None)
+    for i, (placed, length) in enumerate(zip(call.inputs, lengths, strict=True)):
+        if placed.kind is Kind.REPLICATE and length + place >= 0:
+            # Whether it was broadcast along the rows must be known.
+            element = _elements(call.op.inputs[i])[length + place]
+            if element != 1:
+                return None
+    made = []
+    for placed, place in zip(call.inputs, found, strict=True):
+        if place is None:
+            made.append(axes(REPLICATE))
+        else:
+            axis = _only(placed.counts)
+            made.append(axes(shard(axis, 1, 0)))
+    return made
+
+
+@_rule("Reshape", counting=True)
+def _reshape(call: Call) -> Sequence[Placement] | None:
+    placed, shape = call.inputs
+    if placed.kind is Kind.ROWS:
+        if shape.whole and call.op.outputs[0].shape.rank in (0, 1):
+            return [placed] if len(placed.counts) == 1 or call.op.outputs[0].shape.rank == 1 else None
+        return None
+    if placed.kind is Kind.PENDING:
+        return _settle(placed, shape)
+    if placed.kind is Kind.PARTIAL:
+        return [placed] if shape.whole else None
+    if placed.kind is not Kind.SHARD:
+        return None
+    before, after = _shape(call.op.inputs[0]), _shape(call.op.outputs[0])
+    if before is None or after is None or None in before[: placed.axis]:
+        return None
+    outer = math.prod(before[: placed.axis]) * placed.blocks
+    if shape.kind is Kind.ROWS:
+        axis = _only(shape.counts)
+        count = shape.counts[axis] if axis is not None else 0
+    elif shape.whole:
+        value = call.constant(1)
+        where = None if value is None else [i for i, length in enumerate(np.ravel(value)) if length == -1]
+        axis = where[0] if where else None
+        count = 0
+    else:
+        return None
+    if axis is None or None in after[:axis]:
+        return None
+    ahead = math.prod(after[:axis])
+    if ahead == 0 or outer % ahead:
+        return None
+    blocks = outer // ahead
+    inside = before[placed.axis + 1 :]
+    known = (placed.each or 1) * math.prod(length for length in inside if length is not None)
+    exact = placed.each and None not in inside
+    if shape.kind is Kind.ROWS:
+        each = count // blocks if count > 0 and count % blocks == 0 else 0
+        if not each and exact and None not in after[axis + 1 :] and math.prod(after[axis + 1 :]):
+            each = known // math.prod(after[axis + 1 :])
+        if blocks > 1 and not each:
+            return None
+        return [shard(axis, blocks, each)]
+    width = math.prod(after[axis + 1 :]) if None not in after[axis + 1 :] else None
+    if not width or known % width:
+        return None
+    return [shard(axis, blocks, known // width if exact else 0)]
+
+
+def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
+    axis = _only(shape.counts)
+    if shape.kind is not Kind.ROWS or axis is None:
+        return None
+    return [shard(axis, 1, max(shape.counts[axis], 0))]
+
+
+@_rule("Transpose", "ConjugateTranspose")
+def _transpose(call: Call) -> Sequence[Placement] | None:
+    placed, order = call.inputs[0], call.constant(1)
+    if order is None or placed.kind is not Kind.SHARD:
+        return None
+    return [shard(int(np.flatnonzero(order == placed.axis)[0]), placed.blocks, placed.each)]
+
+
+@_rule("ExpandDims", counting=True)
+def _expand(call: Call) -> Sequence[Placement] | None:
+    placed, axis, rank = call.inputs[0], call.constant(1), call.op.outputs[0].shape.rank
+    if placed.kind is Kind.ROWS:
+        return [placed] if rank == 1 else None
+    if axis is None or rank is None or placed.kind is not Kind.SHARD:
+        return None
+    axis = int(np.ravel(axis)[0]) % rank
+    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+
+
+@_rule("Squeeze", counting=True)
+def _squeeze(call: Call) -> Sequence[Placement] | None:
+    placed, rank = call.inputs[0], _rank(call, 0)
+    if placed.kind is Kind.ROWS:
+        return [placed]
+    squeezed = call.op.get_attr("squeeze_dims")
+    if rank is None or not squeezed or placed.kind is not Kind.SHARD:
+        return None
+    squeezed = {int(axis) % rank for axis in squeezed}
+    if placed.axis in squeezed:
+        return None
+    return [shard(placed.axis - sum(axis < placed.axis for axis in squeezed), placed.blocks, placed.each)]
+
+
+@_rule("Split", "SplitV")
+def _split(call: Call) -> Sequence[Placement] | None:
+    given, along = (1, 0) if call.op.type == "Split" else (0, 2)
+    placed, axis, rank = call.inputs[given], call.constant(along), _rank(call, given)
+    if axis is None or rank is None or placed.kind is not Kind.SHARD:
+        return None
+    if int(axis) % rank != placed.axis:
+        return _all(call, placed)
+    count = len(call.op.outputs)
+    if call.op.type == "SplitV" or placed.blocks % count:
+        return None
+    return _all(call, shard(placed.axis, placed.blocks // count, placed.each))
+
+
+@_rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+def _pad(call: Call) -> Sequence[Placement] | None:
+    placed, widths = call.inputs[0], call.constant(1)
+    if placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
+        return None
+    if widths is None:
+        known = tf.get_static_value(call.op.inputs[1], partial=True)
+        return [placed] if known is not None and not np.any(known[placed.axis] != np.zeros(2)) else None
+    return None if widths[placed.axis].any() else [placed]
+
+
+@_rule("Fill", counting=True)
+def _fill(call: Call) -> Sequence[Placement] | None:
+    dims, value = call.inputs
+    axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
+    if axis is None or not value.whole:
+        return None
+    return [shard(axis, 1, max(dims.counts[axis], 0))]
+
+
+@_rule("BroadcastTo", counting=True)
+def _broadcast_to(call: Call) -> Sequence[Placement] | None:
+    placed, shape = call.inputs
+    before, rank = _shape(call.op.inputs[0]), call.op.outputs[0].shape.rank
+    if before is None or rank is None:
+        return None
+    if shape.kind is not Kind.ROWS:
+        if placed.kind is Kind.SHARD:
+            return None
+        return None
+    axis = _only(shape.counts)
+    if axis is None:
+        return None
+    here = axis - (rank - len(before))
+    if placed.kind is Kind.SHARD:
+        return [shard(axis, placed.blocks, placed.each)] if placed.axis == here else None
+    if placed.kind is not Kind.REPLICATE:
+        return None
+    count = max(shape.counts[axis], 0)
+    if here >= 0 and before[here] != 1:
+        return None
+    return [shard(axis, 1, count)]
+
+
+@_rule("Tile", counting=True)
+def _tile(call: Call) -> Sequence[Placement] | None:
+    placed, times = call.inputs
+    before = _shape(call.op.inputs[0])
+    if before is None:
+        return None
+    if times.kind is Kind.ROWS:
+        axis = _only(times.counts)
+        if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
+            return None
+        return [shard(axis, 1, max(times.counts[axis], 0))]
+    if placed.kind is not Kind.SHARD:
+        return None
+    count = _constant_element(call, 1, placed.axis)
+    return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
+
+
+@_rule("GatherV2", counting=True)
+def _gather(call: Call) -> Sequence[Placement] | None:
+    params, indices, _ = call.inputs
+    axis, skipped = call.constant(2), call.op.get_attr("batch_dims")
+    ranks = _rank(call, 0), _rank(call, 1)
+    if axis is None or None in ranks:
+        return None
+    axis = int(axis) % max(ranks[0], 1)
+    if params.kind is Kind.ROWS:
+        chosen = call.constant(1)
+        if chosen is None or ranks[1] > 1:
+            return None
+        return [rows(tuple(params.counts[int(i)] for i in np.ravel(chosen)))]
+    if indices.kind is Kind.ROWS:
+        return None
+    if params.kind is Kind.SHARD and params.axis < skipped:
+        if indices.kind is Kind.SHARD and (indices.axis != params.axis or not same_rows(indices, params)):
+            return None
+        call.require(1, params)
+        return [params]
+    if indices.kind is Kind.SHARD and indices.axis < skipped:
+        call.require(0, indices)
+        return [indices]
+    if indices.kind is Kind.SHARD and params.whole:
+        return [shard(indices.axis - skipped + axis, indices.blocks, indices.each)]
+    if params.kind is Kind.SHARD and indices.whole and params.axis != axis:
+        moved = params.axis + (ranks[1] - skipped - 1 if params.axis > axis else 0)
+        return [shard(moved, params.blocks, params.each)]
+    return None
+
+
+@_rule("ResourceGather")
+def _resource_gather(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[1]
+    plain = call.inputs[0].whole and placed.kind is Kind.SHARD and not call.op.get_attr("batch_dims")
+    return [placed] if plain else None
+
+
+@_rule("GatherNd", "ResourceGatherNd")
+def _gather_nd(call: Call) -> Sequence[Placement] | None:
+    indices, rank = call.inputs[1], _rank(call, 1)
+    if rank is None or indices.kind is not Kind.SHARD or not call.inputs[0].whole or indices.axis == rank - 1:
+        return None
+    return [indices]
+
+
+@_rule("LookupTableFind", "LookupTableFindV2")
+def _look_up(call: Call) -> Sequence[Placement] | None:
+    same = _rank(call, 1) == call.op.outputs[0].shape.rank or call.inputs[1].axis == 0
+    return [call.inputs[1]] if call.inputs[1].kind is Kind.SHARD and call.inputs[2].whole and same else None
+
+
+@_rule("OneHot")
+def _one_hot(call: Call) -> Sequence[Placement] | None:
+    placed, rank = call.inputs[0], _rank(call, 0)
+    if rank is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
+        return None
+    axis = call.op.get_attr("axis") % (rank + 1)
+    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+
+
+_SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
+_SEGMENTS |= {"UnsortedSegmentProd": "prod"}
+
+
+@_rule(*_SEGMENTS)
+def _segments(call: Call) -> Sequence[Placement] | None:
+    data, ids, count = call.inputs
+    if not count.whole or call.op.inputs[0].dtype.name not in native.DTYPES:
+        return None
+    rank = _rank(call, 1)
+    if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
+        return None
+    if ids.kind is Kind.SHARD and data.kind is Kind.SHARD:
+        if data.axis != ids.axis or not same_rows(data, ids):
+            return None
+    placed = data if data.kind is Kind.SHARD else ids
+    if placed.axis >= rank:
+        return None
+    call.require(0, placed)
+    call.require(1, placed)
+    return [partial(_SEGMENTS[call.op.type])]
+
+
+@_rule("ScatterNd")
+def _scatter_nd(call: Call) -> Sequence[Placement] | None:
+    indices, updates, shape = call.inputs
+    rank = _rank(call, 0)
+    if not shape.whole or rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
+        return None
+    placed = indices if indices.kind is Kind.SHARD else updates
+    if placed.kind is not Kind.SHARD or placed.axis >= rank - 1:
+        return None
+    if all(p.kind is Kind.SHARD for p in (indices, updates)) and not (
+        indices.axis == updates.axis and same_rows(indices, updates)
+    ):
+        return None
+    call.require(0, placed)
+    call.require(1, placed)
+    return [SUM]
+
+
+@_rule("Bincount", "DenseBincount")
+def _bincount(call: Call) -> Sequence[Placement] | None:
+    values, size, weights = call.inputs
+    if values.kind is not Kind.SHARD or not size.whole or values.axis:
+        return None
+    empty = _shape(call.op.inputs[2]) == [0]
+    if not empty:
+        call.require(2, values)
+    if _rank(call, 0) == 2:
+        return [values] if call.op.type == "DenseBincount" else None
+    if _rank(call, 0) != 1 or call.op.outputs[0].dtype.name not in native.DTYPES:
+        return None
+    binary = call.op.type == "DenseBincount" and call.op.get_attr("binary_output")
+    return [partial("max") if binary else SUM]
+
+
+@_rule("Bitcast")
+def _bitcast(call: Call) -> Sequence[Placement] | None:
+    same = call.op.inputs[0].dtype.size == call.op.outputs[0].dtype.size
+    return [call.inputs[0]] if same and call.inputs[0].kind is Kind.SHARD else None
+
+
+@_rule("EnsureShape")
+def _ensure_shape(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    expected = tf.TensorShape(call.op.get_attr("shape"))
+    open_rows = expected.rank is None or (placed.kind is Kind.SHARD and expected[placed.axis] is None)
+    return [placed] if open_rows else None
+
+
+# Integers that count rows keep doing so under a cast, and times a constant.
+
+
+def _counting_product(call: Call) -> Sequence[Placement] | None:
+    one, other = call.inputs
+    if not {one.kind, other.kind} == {Kind.ROWS, Kind.REPLICATE}:
+        return None
+    at = 0 if one.kind is Kind.ROWS else 1
+    counts = call.inputs[at].counts
+    if len(counts) != 1 or call.op.outputs[0].shape.rank != 0:
+        return None
+    factor = call.constant(1 - at)
+    if call.op.type == "Mul":
+        known = factor is not None and int(factor) > 0 and counts[0] > 0
+        return [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
+    divides = at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
+    return [rows((counts[0] // int(factor),))] if divides else None
+
+
+def _counting_cast(call: Call) -> Sequence[Placement] | None:
+    integers = call.op.outputs[0].dtype in (tf.int32, tf.int64)
+    return [call.inputs[0]] if integers else None
+
+
+# What counts rows and is no row itself: by op type.
+COUNTS: dict[str, Rule] = {"Cast": _counting_cast, "Identity": lambda call: [call.inputs[0]], "Mul": _counting_product}
+COUNTS |= {"FloorDiv": _counting_product, "StopGradient": lambda call: [call.inputs[0]]}
+
+
+# Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
+
+DRAWS = frozenset(
+    "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt "
+    "StatelessRandomUniformFullInt StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2 "
+    "StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform RandomStandardNormal TruncatedNormal "
+    "RandomUniformInt StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniformInt "
+    "StatefulUniformFullInt StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson "
+    "RandomGamma RandomPoisson RandomPoissonV2 StatefulRandomBinomial".split()
+)
+
+
+# Lists of tensors, of which loops are made: an element has the rows where the tensors have them.
+
+
+@_rule("TensorListFromTensor")
+def _list_from(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is not Kind.SHARD or placed.axis == 0:
+        return None
+    return [items(shard(placed.axis - 1, placed.blocks, placed.each))]
+
+
+@_rule("TensorListStack", counting=True)
+def _list_stack(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is not Kind.ITEMS:
+        return None
+    of = placed.of or REPLICATE
+    if of.kind is Kind.SHARD:
+        return [shard(of.axis + 1, of.blocks, of.each)]
+    return [of] if of.kind is Kind.PARTIAL else [REPLICATE]
+
+
+@_rule("TensorListReserve", "EmptyTensorList", counting=True)
+def _list_begin(call: Call) -> Sequence[Placement] | None:
+    if call.inputs[0].kind not in (Kind.ROWS, Kind.REPLICATE) or not call.inputs[1].whole:
+        return None
+    return [items(None)]
+
+
+@_rule("TensorListGetItem", "TensorListPopBack", counting=True)
+def _list_get(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is not Kind.ITEMS or any(p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]):
+        return None
+    of = placed.of or REPLICATE
+    return [of] if call.op.type == "TensorListGetItem" else [placed, of]
+
+
+@_rule("TensorListSetItem", "TensorListPushBack")
+def _list_set(call: Call) -> Sequence[Placement] | None:
+    at = 2 if call.op.type == "TensorListSetItem" else 1
+    placed = call.inputs[0]
+    if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
+        return None
+    if placed.of is None or placed.of == call.inputs[at]:
+        return [items(call.inputs[at])]
+    if placed.of.kind is Kind.SHARD and call.inputs[at].kind is Kind.SHARD:
+        same = placed.of.axis == call.inputs[at].axis and same_rows(placed.of, call.inputs[at])
+        return [placed] if same else None
+    call.require(at, placed.of)
+    return [placed]
+
+
+@_rule("TensorListLength", "TensorListElementShape", counting=True)
+def _list_length(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is not Kind.ITEMS:
+        return None
+    # An element's shape is asked for to make another list alone, which has the rows that this one has.
+    return [REPLICATE]

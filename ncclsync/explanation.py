@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclsync.layout import numbered
-from ncclsync.program import Exchange, Program, Segment
+from ncclsync.program import Exchange, Program, Segment, Whole
 from ncclsync.shard import shard_sizes
 from ncclsync.towers import TowerState
 from ncclsync.variables import Role, role_of
@@ -71,6 +71,23 @@ class CutRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeRow:
+    """What every tower computes alike, since its ops have no rule: exact, but not divided.
+
+    Attributes:
+        op: the first op's type.
+        ops: how many ops of that line.
+        size_bytes: of the rows that are gathered for them; of one row where no batch is known.
+        line: file, number and text of the user's line.
+    """
+
+    op: str
+    ops: int
+    size_bytes: int
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardRow:
     """A tower's part of the batch: rows `begin` to `end` - 1."""
 
@@ -89,12 +106,14 @@ class Explanation:
         variables: those that the step uses.
         cuts: why it is cut.
         shards: of the batch, one for each tower; none if no batch is known.
+        wholes: what is gathered, so that every tower computes alike; none for most models.
     """
 
     segments: int
     variables: tuple[VariableRow, ...]
     cuts: tuple[CutRow, ...]
     shards: tuple[ShardRow, ...]
+    wholes: tuple[WholeRow, ...] = ()
 
     def __rich__(self) -> Group:
         variables = _table("variable", "bytes", "role", "bucket", "how")
@@ -111,8 +130,12 @@ class Explanation:
             shards.add_row(
                 str(one.tower), size, f"{one.begin} to {one.end - 1}" if size != "0" else "", one.device
             )
+        wholes = _table("gathered for", "bytes", "ops", "at")
+        for whole in self.wholes:
+            wholes.add_row(whole.op, str(whole.size_bytes), str(whole.ops), Text(whole.line))
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
-        return Group(variables, Text(f"The step has {parts}."), cuts, *([shards] if self.shards else []))
+        last = [table for table, filled in ((wholes, self.wholes), (shards, self.shards)) if filled]
+        return Group(variables, Text(f"The step has {parts}."), cuts, *last)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -151,8 +174,19 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
             rule, result = "one tower: nothing is exchanged", None
         size = int(variable.shape.num_elements() or 0) * variable.dtype.size
         variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
-    cuts = tuple(_cuts(program.segments, subjects, len(towers)))
-    return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows))
+    cuts = tuple(_cuts(program.segments, subjects, len(towers), rows))
+    wholes = _wholes(program, rows) if len(towers) > 1 else ()
+    return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes)
+
+
+def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
+    found: dict[str, list[Whole]] = {}
+    for whole in program.gathered:
+        found.setdefault(whole.line, []).append(whole)
+    return tuple(
+        WholeRow(group[0].op, len(group), sum(one.row_bytes for one in group) * (rows or 1), line)
+        for line, group in found.items()
+    )
 
 
 def _subject(variable: tf.Variable) -> str:
@@ -161,14 +195,16 @@ def _subject(variable: tf.Variable) -> str:
     return "metrics" if role_of(variable) is Role.SUM else "variables"
 
 
-def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int) -> Iterable[CutRow]:
+def _cuts(
+    segments: Sequence[Segment], subjects: Mapping[str, str], towers: int, rows: int | None
+) -> Iterable[CutRow]:
     for number, segment in enumerate(segments, start=1):
         found: dict[tuple[str, str], list[Exchange]] = {}
         for exchange in (e for bucket in segment.outgoing for e in bucket.exchanges):
             what = f"{subjects.get(exchange.result, 'other')}; {_words(exchange)}"
             found.setdefault((what, exchange.line), []).append(exchange)
         for (what, line), group in found.items():
-            yield CutRow(number, what, len(group), sum(e.size_bytes(towers) or 0 for e in group), line)
+            yield CutRow(number, what, len(group), sum(e.size_bytes(towers, rows) or 0 for e in group), line)
 
 
 def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
@@ -183,17 +219,15 @@ def _words(exchange: Exchange) -> str:
     collective = exchange.collective
     if collective.kind == "broadcast":
         return f"broadcast: tower {collective.root}'s"
-    if collective.kind == "reduce":
-        return f"reduce: their sum, to tower {collective.root}"
     if collective.kind == "all_gather":
-        return "gather: the rows of all towers"
+        return "all-gather: the rows of all towers"
     if collective.kind == "stack" and collective.divides:
-        return "gather: what each tower has updated"
+        return "all-gather: what each tower has updated"
     if collective.kind == "stack":
-        return "gather: one row of each tower"
+        return "all-gather: one row of each tower"
     if collective.kind == "reduce_scatter":
         return "reduce-scatter: each tower its part of the sum"
-    how = {"sum": "sum of the towers' parts", "mean": "mean over the samples", "share": "a share of the sum"}
+    how = {"sum": "sum of the towers' parts", "mean": "mean over the samples"}
     when = ", when an update is due" if exchange.when else ""
     return f"all-reduce: {how.get(collective.op, collective.op)}{when}"
 

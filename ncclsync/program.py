@@ -45,9 +45,16 @@ class Exchange:
     scale: str | None = None
     line: str = ""
 
-    def size_bytes(self, towers: int) -> int | None:
-        """Return the size of the whole tensor on so many towers; None where it is known only when it runs."""
+    def size_bytes(self, towers: int, rows: int | None = None) -> int | None:
+        """Return the size of the whole tensor; None where it is known only when it runs.
+
+        Args:
+            towers: how many.
+            rows: of the batch; None if they are not known.
+        """
         shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
+        if self.collective.kind == "all_gather" and shape.rank:
+            shape = tf.TensorShape([rows, *shape[1:]])
         return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
 
 
@@ -110,6 +117,21 @@ class Results(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Whole:
+    """What was gathered for an op that each tower cannot run for its own rows: all run it alike.
+
+    Attributes:
+        op: its type.
+        line: the user's that it comes from.
+        row_bytes: of a row of what was gathered.
+    """
+
+    op: str
+    line: str
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A traced step, cut.
 
@@ -124,7 +146,8 @@ class Program:
         structure: the results' structure, with None in place of tensors that are None.
         results: what becomes of the towers' results.
         warnings: what a user should know of the step on towers, in words.
-        gathered: what is made whole on every tower, for want of a rule; see `semantics.partition.Whole`.
+        gathered: what is gathered, so that every tower computes alike.
+        alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be told.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
@@ -142,7 +165,8 @@ class Program:
     structure: Any
     results: Results
     warnings: tuple[str, ...]
-    gathered: tuple[Any, ...]
+    gathered: tuple[Whole, ...]
+    alike: float
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None

@@ -8,6 +8,7 @@ batch's count of rows, …) are ordinary ops of the same graph; collectives beco
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 from ncclsync import native, private
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share
-from ncclsync.program import Exchange, Mark, Results, user_line
+from ncclsync.program import Exchange, Mark, Results, Whole, user_line
 from ncclsync.semantics import rules
 from ncclsync.semantics.functions import Functions, in_order
 from ncclsync.semantics.placements import (
@@ -28,10 +29,13 @@ from ncclsync.semantics.placements import (
     SUM,
     Kind,
     Placement,
+    items,
     shard,
 )
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
+
+logger = logging.getLogger("ncclsync")
 
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
@@ -39,7 +43,7 @@ GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 REPEATABLE = frozenset(
     "Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print "
     "PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp "
-    "VariableShape While EnsureShape TensorListPopBack StringFormat".split()
+    "VariableShape While EnsureShape TensorListPopBack StringFormat RngReadAndSkip".split()
 )
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -57,7 +61,7 @@ class Unshared(Exception):
 
 
 class _Refused(Exception):
-    """A function cannot be run by each tower for its own rows."""
+    """A function cannot be run by each tower for its own rows; says why."""
 
 
 @dataclasses.dataclass
@@ -119,6 +123,10 @@ class _Placer:
         op, kinds = call.op, {placed.kind for placed in call.inputs}
         if op.type in rules.DRAWS:
             return self._draw(call)
+        if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
+            return [items(None)]
+        if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
+            return [items(call.inputs[0] if call.inputs else None)]
         if kinds <= {Kind.REPLICATE}:
             return [REPLICATE] * len(op.outputs)
         if op.type in _LOOPS or op.type in _BRANCHES or op.type in _CALLS or self.functions.calls(op.type):
@@ -191,7 +199,8 @@ class _Placer:
             return self.whole(call)
         try:
             return self._function_by_rows(call)
-        except _Refused:
+        except _Refused as reason:
+            logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
             handles = any(p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True))
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
@@ -256,7 +265,7 @@ def _joined(begin: Placement, made: Placement) -> Placement:
         return shard(begin.axis, begin.blocks, 0)
     if begin.kind is Kind.LOCAL and made.whole:
         return begin
-    raise _Refused
+    raise _Refused(f"a loop's variable begins as {begin} and becomes {made}")
 
 
 def _own_of(inputs: Sequence[Placement]) -> Placement:
@@ -274,7 +283,7 @@ def _either(one: Placement, two: Placement) -> Placement:
         return _own_of((one, two))
     if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
         return one if two.of is None else two
-    raise _Refused
+    raise _Refused(f"branches give {one} and {two}")
 
 
 class _FunctionPlacer(_Placer):
@@ -320,7 +329,7 @@ class _FunctionPlacer(_Placer):
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """See `_Placer`."""
-        if before == after or (before == REPLICATE and after == MEAN):
+        if before == after or (before == REPLICATE and after == MEAN) or after.kind is Kind.LOCAL:
             return tensor
         if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
             return tensor
@@ -328,13 +337,13 @@ class _FunctionPlacer(_Placer):
             value = self.constant(tensor)
             if value is not None and not np.any(value):
                 return tensor
-        raise _Refused
+        raise _Refused(f"{op.type} {op.name} needs {after} of {before}")
 
     def whole(self, call: _Call) -> list[Placement]:
         """See `_Placer`."""
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
-        raise _Refused
+        raise _Refused(f"{call.op.type} {call.op.name} has no rule for {', '.join(map(str, call.inputs))}")
 
     def alike(self, call: _Call) -> list[Placement]:
         """See `_Placer`."""
@@ -378,21 +387,6 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """What was made whole for an op without a rule.
-
-    Attributes:
-        op: its type.
-        line: the user's that it comes from.
-        size_bytes: of what was gathered, of one row for each where rows are open; 0 if nothing was gathered.
-    """
-
-    op: str
-    line: str
-    size_bytes: int
-
-
 class Partition(_Placer):
     """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
 
@@ -421,6 +415,7 @@ class Partition(_Placer):
         self._sums: set[str] = set()  # reads of metric state that were reduced
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
+        self._costs = [0.0, 0.0]  # for a tower's own rows; for all rows
 
     def run(self) -> None:
         """Place the step.
@@ -434,6 +429,11 @@ class Partition(_Placer):
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
         _find_folds(self.graph, self._sums)
+
+    @property
+    def alike(self) -> float:
+        """The share of the step's arithmetic that every tower does for all rows; of which ops are counted, `_cost`."""
+        return self._costs[1] / (sum(self._costs) or 1.0)
 
     # One op.
 
@@ -464,6 +464,10 @@ class Partition(_Placer):
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
+        if any(not placed.whole for placed in (*call.given[1], *made)):
+            self._costs[0] += _cost(op)
+        elif any(output.shape.rank is None or None in output.shape.as_list() for output in (*op.inputs, *op.outputs)):
+            self._costs[1] += _cost(op)
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
@@ -608,8 +612,10 @@ class Partition(_Placer):
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        if before.kind is Kind.ITEMS:
+            return self._anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
-            raise _Refused
+            raise _Refused(f"{tensor.name} cannot be sent")
         if before.kind is Kind.SHARD:
             return self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
@@ -654,9 +660,14 @@ class Partition(_Placer):
             return tf.cast(received, tf.bool)
 
     def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Compute a tensor again, of whole inputs."""
+        """Compute a tensor again, of whole inputs: a list of tensors, or axes, cannot be sent."""
         op = tensor.op
-        given = [self.placed[one.name] for one in op.inputs]
+        if private.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
+            raise NcclSyncError(
+                f"Expected a loop that can be run again for the whole batch. Received: {op.type}, which writes a variable, "
+                f"at {user_line(op.traceback)}. Write it outside the loop"
+            )
+        given = [self.placed[name] for name in self._traced_inputs(op)]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
             return private.copied_op(op, inputs)[tensor.value_index]
@@ -755,10 +766,6 @@ class Partition(_Placer):
             raise Unshared(handles)
         before = len(self.graph.exchanges)
         for i in range(len(call.inputs)):
-            if call.inputs[i].kind is Kind.ITEMS:
-                raise NcclSyncError(
-                    f"Expected lists of tensors within loops alone. Received: {call.op.type} at {user_line(call.op.traceback)}"
-                )
             call.require(i, REPLICATE)
         gathers = [e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"]
         if gathers:
@@ -784,7 +791,7 @@ class Partition(_Placer):
         self._differs.update(output.name for output in op.outputs)
         for output in op.outputs:
             if output.dtype in (tf.resource, tf.variant):
-                self._put(output, output, LOCAL)
+                self._put(output, output, REPLICATE)
                 continue
             self._put(output, self._followed(output, op), REPLICATE)
 
@@ -966,6 +973,19 @@ class Partition(_Placer):
 def indices_size(indices: tf.Tensor) -> int:
     """Return the bytes of one index."""
     return indices.dtype.size
+
+
+def _cost(op: tf.Operation) -> float:
+    """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
+    sizes = [_elements(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in (tf.resource, tf.variant)]
+    cost = float(sum(sizes))
+    if op.type in ("MatMul", "Conv2D", "Conv3D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "BatchMatMulV2", "Einsum"):
+        cost += float(np.prod(sorted(sizes)[-2:]))
+    return cost
+
+
+def _elements(tensor: tf.Tensor) -> int:
+    return int(np.prod([length or 1 for length in tensor.shape.as_list()])) if tensor.shape.rank else 1
 
 
 def _row_bytes(exchange: Exchange) -> int:

@@ -817,8 +817,8 @@ def _concat(call: Call) -> Sequence[Placement] | None:
 @_rule("ConcatOffset", counting=True)
 def _concat_offset(call: Call) -> Sequence[Placement] | None:
     axis, shapes = call.constant(0), call.inputs[1:]
-    if axis is None or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in shapes):
-        return None
+    if axis is None or any(p.kind is not Kind.ROWS for p in shapes):
+        return None  # that of a whole tensor has another length, of which its rows are a part
     offsets, count = [], 0
     for i, placed in enumerate(shapes):
         rank = int(call.op.inputs[i + 1].shape[0])
@@ -1249,7 +1249,8 @@ DRAWS = frozenset(
 )
 
 
-# Lists of tensors, of which loops are made: an element has the rows where the tensors have them.
+# Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows where the
+# tensors have them.
 
 
 @_rule("TensorListFromTensor")
@@ -1287,7 +1288,7 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     return [of] if call.op.type == "TensorListGetItem" else [placed, of]
 
 
-@_rule("TensorListSetItem", "TensorListPushBack")
+@_rule("TensorListSetItem", "TensorListPushBack", counting=True)
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed = call.inputs[0]
@@ -1309,3 +1310,11 @@ def _list_length(call: Call) -> Sequence[Placement] | None:
         return None
     # An element's shape is asked for to make another list alone, which has the rows that this one has.
     return [REPLICATE]
+
+
+@_rule("OptionalGetValue", "OptionalHasValue")
+def _optional(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    if placed.kind is not Kind.ITEMS or len(call.op.outputs) > 1:
+        return None
+    return [REPLICATE if call.op.type == "OptionalHasValue" else placed.of or REPLICATE]

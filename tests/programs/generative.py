@@ -8,6 +8,7 @@ from keras import layers, ops
 
 RNG = np.random.default_rng(2)
 IMAGES = RNG.random((23, 6, 6, 1))
+LABELS = RNG.integers(0, 2, 23)
 INVARIANT = {"batch_invariant_random": True}
 
 
@@ -145,7 +146,7 @@ def conditional_gan():
         )
         return model
 
-    return build, fit(IMAGES, np.eye(2)[RNG.integers(0, 2, 23)])
+    return build, fit(IMAGES, np.eye(2)[LABELS])
 
 
 @program("https://keras.io/examples/generative/wgan_gp/", options=INVARIANT, towers=(4, 3), still="dense.*/bias")

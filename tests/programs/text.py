@@ -12,6 +12,8 @@ TOKENS = RNG.integers(1, VOCABULARY, (23, LENGTH))
 # Sentences of other lengths, so that the towers' shards hold other counts of valid tokens.
 MASKED = TOKENS * (np.arange(LENGTH) < RNG.integers(1, LENGTH + 1, 23)[:, None])
 LABELS = RNG.integers(0, 2, 23)
+CHOSEN = (RNG.random((23, LENGTH)) < 0.4).astype("float64")
+WORDS = RNG.integers(1, 5, (23, 3))
 SPECTRA = RNG.standard_normal((23, 8, 3))
 INVARIANT = {"batch_invariant_random": True}
 
@@ -290,8 +292,8 @@ def masked_language_model():
         model.compile(keras.optimizers.SGD(0.01))
         return model
 
-    weights = (RNG.random((23, LENGTH)) < 0.4).astype("float64")
-    dataset = tf.data.Dataset.from_tensor_slices((np.where(weights > 0, 1, TOKENS), TOKENS, weights))
+    masked = np.where(CHOSEN > 0, 1, TOKENS)
+    dataset = tf.data.Dataset.from_tensor_slices((masked, TOKENS, CHOSEN))
     return build, fit(dataset.batch(10), predict=TOKENS)
 
 
@@ -359,7 +361,7 @@ def captcha(reduce):
         model.compile(keras.optimizers.SGD(0.01))
         return model
 
-    x = {"image": SPECTRA, "label": RNG.integers(1, 5, (23, 3))}
+    x = {"image": SPECTRA, "label": WORDS}
     return build, fit(x, predict=x)
 
 
@@ -397,4 +399,4 @@ def speech_recognition():
         model.compile(keras.optimizers.SGD(0.05), loss=ctc_loss)
         return model
 
-    return build, fit(SPECTRA, RNG.integers(1, 5, (23, 3)), predict=SPECTRA)
+    return build, fit(SPECTRA, WORDS, predict=SPECTRA)

@@ -120,12 +120,8 @@ def nt_xent_with_masked_diagonal():
                 logits_bb = tf.matmul(hidden2, hidden2, transpose_b=True) / 0.5 - masks * 1e9
                 logits_ab = tf.matmul(hidden1, hidden2, transpose_b=True) / 0.5
                 logits_ba = tf.matmul(hidden2, hidden1, transpose_b=True) / 0.5
-                loss_a = tf.nn.softmax_cross_entropy_with_logits(
-                    labels, tf.concat([logits_ab, logits_aa], 1)
-                )
-                loss_b = tf.nn.softmax_cross_entropy_with_logits(
-                    labels, tf.concat([logits_ba, logits_bb], 1)
-                )
+                loss_a = tf.nn.softmax_cross_entropy_with_logits(labels, tf.concat([logits_ab, logits_aa], 1))
+                loss_b = tf.nn.softmax_cross_entropy_with_logits(labels, tf.concat([logits_ba, logits_bb], 1))
                 loss = tf.reduce_mean(loss_a + loss_b)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))

@@ -94,7 +94,9 @@ def gan():
     return model
 
 
-@program("https://keras.io/examples/generative/dcgan_overriding_train_step/", options=INVARIANT, towers=(4, 3))
+@program(
+    "https://keras.io/examples/generative/dcgan_overriding_train_step/", options=INVARIANT, towers=(4, 3)
+)
 def dcgan():
     """Noise of the shape of two copies of the batch, one below the other."""
     return gan, fit(IMAGES)
@@ -149,7 +151,9 @@ def conditional_gan():
     return build, fit(IMAGES, np.eye(2)[LABELS])
 
 
-@program("https://keras.io/examples/generative/wgan_gp/", options=INVARIANT, towers=(4, 3), still="dense.*/bias")
+@program(
+    "https://keras.io/examples/generative/wgan_gp/", options=INVARIANT, towers=(4, 3), still="dense.*/bias"
+)
 def wgan_gp():
     """Two critic steps for one of the generator; the norm of a gradient with respect to mixed images."""
 
@@ -387,7 +391,9 @@ def ddim():
             noise_rates, signal_rates = self.diffusion_schedule(diffusion_times)
             noisy_images = signal_rates * images + noise_rates * noises
             with tf.GradientTape() as tape:
-                pred_noises, pred_images = self.denoise(noisy_images, noise_rates, signal_rates, training=True)
+                pred_noises, pred_images = self.denoise(
+                    noisy_images, noise_rates, signal_rates, training=True
+                )
                 noise_loss = self.loss(noises, pred_noises)
                 image_loss = self.loss(images, pred_images)
             gradients = tape.gradient(noise_loss, self.network.trainable_weights)
@@ -512,7 +518,11 @@ def cyclegan():
 
     def network():
         return keras.Sequential(
-            [keras.Input((6, 6, 1)), layers.Conv2D(2, 3, padding="same", activation="tanh"), layers.Conv2D(1, 1)]
+            [
+                keras.Input((6, 6, 1)),
+                layers.Conv2D(2, 3, padding="same", activation="tanh"),
+                layers.Conv2D(1, 1),
+            ]
         )
 
     def build():

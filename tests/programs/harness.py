@@ -148,8 +148,8 @@ def fit(x: Any, y: Any = None, *, predict: Any = None, evaluate: bool = False, *
     return run
 
 
-def first_losses(made: Program, shards: tuple[int, ...]) -> tuple[float, list[float]]:
-    """Return the first batch's loss on one device, and those of its shards, each by the untrained model."""
+def first_losses(made: Program, shards: tuple[int, ...]) -> list[list[float]]:
+    """Return what the history tells of the first batch, and of each shard of it, by the untrained model."""
     build, run = made.make()
     rows = sum(shards)
     ends = np.cumsum(shards)
@@ -164,8 +164,8 @@ def first_losses(made: Program, shards: tuple[int, ...]) -> tuple[float, list[fl
             for one in run.data
         )
         history = model.fit(x, y, batch_size=rows, shuffle=False, verbose=0).history
-        losses.append(next(iter(history.values()))[0])
-    return losses[0], losses[1:]
+        losses.append([history[name][0] for name in sorted(history)])
+    return losses
 
 
 def model_state(model: keras.Model) -> dict[str, Any]:
@@ -311,7 +311,9 @@ def _check_refused(made: Program, towers: int) -> None:
     try:
         run_on_towers(made, towers)
     except Exception as error:
-        assert re.search(made.pattern, str(error)), f"Expected an error like {made.pattern!r}. Received: {error}"
+        assert re.search(made.pattern, str(error)), (
+            f"Expected an error like {made.pattern!r}. Received: {error}"
+        )
     else:
         raise AssertionError(f"Expected an error like {made.pattern!r}. Received: a program that runs")
 

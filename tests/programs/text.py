@@ -190,13 +190,13 @@ def translation_transformer_without_dropout():
 
 @program("https://www.tensorflow.org/text/tutorials/nmt_with_attention")
 def translation_with_gru():
-    """A bidirectional GRU, attention, and the same masked loss."""
+    """Two GRUs, attention, and the same masked loss."""
 
     class Translator(keras.Model):
         def __init__(self, units=4):
             super().__init__()
             self.embedding = layers.Embedding(VOCABULARY, units, mask_zero=True)
-            self.rnn = layers.Bidirectional(layers.GRU(units, return_sequences=True), merge_mode="sum")
+            self.rnn = layers.GRU(units, return_sequences=True)
             self.target_embedding = layers.Embedding(VOCABULARY, units, mask_zero=True)
             self.decoder = layers.GRU(units, return_sequences=True)
             self.attention = layers.MultiHeadAttention(key_dim=units, num_heads=1, use_bias=False)

@@ -241,7 +241,7 @@ def run_plainly(made: Program, *, eagerly: bool) -> Any:
             if not (moved >= least or (made.still and re.search(made.still, weight.path))):
                 raise AssertionError(f"{weight.path} has moved by {moved}, less than {least}")
     for path, value in keras.tree.flatten_with_path(found.get("history", {})):
-        if not (np.isfinite(value) and value != 0.0 or "acc" in str(path)):
+        if not ((np.isfinite(value) and value != 0.0) or "acc" in str(path)):
             raise AssertionError(f"{path} is {value}")
     return found
 

@@ -30,6 +30,20 @@ def pytest_report_header():
     return "parity tables: all rows"
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Tell which op types the tests of `semantics` are about, and which of them gather; of all workers."""
+    found = {}
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        for name, ops in getattr(report, "user_properties", ()):
+            if name.startswith("ops: "):
+                found.setdefault(name.removeprefix("ops: "), set()).update(ops)
+    if found:
+        terminalreporter.section("op types")
+    for name, ops in sorted(found.items()):
+        listed = f": {' '.join(sorted(ops))}" if "gather" in name or len(ops) < 10 else ""
+        terminalreporter.write_line(f"{len(ops)} {name}{listed}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_no_garbage():
     """Let the collector pass over what TensorFlow and Keras made when they were imported."""

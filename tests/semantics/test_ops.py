@@ -1,0 +1,408 @@
+"""Every op on towers gives one device's numbers, whatever the placements of its inputs: no rule is false.
+
+Each example of `op_table` is called with its inputs in every placement, forward and backward, on batches that
+do not divide evenly. Many calls are one step, since a step costs more than an op; each has its own results.
+Where a step as a whole fails, it is halved until it is known which call does.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import ops as framework_ops  # for the registry of gradients, and no more
+
+import ncclsync
+from semantics.op_table import EXAMPLES, UNREACHABLE, WITHIN, Example, Input
+
+TOWERS = 3
+ROWS, FEW = 7, 2  # shards of 3, 2 and 2 rows; of 1, 1 and none
+# What a step may be without becoming slow to optimise.
+MOST_CASES = 400
+# How many combinations of placements of an example are run: if not all, then a sample.
+MOST_COMBINATIONS, SAMPLED = 64, 3
+ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
+ORDERED = ("f8", "f4", "distinct", "distinct4", "positive")  # kinds that can be a maximum over the rows
+# How many culprits are looked for in a step that fails as a whole.
+MOST_CULPRITS = int(os.environ.get("NCCLSYNC_MOST_CULPRITS", "3"))
+# Relative to the largest number of a tensor, and absolute.
+TOLERANCES = dict.fromkeys(["float64", "complex128"], (1e-9, 1e-10)) | dict.fromkeys(
+    ["float32", "complex64"], (1e-4, 1e-5)
+)
+FAMILIES = list(dict.fromkeys(example.family for example in EXAMPLES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An example with a placement for each input.
+
+    Placements:
+        S0, S1, …: Shard: rows of the batch along that axis.
+        R: Replicate: a variable that is read, or a constant.
+        P, M: Partial: a sum, or a maximum, over the batch's rows.
+        V: a variable, not read.
+
+    Attributes:
+        example: what is called.
+        placements: [inputs].
+        upstream: what the gradient with respect to the outputs is: "own", computed from them alone; "P",
+            multiplied by a Partial number; "S0", multiplied by the batch's rows, so that Replicate outputs
+            get a Shard.
+    """
+
+    example: Example
+    placements: tuple[str, ...]
+    upstream: str = "own"
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        upstream = "" if self.upstream == "own" else f", gradient {self.upstream}"
+        return f"{self.example.name}({' '.join(self.placements)}{upstream})"
+
+
+def placements_of(given: Input) -> list[str]:
+    """The placements that an input can have."""
+    if given.only:
+        return list(given.only)
+    shards = [f"S{axis}" for axis, size in enumerate(given.shape) if isinstance(size, str)]
+    partial = {"words": []}.get(given.kind, ["P"])
+    return [*shards, "R", *partial]
+
+
+def cases_of(example: Example, rows: int) -> list[Case]:
+    """What is run of an example: every combination of placements, or a sample that is the same each time."""
+    inputs = example.inputs
+    combinations = list(itertools.product(*map(placements_of, inputs)))
+    whole = tuple("V" if "V" in given.only else "R" for given in inputs)
+    samples, *others = combinations  # the first: all samples on the first axis that they can be on
+    cases = [Case(example, one) for one in others if one != whole]
+    ordered = [i for i, given in enumerate(inputs) if given.kind in ORDERED and not given.only]
+    if ordered:
+        cases.append(Case(example, tuple("M" if i == ordered[0] else p for i, p in enumerate(samples))))
+    if example.differentiable:
+        cases += [Case(example, whole, "P"), Case(example, whole, "S0")]
+    elif whole in others:
+        cases.append(Case(example, whole))
+    random.Random(example.name).shuffle(cases)
+    # Of some rows on fewer towers: what the first example of an op shows.
+    few = 1 if example.index == 0 else 0
+    most = MOST_COMBINATIONS if ALL else few if rows == FEW else SAMPLED
+    return [Case(example, samples), *cases][:most]
+
+
+class Sources:
+    """Where inputs come from: columns of a batch, and variables. Equal inputs come from the same ones.
+
+    Of each dtype and shape of a row there is one leaf [rows, inputs, *shape], which the step takes apart.
+
+    Attributes:
+        batch: {name: array}, the step's argument.
+    """
+
+    def __init__(self, cases, rows):
+        self._rows = rows
+        self._columns = collections.defaultdict(list)  # by key of the leaf, arrays [rows, …]
+        self._places = {}  # by input, seed and placement: (key of the leaf, column) or what is captured
+        for case in cases:
+            for seed, (given, placement) in enumerate(zip(case.example.inputs, case.placements, strict=True)):
+                if (given, seed, placement) not in self._places:
+                    self._places[given, seed, placement] = self._place(given, seed, placement)
+        self._add("rows", np.linspace(0.5, 1.5, rows))
+        self._add("parts", np.full([rows], 1.25 / rows))
+        self.batch = {name: np.stack(columns, 1) for name, columns in self._columns.items()}
+
+    def _add(self, name, column):
+        """Put a column into a leaf; return where it is."""
+        key = name if name in ("rows", "parts") else f"{name}{list(column.shape[1:])}"
+        self._columns[key].append(column)
+        return key, len(self._columns[key]) - 1
+
+    def _place(self, given, seed, placement):
+        value = given.value(self._rows, seed)
+        name = value.dtype.name
+        if placement in ("R", "V"):
+            captured = value.dtype.kind in "fc" or placement == "V"
+            return tf.Variable(value) if captured else tf.constant(value)
+        if placement[0] == "S":
+            column = np.moveaxis(value, int(placement[1:]), 0)
+            return self._add(name, column.reshape(self._rows, -1, *column.shape[1:]))
+        rng = np.random.default_rng(seed)
+        if placement == "M" or value.dtype == bool:
+            below = (
+                value & (rng.uniform(size=(self._rows, *value.shape)) < 0.5) if value.dtype == bool else None
+            )
+            if below is None:
+                below = value - rng.uniform(0.1, 1.0, size=(self._rows, *value.shape)).astype(value.dtype)
+            below[self._rows // 2] = value
+            return self._add(name, below)
+        parts = rng.integers(-3, 4, size=(self._rows, *value.shape)).astype(value.dtype)
+        parts[-1] += value - parts.sum(0)
+        return self._add(name, parts)
+
+    def opened(self, batch, scale):
+        """Return a function of an input, its seed and its placement: the tensor in the step."""
+        columns = {name: tf.unstack(leaf, axis=1) for name, leaf in batch.items()}
+
+        @functools.cache
+        def tensor(given, seed, placement):
+            one = unscaled(given, seed, placement)
+            floating = placement != "V" and (one.dtype.is_floating or one.dtype.is_complex)
+            return one * tf.cast(scale, one.dtype) if floating else one
+
+        def unscaled(given, seed, placement):
+            place = self._places[given, seed, placement]
+            if placement in ("R", "V"):
+                return place if placement == "V" or not isinstance(place, tf.Variable) else place.value()
+            column = columns[place[0]][place[1]]
+            if placement[0] == "S":
+                return self._along(column, int(placement[1:]), given.shape)
+            if column.dtype == tf.bool:
+                return tf.reduce_any(column, 0)
+            return tf.reduce_max(column, 0) if placement == "M" else tf.reduce_sum(column, 0)
+
+        return tensor, columns["rows"][0], tf.reduce_sum(columns["parts"][0])
+
+    @staticmethod
+    def _along(column, axis, shape):
+        """Let the samples be on another axis; several of its elements may be one sample's."""
+        rest = column.shape[2:].as_list()
+        # A sample's elements are a leaf's second axis, of one element where there is one for each.
+        rows = tf.squeeze(column, [1]) if shape[axis] == "n" else tf.reshape(column, [-1, *rest])
+        order = list(range(1, len(shape)))
+        order.insert(axis, 0)
+        return tf.transpose(rows, order) if axis else rows
+
+
+def step_of(cases, rows):
+    """Return a step that runs all the cases, and its batch.
+
+    It returns by case's name its results "y", [outputs], and "g", its gradients with respect to its inputs;
+    and "scale", that with respect to a variable that scales all inputs.
+    """
+    sources = Sources(cases, rows)
+    scale = tf.Variable(1.0, dtype=tf.float64)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(batch):
+        results, outputs, upstream, watched = {}, [], [], []
+        with tf.GradientTape() as tape:
+            tensor, row, partial = sources.opened(batch, scale.value())
+            for case in cases:
+                given = enumerate(zip(case.example.inputs, case.placements, strict=True))
+                placed = [(tensor(one, seed, placement), placement) for seed, (one, placement) in given]
+                sized = {"rows": rows} if case.example.sized else {}
+                # By its name a tensor tells the example.
+                with tf.name_scope(f"example{EXAMPLES.index(case.example)}/"):
+                    inputs = [one if placement == "V" else tf.identity(one) for one, placement in placed]
+                    found = tf.nest.flatten(case.example.call(*inputs, **sized), expand_composites=True)
+                results[case.name] = {"y": found}
+                if case.example.differentiable:
+                    watched.append((case.name, inputs))
+                    for y in found:
+                        if y.dtype.is_floating or y.dtype.is_complex:
+                            outputs.append(y)
+                            upstream.append((y, case.upstream))
+        gradients = tape.gradient(
+            outputs,
+            ([inputs for _, inputs in watched], scale),
+            [_upstream(y, how, row, partial, rows) for y, how in upstream],
+        )
+        for (name, _), of_inputs in zip(watched, gradients[0], strict=True):
+            results[name]["g"] = [tf.convert_to_tensor(g) for g in of_inputs if g is not None]
+        if gradients[1] is not None:
+            results["scale"] = {"g": [gradients[1]]}
+        return results
+
+    return step, sources.batch
+
+
+def _upstream(y, how, row, partial, rows):
+    """What the gradient with respect to an output is: of the sum of its cubes, or of more than that."""
+    if how == "P":
+        return y * y * tf.cast(partial, y.dtype)
+    if how == "S0" and y.shape.rank and y.shape[0] == rows:
+        return y * y * tf.cast(tf.reshape(row, [-1] + [1] * (y.shape.rank - 1)), y.dtype)
+    return y * y
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of some cases.
+
+    Attributes:
+        problems: (symptom, message) of each case that differs or fails.
+        traced: op types of the steps.
+        gathering: examples for which the towers gather.
+    """
+
+    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    traced: set[str] = dataclasses.field(default_factory=set)
+    gathering: set[str] = dataclasses.field(default_factory=set)
+
+
+def compare(cases, rows):
+    """Run cases on towers and on one device; return the `Outcome`."""
+    outcome, left = Outcome(), list(cases)
+    while left:
+        step, batch = step_of(left, rows)
+        expected = plainly(step, batch, outcome.traced)
+        try:
+            found = run_on_towers(step, batch, outcome.gathering)
+        except Exception as error:  # whatever it is, it is a problem
+            if sum(symptom.startswith("error") for symptom, _ in outcome.problems) >= MOST_CULPRITS:
+                message = f"{len(left)} cases were not compared; in one of them: {told_by(error)}"
+                outcome.problems.append(("error: not told apart", message))
+                return outcome
+            culprit, cause = find_culprit(left, rows, error)
+            outcome.problems.append((f"error: {type(cause).__name__}", f"{culprit.name}: {told_by(cause)}"))
+            left = [case for case in left if case.example is not culprit.example]
+            continue
+        differing = (difference(found[name], expected[name], name) for name in expected if name != "scale")
+        outcome.problems += [one for one in differing if one]
+        if not outcome.problems:  # else it is wrong on account of one of them
+            scales = difference(found.get("scale", {}), expected.get("scale", {}), "scale")
+            outcome.problems += [scales] if scales else []
+        return outcome
+    return outcome
+
+
+def difference(found, expected, name):
+    """Tell what a case's results differ by, as (symptom, message); None if by nothing."""
+    for key, symptom in (("y", "forward"), ("g", "backward")):
+        pairs = list(itertools.zip_longest(found.get(key, ()), expected.get(key, ())))
+        for i, (one, other) in enumerate(pairs):
+            if one is None or other is None:
+                return f"{symptom}: number of results", f"{name}: {len(found[key])}, not {len(expected[key])}"
+            if one.shape != other.shape or one.dtype != other.dtype:
+                ours, theirs = f"{one.dtype} {one.shape}", f"{other.dtype} {other.shape}"
+                return f"{symptom}: shape", f"{name}: {key}[{i}] is {ours}, not {theirs}"
+            if one.dtype.kind not in "fc":
+                if not np.array_equal(one, other):
+                    return f"{symptom}: values", f"{name}: {key}[{i}] has other values"
+                continue
+            relative, absolute = TOLERANCES[one.dtype.name]
+            largest = np.max(np.abs(other), initial=0.0)
+            assert np.isfinite(largest), f"Expected finite numbers of one device. Received: {name}, {other}"
+            apart = np.max(np.abs(one - other), initial=0.0)
+            if not apart <= absolute + relative * largest:
+                return f"{symptom}: values", f"{name}: {key}[{i}] differs by {apart:.2g} of {largest:.2g}"
+    return None
+
+
+def plainly(step, batch, traced):
+    """Run a step on one device, as a graph for any number of rows; return arrays, and note its op types."""
+    tensors = tf.nest.map_structure(tf.constant, batch)
+    specs = {name: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for name, leaf in tensors.items()}
+    function = tf.function(step, input_signature=[specs], autograph=False).get_concrete_function()
+    graph = function.graph.as_graph_def()
+    traced.update(node.op for node in graph.node)
+    traced.update(node.op for one in graph.library.function for node in one.node_def)
+    return tf.nest.map_structure(_array, function(tensors))
+
+
+def run_on_towers(step, batch, gathering):
+    """Run a step on new towers; return arrays, and note the examples for which they gather."""
+    with ncclsync.Towers(TOWERS) as towers:
+        found = tf.nest.map_structure(_array, towers.run(step, batch))
+        program, _ = next(iter(towers._steps.values())).last()
+        for segment in program.segments:
+            for exchange in (one for bucket in segment.outgoing for one in bucket.exchanges):
+                scope = re.search(r"example(\d+)/", exchange.source)
+                if scope and exchange.collective.kind == "all_gather":
+                    gathering.add(EXAMPLES[int(scope[1])].op)
+    return found
+
+
+def _array(tensor):
+    value = tensor.numpy()
+    return np.asarray(value, object if tensor.dtype == tf.string else None)
+
+
+def find_culprit(cases, rows, error):
+    """Halve a step that fails until one case is left; return it and its own error."""
+    while len(cases) > 1:
+        halves = cases[: len(cases) // 2], cases[len(cases) // 2 :]
+        for half in halves:
+            failed = failure(half, rows)
+            if failed is not None:
+                cases, error = half, failed
+                break
+        else:
+            break  # each half runs by itself: whichever case it is, the first stands for them
+    return cases[0], error
+
+
+def failure(cases, rows):
+    """Return what a step of these cases raises on towers; None if nothing."""
+    try:
+        run_on_towers(*step_of(cases, rows), set())
+    except Exception as error:
+        return error
+    return None
+
+
+def told_by(error):
+    """What an error says, without the traceback that TensorFlow adds."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [
+        line for line in lines if not line.startswith(("File ", "in user code", "[[{{node", "[[Stateful"))
+    ]
+    return f"{type(error).__name__}: {' '.join(told[-2:])[:300]}"
+
+
+def steps_of(family, rows):
+    """The cases of a family, apart by step."""
+    cases = [case for example in EXAMPLES if example.family == family for case in cases_of(example, rows)]
+    return [cases[i : i + MOST_CASES] for i in range(0, len(cases), MOST_CASES)]
+
+
+@pytest.mark.parametrize("rows", [ROWS, FEW])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ops_in_every_placement(family, rows, record_property):
+    """Forward and backward, equal to one device. The examples hold the op types that they stand for."""
+    outcomes = [(cases, compare(cases, rows)) for cases in steps_of(family, rows)]
+    gathering = set().union(*(outcome.gathering for _, outcome in outcomes))
+    record_property("ops: examples", sorted({case.example.op for cases, _ in outcomes for case in cases}))
+    record_property("ops: examples of which some gather", sorted(gathering))
+    problems = [problem for _, outcome in outcomes for problem in outcome.problems]
+    if problems:
+        counts = dict(collections.Counter(symptom for symptom, _ in problems))
+        messages = "\n".join(f"[{symptom}] {message}" for symptom, message in problems)
+        pytest.fail(f"{len(problems)} problems, {counts}:\n{messages}", pytrace=False)
+    for cases, outcome in outcomes:
+        ops = {case.example.op for case in cases}
+        held = {op for op in ops if hasattr(tf.raw_ops, op)} | {op for op, of in WITHIN.items() if of in ops}
+        assert held <= outcome.traced, f"no example holds {sorted(held - outcome.traced)}"
+
+
+def test_every_op_with_a_gradient_has_an_example(record_property):
+    """Or a reason why it has none. A new TensorFlow tells of its new ops."""
+    registered = {op for op in framework_ops.gradient_registry.list() if not op.startswith("CustomGradient-")}
+    examples = {example.op for example in EXAMPLES} | set(WITHIN)
+    assert {of for of in WITHIN.values()} <= examples
+    assert not examples & set(UNREACHABLE), "an op has both an example and a reason for none"
+    missing = registered - examples - set(UNREACHABLE)
+    assert not missing, (
+        f"Expected an example, or a reason, for each op with a gradient. Received: {sorted(missing)}"
+    )
+    record_property("ops: with a gradient", sorted(registered))
+    record_property("ops: with a gradient, and examples", sorted(registered & examples))
+    for op in sorted(registered & set(UNREACHABLE)):
+        record_property(f"ops: without examples, {UNREACHABLE[op]}", [op])
+
+
+def test_ops_with_a_gradient_that_have_a_rule(record_property):
+    """Towers know most of them; the share is told with the summary."""
+    known = pytest.importorskip("ncclsync.semantics.rules", reason="towers have no rules yet").has_rule
+    registered = {op for op in framework_ops.gradient_registry.list() if not op.startswith("CustomGradient-")}
+    reachable = registered - set(UNREACHABLE)
+    with_rule = sorted(op for op in reachable if known(op))
+    record_property("ops: with a gradient, and a rule", with_rule)
+    assert with_rule

@@ -27,7 +27,7 @@ COUPLED = [name for name, made in harness.PROGRAMS.items() if made.coupled]
 @pytest.mark.programs
 @pytest.mark.parametrize(("name", "towers"), ONE_BY_ONE)
 def test_program(name, towers):
-    """Weights, optimizer state, losses, metrics and predictions are one device's, or the program is warned of."""
+    """All that a program leaves is one device's, or the program is warned of."""
     made = harness.PROGRAMS[name]
     if made.extra:
         pytest.importorskip(made.extra, reason=f"{made.extra} is not installed: pip install {made.extra}")
@@ -49,7 +49,7 @@ def test_program_repeats_itself(name):
 @pytest.mark.programs
 @pytest.mark.parametrize("name", COUPLED)
 def test_program_compares_samples(name):
-    """A loss that compares samples is not the mean of its shards' losses: a wrong divisor or shard is seen."""
+    """A loss that compares samples is not the mean of its shards' losses: a wrong shard is seen."""
     made = harness.PROGRAMS[name]
     with harness.computing_in(made.floatx):
         whole, *parts = map(np.asarray, harness.first_losses(made, (3, 3, 2, 2)))

@@ -116,6 +116,7 @@ def focal_loss_of_a_library():
 @program(
     "https://keras.io/guides/keras_hub/transformer_pretraining/",
     extra="keras_hub",
+    still="key/bias",
     options={"batch_invariant_random": True},
 )
 def transformer_of_keras_hub():
@@ -139,7 +140,7 @@ def transformer_of_keras_hub():
     return build, fit([TOKENS, places], TOKENS[:, [1, 3]], sample_weight=weights)
 
 
-@program("https://keras.io/guides/keras_hub/rope/", extra="keras_hub")
+@program("https://keras.io/guides/keras_hub/rope/", extra="keras_hub", still="key/bias")
 def decoder_of_keras_hub():
     """A `TransformerDecoder` behind learned positions, and sine positions beside them."""
     import keras_hub

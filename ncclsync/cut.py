@@ -73,6 +73,7 @@ def cut(
         results=results,
         warnings=tuple(dict.fromkeys(placed.warned)),
         gathered=tuple(placed.gathered),
+        declared=tuple(sorted({length // each for length, each in placed.declared})),
         alike=placed.alike,
         rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),

@@ -147,6 +147,7 @@ class Program:
         results: what becomes of the towers' results.
         warnings: what a user should know of the step on towers, in words.
         gathered: what is gathered, so that every tower computes alike.
+        declared: numbers of rows, of which the batch must have one that the step was traced for.
         alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be told.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
@@ -166,6 +167,7 @@ class Program:
     results: Results
     warnings: tuple[str, ...]
     gathered: tuple[Whole, ...]
+    declared: tuple[int, ...]
     alike: float
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]

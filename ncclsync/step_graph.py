@@ -186,6 +186,14 @@ class StepGraph:
         self.writes[op.name] = set()
         self.by_name[op.name] = op
 
+    def stands_for(self, op: str, other: str) -> None:
+        """Let whatever waits for one op wait for another, which does its work."""
+        for name, controls in self.controls.items():
+            if op in controls:
+                self.controls[name] = [other if control == op else control for control in controls]
+        definitions = self.tf_graph.as_graph_def().library.function
+        self.functions.update((f.signature.name, f) for f in definitions)
+
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
         op = self.by_name.get(op_name(name))

@@ -43,7 +43,7 @@ GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 REPEATABLE = frozenset(
     "Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print "
     "PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp "
-    "VariableShape While EnsureShape TensorListPopBack StringFormat RngReadAndSkip".split()
+    "VariableShape While Empty EnsureShape TensorListPopBack StringFormat RngReadAndSkip".split()
 )
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -76,6 +76,7 @@ class _Call:
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
         self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
+        self.lenient = self.placer.lenient
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
@@ -98,6 +99,8 @@ class _Call:
 
 class _Placer:
     """What placing a step and placing a function have in common."""
+
+    lenient = False
 
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
@@ -124,12 +127,13 @@ class _Placer:
         if op.type in rules.DRAWS:
             return self._draw(call)
         if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
-            return [items(None)]
+            shape = call.constant(0)
+            return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
             return [items(call.inputs[0] if call.inputs else None)]
         if kinds <= {Kind.REPLICATE}:
             return [REPLICATE] * len(op.outputs)
-        if op.type in _LOOPS or op.type in _BRANCHES or op.type in _CALLS or self.functions.calls(op.type):
+        if self._is_function(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
             if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
@@ -141,10 +145,18 @@ class _Placer:
         if made is None:
             call.begin_anew()
             return self.whole(call)
+        alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
+        if alike and not call.own and not any(placed.blocks for placed in alike):
+            # Of rows that are all alike comes one result, for as many rows.
+            each = alike[0].each
+            made = [shard(p.axis, 0, each) if p == shard(p.axis, 1, each) else p for p in made]
         if call.own:
             own = _own_of(call.given[1])
             made = [own if placed.whole else placed for placed in made]
         return list(made)
+
+    def _is_function(self, op: tf.Operation) -> bool:
+        return op.type in {*_LOOPS, *_BRANCHES, *_CALLS} or self.functions.calls(op.type)
 
     def _by_rule(self, call: _Call) -> Sequence[Placement] | None:
         kind = call.op.type
@@ -165,6 +177,8 @@ class _Placer:
                         call.require(i, REPLICATE)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
+        if kind not in rules.ELEMENTWISE and kind != "Sum":
+            call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
 
@@ -214,6 +228,8 @@ class _Placer:
             for i, one in enumerate(placed):
                 if one.kind is not Kind.ITEMS:
                     call.require(i, one)
+                elif call.inputs[i] != one and call.inputs[i].of is not None:
+                    raise _Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
             return placed
         if op.type in _BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
@@ -235,17 +251,22 @@ class _Placer:
         placed = list(call.inputs)
         body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
         for _ in range(8):
-            made = self._body(body, call.op.inputs, placed)
+            # A state that is whole when the loop begins may have to be divided: the body tells.
+            made = self._body(body, call.op.inputs, placed, lenient=True)
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
                 if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
-                    raise _Refused
+                    raise _Refused("whether the loop goes on depends on rows")
+                self._body(body, call.op.inputs, placed)
                 return placed
             placed = joined
-        raise _Refused
+        raise _Refused("the loop's variables are placed anew each time")
 
-    def _body(self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement]) -> list[Placement]:
-        return _FunctionPlacer(self.functions).place_function(self.functions.graph(name, inputs), placed)
+    def _body(
+        self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement], lenient: bool = False
+    ) -> list[Placement]:
+        graph = self.functions.graph(name, inputs)
+        return _FunctionPlacer(self.functions, lenient).place_function(graph, placed)
 
 
 def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
@@ -258,7 +279,7 @@ def _joined(begin: Placement, made: Placement) -> Placement:
         return begin
     kinds = begin.kind, made.kind
     if kinds == (Kind.ITEMS, Kind.ITEMS):
-        return made if begin.of is None else begin
+        return made if begin.of is None or begin.of.whole else begin
     if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
         return made
     if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
@@ -287,7 +308,14 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class _FunctionPlacer(_Placer):
-    """Places a function's tensors, where nothing can be put in between: refuses what would need it."""
+    """Places a function's tensors, where nothing can be put in between: refuses what would need it.
+
+    If `lenient`, what is whole may be taken for anything: to see what it would have to be.
+    """
+
+    def __init__(self, functions: Functions, lenient: bool = False) -> None:
+        super().__init__(functions)
+        self.lenient = lenient
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed.
@@ -306,7 +334,7 @@ class _FunctionPlacer(_Placer):
                 made = given
             elif op.type == "ReadVariableOp":
                 made = [given[0]]
-            elif private.written_handles(op) & writes and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS):
+            elif private.written_handles(op) & writes and not self._is_function(op):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
@@ -332,6 +360,8 @@ class _FunctionPlacer(_Placer):
         if before == after or (before == REPLICATE and after == MEAN) or after.kind is Kind.LOCAL:
             return tensor
         if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+            return tensor
+        if self.lenient and before.whole:
             return tensor
         if before == REPLICATE and after == SUM:
             value = self.constant(tensor)
@@ -409,6 +439,7 @@ class Partition(_Placer):
         self._own: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' tensors: what exchanges give
+        self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
         self._order: list[tf.Operation] = []
         self._appended: set[str] = set()
         self._differs: set[str] = set()
@@ -460,7 +491,7 @@ class Partition(_Placer):
                     self._altered.add(output.name)
             return
         made = self._made(call)
-        altered = any(one is not other for one, other in zip(call.tensors, tensors, strict=True))
+        altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
@@ -477,7 +508,7 @@ class Partition(_Placer):
 
     def _made(self, call: _Call) -> list[Placement]:
         op, graph = call.op, self.graph
-        if graph.writes[op.name] and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS) and not self.functions.calls(op.type):
+        if graph.writes[op.name] and not self._is_function(op):
             return self._write(call)
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
@@ -485,7 +516,7 @@ class Partition(_Placer):
             self._assert(call)
             return []
         hidden = private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS)
-        if hidden:
+        if hidden or op.type in ("Print", "PrintV2"):
             return self._hidden(call)
         draws = op.type in rules.DRAWS and not op.type.startswith("State")
         if op.type not in rules.DRAWS and self._draws_unseen(op) and all(placed.whole for placed in call.inputs):
@@ -709,13 +740,8 @@ class Partition(_Placer):
                 begin = tf.where(broadcast, 0, self.share.begin * each)
                 size = tf.where(broadcast, 1, self.share.rows * each)
             else:
-                fits = tf.debugging.Assert(
-                    tf.equal(length, each * total * after.blocks),
-                    ["Expected the global batch size that the model or the step declares, a divisor of", length, "rows, as "
-                     "batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own). Received:", total],
-                )
-                with tf.control_dependencies([fits]):
-                    begin, size = tf.identity(self.share.begin * each), tf.identity(self.share.rows * each)
+                self.declared.add((known, after.blocks * max(after.each, 1)))
+                begin, size = self.share.begin * each, self.share.rows * each
             if after.blocks > 1:
                 starts = tf.range(after.blocks) * (length // after.blocks) + begin
                 places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
@@ -767,6 +793,7 @@ class Partition(_Placer):
         before = len(self.graph.exchanges)
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
+        logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
         gathers = [e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"]
         if gathers:
             size = sum(_row_bytes(exchange) for exchange in gathers)
@@ -796,17 +823,52 @@ class Partition(_Placer):
             self._put(output, self._followed(output, op), REPLICATE)
 
     def _hidden(self, call: _Call) -> list[Placement]:
-        """What cannot be known to be computed alike: Python, an iterator, a state that no variable holds."""
-        op = call.op
-        if op.type not in _BRANCHES and op.type not in _LOOPS:
+        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
+
+        The other towers receive its results, of any shape.
+        """
+        op, graph = call.op, self.graph
+        for i in range(len(call.inputs)):
+            self._require_whole(call, i)
+        outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
+        if len(outputs) < len(op.outputs) or self._is_function(op):
+            # It may write variables, which every tower must: all run it, and what it does besides it does N times.
             self.warned.append(
-                f"{op.type}, at {user_line(op.traceback)}, is run by every tower, with the batch's values; tower 0's results "
-                "are taken. What it changes outside the step, it changes once for each tower"
+                f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs Python, or prints, "
+                "or draws without a seed): every tower does it, with the batch's values, and tower 0's results are taken"
             )
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is not Kind.LOCAL:
-                self._require_whole(call, i)
-        self._follow(call)
+            self._follow(call)
+            return [REPLICATE] * len(op.outputs)
+
+        def run():
+            made = private.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
+            if not outputs:
+                return [tf.constant(0)] if not made else made
+            return [part for one in made for part in (tf.reshape(one, [-1]), tf.shape(one))]
+
+        def receive():
+            if not outputs:
+                return [tf.constant(0)]
+            return [part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32))]
+
+        before = len(self._order)
+        with self._building():
+            sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+        for made in self._order[before:]:
+            graph.controls[made.name] += [name for name in graph.controls[op.name] if made.type in _BRANCHES]
+            if made.type in _BRANCHES:
+                graph.must_run.add(made.name)
+                graph.stands_for(op.name, made.name)
+        self._appended.add(op.name)  # it is run there
+        if not outputs:
+            return []
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
+            for one in (flat, shape):
+                one.set_shape([None])
+            values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
+            with self._building():
+                whole = tf.ensure_shape(tf.reshape(values, lengths), output.shape)
+            self._put(output, whole, REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
     def _require_whole(self, call: _Call, index: int) -> None:
@@ -884,7 +946,10 @@ class Partition(_Placer):
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
         if mark.purpose == "slices part":
-            return (tensor, LOCAL) if placed.kind is Kind.SHARD else (self.convert(tensor, placed, SUM, op), LOCAL)
+            indices = tensor.dtype.is_integer
+            if placed.kind is Kind.SHARD or (indices and placed.whole):
+                return tensor, LOCAL
+            return self.convert(tensor, placed, REPLICATE if indices else SUM, op), LOCAL
         if mark.purpose == "rows":
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM

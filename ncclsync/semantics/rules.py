@@ -37,10 +37,12 @@ class Call(Protocol):
     Attributes:
         op: as it was traced.
         inputs: the placements of what it will get; a rule changes them by `require`.
+        lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins it.
     """
 
     op: tf.Operation
     inputs: list[Placement]
+    lenient: bool
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -97,7 +99,24 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 def same_rows(one: Placement, other: Placement) -> bool:
     """Whether two shards have the same rows along their axes."""
-    return one.blocks == other.blocks and (one.each == other.each or 0 in (one.each, other.each))
+    return together(one, other) is not None
+
+
+def together(one: Placement, other: Placement) -> Placement | None:
+    """Return the placement of what has the rows of both, along the axis of the first; None if these differ."""
+    if one.blocks == other.blocks:
+        known = max(one.each, other.each)
+        return shard(one.axis, one.blocks, known) if min(one.each, other.each) in (0, known) else None
+    if 0 not in (one.blocks, other.blocks):
+        return None
+    alike, counted = (one, other) if one.blocks == 0 else (other, one)
+    fits = 0 in (alike.each, counted.each) or alike.each == counted.each * counted.blocks
+    return shard(one.axis, counted.blocks, counted.each) if fits else None
+
+
+def counted(placed: Placement) -> Placement:
+    """Return the placement of rows that are all alike as that of one block of them."""
+    return shard(placed.axis, 1, placed.each) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -123,6 +142,10 @@ ALIKE = frozenset(
     "AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad "
     "SoftsignGrad SqrtGrad TanhGrad Select".split()
 )
+
+
+# What keeps rows that are all alike so.
+ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 
 
 @_rule(*UNARY)
@@ -163,11 +186,14 @@ def align(
         if placed.axis >= ranks[i] - tails:
             return None
         here = shard(axis, placed.blocks, placed.each)
-        if chosen is None or (here.axis == chosen.axis and same_rows(here, chosen)):
-            chosen = here if chosen is None or not chosen.each else chosen
+        if chosen is None:
+            chosen = here
             continue
         if here.axis == chosen.axis:
-            return None  # rows that are counted otherwise
+            chosen = together(chosen, here)
+            if chosen is None:
+                return None  # rows that are counted otherwise
+            continue
         call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
     if chosen is None:
         return None
@@ -272,8 +298,9 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
         return None
     if summed.kind is Kind.AXES and call.op.type == "Sum":
         operand = summed.of or REPLICATE
-        return [SUM] if operand.kind is not Kind.SHARD else [pending(operand)]
-    over = call.constant(1)
+        kept = operand.kind is Kind.SHARD
+        return [pending(shard(operand.axis, placed.blocks, placed.each))] if kept else [SUM]
+    placed, over = counted(placed), call.constant(1)
     if rank is None or over is None:
         return None
     over = {int(axis) % rank for axis in np.ravel(over)}
@@ -291,6 +318,8 @@ def _count_of(call: Call) -> Sequence[Placement] | None:
     counts = call.inputs[0].counts
     if call.op.type != "Prod" or sum(map(bool, counts)) != 1 or call.op.get_attr("keep_dims"):
         return None
+    if call.op.inputs[0].shape.rank == 0:
+        return [call.inputs[0]]
     return [rows((_product(counts, call.op.inputs[0]),))]
 
 
@@ -418,10 +447,13 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
         if placed.kind is not Kind.SHARD:
             continue
         name = names[placed.axis]
-        if chosen is None or (name == chosen[0] and same_rows(placed, chosen[1])):
-            chosen = (name, placed) if chosen is None or not chosen[1].each else chosen
+        if chosen is None:
+            chosen = name, placed
         elif name == chosen[0]:
-            return None
+            both = together(chosen[1], placed)
+            if both is None:
+                return None
+            chosen = name, both
         else:
             call.require(i, REPLICATE)
     if chosen is None:
@@ -962,10 +994,9 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
 
 
 def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
-    axis = _only(shape.counts)
-    if shape.kind is not Kind.ROWS or axis is None:
+    if shape.kind is not Kind.ROWS or placed.of is None or _only(shape.counts) != placed.of.axis:
         return None
-    return [shard(axis, 1, max(shape.counts[axis], 0))]
+    return [placed.of]
 
 
 @_rule("Transpose", "ConjugateTranspose")
@@ -1032,7 +1063,7 @@ def _fill(call: Call) -> Sequence[Placement] | None:
     axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
     if axis is None or not value.whole:
         return None
-    return [shard(axis, 1, max(dims.counts[axis], 0))]
+    return [shard(axis, 0, max(dims.counts[axis], 0))]
 
 
 @_rule("BroadcastTo", counting=True)
@@ -1056,7 +1087,7 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     count = max(shape.counts[axis], 0)
     if here >= 0 and before[here] != 1:
         return None
-    return [shard(axis, 1, count)]
+    return [shard(axis, 0, count)]
 
 
 @_rule("Tile", counting=True)
@@ -1069,7 +1100,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
         axis = _only(times.counts)
         if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
             return None
-        return [shard(axis, 1, max(times.counts[axis], 0))]
+        return [shard(axis, 0, max(times.counts[axis], 0))]
     if placed.kind is not Kind.SHARD:
         return None
     count = _constant_element(call, 1, placed.axis)
@@ -1294,7 +1325,10 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
         return None
-    if placed.of is None or placed.of == call.inputs[at]:
+    item = call.inputs[at]
+    if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
+        return None  # it takes tensors of so many rows alone
+    if placed.of is None or placed.of == item or (placed.of.whole and call.lenient):
         return [items(call.inputs[at])]
     if placed.of.kind is Kind.SHARD and call.inputs[at].kind is Kind.SHARD:
         same = placed.of.axis == call.inputs[at].axis and same_rows(placed.of, call.inputs[at])

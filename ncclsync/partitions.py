@@ -3,15 +3,13 @@
 An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
 """
 
-import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync import private
 from ncclsync.errors import NcclSyncError
+from ncclsync.holders import Holder
 
 
 class Place(NamedTuple):
@@ -62,7 +60,7 @@ class Place(NamedTuple):
         return tf.reshape(flat, shape)
 
 
-class PartitionedSlot:
+class PartitionedSlot(Holder):
     """One of an optimizer's own variables, of which the towers hold the parts.
 
     It takes memory only from when somebody reads or writes it until the next step.
@@ -76,12 +74,11 @@ class PartitionedSlot:
             place: of its weight.
             partitions: [N] the towers' variables.
         """
-        self._variable = weakref.ref(variable)
+        super().__init__(variable)
         self._place = place
         self._partitions = partitions
         self._is_whole = self._is_written = True
-        private.watch_reads(variable, self.make_whole)
-        private.watch_writes(variable, self._watched)
+        self.watch_reads()
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
@@ -99,6 +96,7 @@ class PartitionedSlot:
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
+        self.tell_others()  # other towers' optimizer: they read it, which makes it whole, before their next step
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""
@@ -123,13 +121,11 @@ class PartitionedSlot:
         if variable is None:
             return
         self.make_whole()
-        private.unwatch(variable)
+        self.unwatch()
 
-    def _watched(self, write: Callable) -> Callable:
-        @functools.wraps(write)
-        def watched(*args, **kwargs):
-            self.make_whole()
-            self._is_written = True
-            return write(*args, **kwargs)
+    def before_access(self) -> None:
+        self.make_whole()
 
-        return watched
+    def note_write(self) -> None:
+        # Other towers that hold parts of it make it whole when it is read.
+        self._is_whole = self._is_written = True

@@ -1,7 +1,7 @@
-"""Who holds copies or parts of a variable, of all towers in the process: what one writes, the others are told.
+"""Who holds copies or parts of a variable, of all towers in the process: each is told what another writes.
 
-A variable may belong to several models, each on towers of its own: the discriminator of a GAN trains by itself
-and within the combined model. `replicas` and `partitions` are the holders; a variable has one watch for all.
+A variable may belong to several models, each on towers of its own: a discriminator trains by itself, and it does
+within the combined model of a GAN. `replicas` and `partitions` are the holders; a variable has one watch for all.
 """
 
 import abc
@@ -35,6 +35,7 @@ class Holder(abc.ABC):
     def note_write(self) -> None:
         """Python or another holder's step has written the variable, or a graph that will tell nobody."""
 
+    @abc.abstractmethod
     def note_shared(self) -> None:
         """There is another holder of the variable."""
 
@@ -56,7 +57,7 @@ class Holder(abc.ABC):
             private.set_watchers(variable, None)
 
     def tell_others(self) -> bool:
-        """Tell all other holders that these towers have written the variable; return whether there are any."""
+        """Tell other holders that these towers have written the variable; return whether there are any."""
         others = [holder for holder in self._watchers().holders() if holder is not self]
         for holder in others:
             holder.note_write()

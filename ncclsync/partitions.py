@@ -96,7 +96,7 @@ class PartitionedSlot(Holder):
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
-        self.tell_others()  # other towers' optimizer: they read it, which makes it whole, before their next step
+        self.tell_others()  # who read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""
@@ -106,7 +106,8 @@ class PartitionedSlot(Holder):
         if not tf.executing_eagerly():
             raise NcclSyncError(
                 f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
-                "written outside of any tf.function. Received: a tf.function that does so."
+                "written outside of any tf.function. Received: a tf.function that does so, or a step on "
+                "other towers, which need shard_optimizer=True as well."
             )
         with tf.device(variable.device):
             held = [tf.identity(partition.value()) for partition in self._partitions]
@@ -129,3 +130,6 @@ class PartitionedSlot(Holder):
     def note_write(self) -> None:
         # Other towers that hold parts of it make it whole when it is read.
         self._is_whole = self._is_written = True
+
+    def note_shared(self) -> None:
+        """Nothing to prepare: the others are told whenever it is divided."""

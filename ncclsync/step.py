@@ -48,7 +48,7 @@ class _Plan:
     def written(self) -> frozenset[int]:
         """Ids of tower 0's variables that the program may write."""
         variables = dict(self.program.variables)
-        written = set()
+        written: set[str] = set()
         for segment in self.program.segments:
             graph = segment.function.graph
             handles = set().union(*(private.written_handles(op) for op in graph.get_operations()))

@@ -1,7 +1,7 @@
 """Who holds copies or parts of a variable, of all towers in the process: each is told what another writes.
 
-A variable may belong to several models, each on towers of its own: a discriminator trains by itself, and it does
-within the combined model of a GAN. `replicas` and `partitions` are the holders; a variable has one watch for all.
+A variable may belong to several models, each on towers of its own: a GAN's discriminator trains by itself and
+as part of another model. `replicas` and `partitions` are the holders; a variable has one watch for all.
 """
 
 import abc
@@ -27,6 +27,11 @@ class Holder(abc.ABC):
         """
         self._variable = weakref.ref(variable, lambda _: forget() if forget is not None else None)
 
+    @property
+    def held(self) -> tf.Variable | None:
+        """The variable; None once it was deleted."""
+        return self._variable()
+
     @abc.abstractmethod
     def before_access(self) -> None:
         """Before Python reads or writes the variable: let it hold its whole value."""
@@ -47,11 +52,11 @@ class Holder(abc.ABC):
         """Be told of reads as well. Since it holds what the variable does not, it lives as long as that."""
         watchers = self._watchers()
         watchers.add(self, lambda: self)
-        watchers.watch_reads(self._variable())
+        watchers.watch_reads(self.held)
 
     def unwatch(self) -> None:
         """Be told no more. Others still are; if there are none, the variable gets its own methods back."""
-        variable = self._variable()
+        variable = self.held
         if variable is not None and self._watchers().remove(self):
             private.unwatch(variable)
             private.set_watchers(variable, None)
@@ -64,7 +69,7 @@ class Holder(abc.ABC):
         return bool(others)
 
     def _watchers(self) -> "_Watchers":
-        variable = self._variable()
+        variable = self.held
         watchers = private.watchers_of(variable)
         if watchers is None:
             watchers = _Watchers(variable)

@@ -82,7 +82,7 @@ class PartitionedSlot(Holder):
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or not self._is_whole:
             return
         if self._is_written:
@@ -100,7 +100,7 @@ class PartitionedSlot(Holder):
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or self._is_whole:
             return
         if not tf.executing_eagerly():
@@ -118,17 +118,18 @@ class PartitionedSlot(Holder):
 
     def release(self) -> None:
         """Give the variable back, whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None:
             return
         self.make_whole()
         self.unwatch()
 
     def before_access(self) -> None:
+        """Before Python reads or writes: let the variable hold the whole."""
         self.make_whole()
 
     def note_write(self) -> None:
-        # Other towers that hold parts of it make it whole when it is read.
+        """Take the variable's value at the next step: other towers that divide it make it whole by then."""
         self._is_whole = self._is_written = True
 
     def note_shared(self) -> None:

@@ -64,7 +64,7 @@ class Replicas(Holder):
     @property
     def variable(self) -> tf.Variable:
         """Tower 0's variable, which this object must not keep alive."""
-        variable = self._variable()
+        variable = self.held
         if variable is None:
             raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
         return variable
@@ -80,14 +80,17 @@ class Replicas(Holder):
             copy.assign(tf.zeros_like(part))
 
     def before_access(self) -> None:
+        """Before Python reads or writes: let tower 0's variable hold the whole."""
         if tf.executing_eagerly() and current_context() is None:
             self.gather_parts()
 
     def note_write(self) -> None:
+        """Send the variable before the next step."""
         # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition is each
         # tower's own.
         if self.role not in (Role.SUM, Role.PARTITION):
             self._pending.add(self._key)
 
     def note_shared(self) -> None:
+        """Tell the others, from now on, what a step writes."""
         self._shared.add(self._key)

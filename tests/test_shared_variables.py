@@ -87,7 +87,7 @@ def train_gan(judge, generator, combined):
         ((2, 2), {}),
         ((4, 2), {"check_every": 1}),  # towers that share no memory
         ((2, 3), {"shard_optimizer": True}),
-        ((1, 2), {}),  # one tower is plain Keras, which tells nobody what its graph writes
+        ((1, 2), {}),
         ((2, 1), {}),
     ],
 )
@@ -110,8 +110,12 @@ def extractor_of(model):
 
 @pytest.mark.parametrize("trained_on", [1, 3])
 def test_feature_extractor(trained_on):
-    """It predicts with the weights that the model around it has now."""
+    """It predicts with the weights that the model around it has now.
+
+    One tower is plain Keras, whose graph tells nobody what it writes.
+    """
     base, alone = nccl_parallel(towers=trained_on)(mlp)(), mlp()
+    assert_close(fit(base), fit(alone))  # traced before anybody else has copies
     features, expected = nccl_parallel(towers=2)(extractor_of(base))(), extractor_of(alone)()
     for _ in range(3):
         assert_close(features.predict(X, verbose=0), expected.predict(X, verbose=0))
@@ -236,19 +240,19 @@ def test_metric_state():
 
 
 def doubled(variable):
-    """A step that doubles a variable, and returns what it read before."""
+    """A step that doubles a variable, and returns the mean of what the towers read before."""
 
     def step(batch):
         before = tf.identity(variable)
         variable.assign(2.0 * before)
-        return before, tf.shape(batch)
+        return before * tf.reduce_mean(batch)
 
     return step
 
 
 def run_doubled(towers, run):
     """Run such a step; return what it read."""
-    return float(towers.run(run, tf.ones([6]))[0])
+    return round(float(towers.run(run, tf.ones([6]))), 5)
 
 
 def test_close_of_one():
@@ -257,6 +261,7 @@ def test_close_of_one():
     run = doubled(variable)
     one, other, last = Towers(2), Towers(3), Towers(2)
     assert [run_doubled(towers, run) for towers in (one, other, last, one)] == [1.0, 2.0, 4.0, 8.0]
+    other.sync()  # nothing is left to be sent, whoever is closed
     one.close()
     variable.assign(10.0)
     assert run_doubled(other, run) == 10.0
@@ -268,6 +273,7 @@ def test_close_of_one():
     with Towers(4) as again:
         assert run_doubled(again, run) == 6.0
         assert run_doubled(other, run) == 12.0
+        again.sync()
         other.close()
         variable.assign(5.0)
         assert run_doubled(again, run) == 5.0

@@ -3,15 +3,13 @@
 An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
 """
 
-import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync import private
 from ncclsync.errors import NcclSyncError
+from ncclsync.holders import Holder
 
 
 class Place(NamedTuple):
@@ -62,7 +60,7 @@ class Place(NamedTuple):
         return tf.reshape(flat, shape)
 
 
-class PartitionedSlot:
+class PartitionedSlot(Holder):
     """One of an optimizer's own variables, of which the towers hold the parts.
 
     It takes memory only from when somebody reads or writes it until the next step.
@@ -76,16 +74,15 @@ class PartitionedSlot:
             place: of its weight.
             partitions: [N] the towers' variables.
         """
-        self._variable = weakref.ref(variable)
+        super().__init__(variable)
         self._place = place
         self._partitions = partitions
         self._is_whole = self._is_written = True
-        private.watch_reads(variable, self.make_whole)
-        private.watch_writes(variable, self._watched)
+        self.watch_reads()
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or not self._is_whole:
             return
         if self._is_written:
@@ -99,16 +96,18 @@ class PartitionedSlot:
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
+        self.tell_others()  # who read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or self._is_whole:
             return
         if not tf.executing_eagerly():
             raise NcclSyncError(
                 f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
-                "written outside of any tf.function. Received: a tf.function that does so."
+                "written outside of any tf.function. Received: a tf.function that does so, or a step on "
+                "other towers, which need shard_optimizer=True as well."
             )
         with tf.device(variable.device):
             held = [tf.identity(partition.value()) for partition in self._partitions]
@@ -119,17 +118,19 @@ class PartitionedSlot:
 
     def release(self) -> None:
         """Give the variable back, whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None:
             return
         self.make_whole()
-        private.unwatch(variable)
+        self.unwatch()
 
-    def _watched(self, write: Callable) -> Callable:
-        @functools.wraps(write)
-        def watched(*args, **kwargs):
-            self.make_whole()
-            self._is_written = True
-            return write(*args, **kwargs)
+    def before_access(self) -> None:
+        """Before Python reads or writes: let the variable hold the whole."""
+        self.make_whole()
 
-        return watched
+    def note_write(self) -> None:
+        """Take the variable's value at the next step: other towers that divide it make it whole by then."""
+        self._is_whole = self._is_written = True
+
+    def note_shared(self) -> None:
+        """Nothing to prepare: the others are told whenever it is divided."""

@@ -181,6 +181,26 @@ def is_shared(variable: tf.Variable) -> bool:
     return getattr(variable, "_ncclsync_shared", False)
 
 
+def set_written_by_graph(variable: tf.Variable) -> None:
+    """Note that somebody's `tf.function` writes a variable, each time it is called, without telling."""
+    variable._ncclsync_written_by_graph = True
+
+
+def is_written_by_graph(variable: tf.Variable) -> bool:
+    """Return whether `set_written_by_graph` was called."""
+    return getattr(variable, "_ncclsync_written_by_graph", False)
+
+
+def set_watchers(variable: tf.Variable, watchers: Any) -> None:
+    """Keep with a variable what `holders` tells whom by; None: nothing."""
+    variable._ncclsync_watchers = watchers
+
+
+def watchers_of(variable: tf.Variable) -> Any:
+    """Return what `set_watchers` was given last, or None."""
+    return getattr(variable, "_ncclsync_watchers", None)
+
+
 def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
     """Call `before` whenever a variable's value is read, however that is done."""
     read = variable._read_variable_op

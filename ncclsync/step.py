@@ -43,6 +43,18 @@ class _Plan:
     kept: KeptBatch
     meter: Meter | None
 
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Ids of tower 0's variables that the program may write."""
+        variables = dict(self.program.variables)
+        written: set[str] = set()
+        for segment in self.program.segments:
+            graph = segment.function.graph
+            handles = set().union(*(private.written_handles(op) for op in graph.get_operations()))
+            sources = zip(segment.sources, graph.inputs, strict=False)
+            written.update(name for name, tensor in sources if tensor.name in handles and name in variables)
+        return frozenset(id(variables[name]) for name in written)
+
 
 class TowerStep(abc.ABC):
     """A step on towers.
@@ -275,6 +287,9 @@ class TowerStep(abc.ABC):
             if plan is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(plan)
             raise
+        finally:
+            if plan is not None and self.towers.shared:
+                self.towers.tell_of_writes(plan.written)
 
     def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
         """Called by the graph of a step, whose batch is kept."""

@@ -52,6 +52,10 @@ def attach(
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: private_keras.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
+    # From here on, and not from the first step: a write must find somebody watching. On one tower too, whose
+    # weights other towers may share.
+    for variable in model.weights:
+        towers.copies(private.backend_variable(variable))
     plain = towers.on_nonfinite.mode is None
     if plain and len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
@@ -73,9 +77,6 @@ def attach(
 
     if sync_batch_norm:
         synchronize_batch_norm(model)
-    # From here on, and not from the first step: a write must find somebody watching.
-    for variable in model.weights:
-        towers.copies(private.backend_variable(variable))
     model.make_train_function = make_train_function
     model.make_test_function = make_test_function
     model.make_predict_function = make_predict_function

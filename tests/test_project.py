@@ -31,6 +31,7 @@ LAYERS = (
     (
         "compression",
         "cross_device_ops",
+        "holders",
         "meter",
         "private_keras",
         "private_optimizer",

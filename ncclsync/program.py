@@ -228,7 +228,10 @@ class _Marking:
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
                 f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
-                "collective (or the optimizer's apply, which all-reduces the gradients) out of it."
+                "collective (or the optimizer's apply, which all-reduces the gradients) out of it. To apply "
+                "the gradients of several batches at once, give the optimizer gradient_accumulation_steps= "
+                "and let each step apply its own, without tf.cond; for several updates in a step, write a "
+                "loop of Python's, over range, not tf.range."
             )
         conditions = [] if when is None else [when]
         outputs = tf.identity_n([*tensors, *conditions], name="ncclsync_mark")

@@ -25,7 +25,7 @@ from ncclsync.nonfinite import finite_flags
 from ncclsync.program import Program, Results, trace
 from ncclsync.randomness import draws_of_whole_batch
 from ncclsync.recovery import KeptBatch, Rollback
-from ncclsync.shard import components_of, open_specs, shard_specs
+from ncclsync.shard import components_of, doubt_of_first_axis, open_specs, rowed_leaves, shard_specs
 from ncclsync.towers import TowerState
 from ncclsync.traced_draws import check_draws
 from ncclsync.watch import Watch
@@ -165,7 +165,13 @@ class TowerStep(abc.ABC):
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
+        """Run one step on a batch of tensors; return its results.
+
+        Raises:
+            ValueError: the batch has no rows, or not as many in each tensor.
+            Exception: what `run_on_iterator` raises.
+        """
+        rowed_leaves(batch)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         results = self._run(open_specs(batch), False, leaves_of(batch))
         self.count(None)
@@ -179,14 +185,22 @@ class TowerStep(abc.ABC):
     def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step."""
         watchers = self.towers.next_watchers() if self._trains else []
-        if not watchers:
-            graph, plan = self._graph_of(batch_specs, iterated, None)
-            return self.guarded(functools.partial(graph, *arguments), plan)
-        self._meter = self._meter or Meter()
-        known = len(self._graphs)
-        graph, plan = self._graph_of(batch_specs, iterated, self._meter)
-        with self._meter.told_to(watchers, traced=len(self._graphs) > known):
-            return self.guarded(functools.partial(graph, *arguments), plan)
+        plan: _Plan | None = None
+        try:
+            if not watchers:
+                graph, plan = self._graph_of(batch_specs, iterated, None)
+                return self.guarded(functools.partial(graph, *arguments), plan)
+            self._meter = self._meter or Meter()
+            known = len(self._graphs)
+            graph, plan = self._graph_of(batch_specs, iterated, self._meter)
+            with self._meter.told_to(watchers, traced=len(self._graphs) > known):
+                return self.guarded(functools.partial(graph, *arguments), plan)
+        except (ValueError, IndexError, tf.errors.InvalidArgumentError):
+            # A step that takes an axis of two apart fails where a tower has one, by words that do not tell.
+            batch = batch_specs if plan is None else plan.kept.batch()
+            if (doubt := doubt_of_first_axis(batch, len(self.towers))) is not None:
+                logger.warning("The step has failed. %s", doubt)
+            raise
 
     def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.
@@ -350,8 +364,12 @@ def python_step(step: Callable) -> Callable:
 
 
 def without_optionals(batch: Any) -> Any:
-    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does."""
-    missing = (tf.experimental.Optional, tf.OptionalSpec)
+    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+
+    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
+    `tf.data.Dataset`, whose spec of it is another.
+    """
+    missing = (tf.experimental.Optional, tf.OptionalSpec, tf.NoneTensorSpec)
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
 

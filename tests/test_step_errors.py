@@ -308,6 +308,62 @@ def test_collective_where_a_step_cannot_be_cut(call):
         on_towers(factory, 2).train_on_batch(X, Y)
 
 
+class AccumulatesByHand(keras.Sequential):
+    """Applies the gradients of each two batches at once."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.gradients = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.trainable_variables]
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for total, gradient in zip(
+            self.gradients, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
+            total.assign_add(gradient / 2.0)
+
+        def apply():
+            self.optimizer.apply_gradients(zip(self.gradients, self.trainable_variables, strict=True))
+            for total in self.gradients:
+                total.assign(tf.zeros_like(total))
+            return 0
+
+        tf.cond(tf.equal(self.steps.assign_add(1) % 2, 0), apply, lambda: 0)
+        return {"loss": loss}
+
+
+def test_gradients_accumulated_by_hand():
+    """An optimizer in a branch is an error, which names what does the same; and that does."""
+
+    def by_hand():
+        keras.utils.set_random_seed(1)
+        model = AccumulatesByHand([keras.Input((12,)), keras.layers.Dense(5)])
+        model.steps = tf.Variable(0, trainable=False)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def by_keras():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    refused = on_towers(by_hand, 2)
+    before = refused.get_weights()
+    words = r"Expected a collective.* Received: one inside .*tf.cond.*test_step_errors\.py:\d+ \("
+    with pytest.raises(NcclSyncError, match=rf"{words}self.optimizer.*gradient_accumulation_steps= and let"):
+        refused.fit(X, Y, batch_size=20, verbose=0)
+    for one, other in zip(before, refused.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    alone, model = by_hand(), on_towers(by_keras, 2)
+    for one in (alone, model):
+        one.fit(X[:40], Y[:40], batch_size=20, epochs=3, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), alone.get_weights())
+
+
 def test_keyboard_interrupt_in_a_callback():
     """Interrupted between two steps, a model trains on from there."""
 

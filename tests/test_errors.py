@@ -277,9 +277,11 @@ def join():
 
 
 def test_inputs_of_different_length_known_while_tracing():
-    """Static shapes tell, or the batch itself: a ValueError with the shapes, and with what to give instead."""
+    """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
     model = on_towers(join, 4)
-    words = r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    words = (
+        r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    )
     words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
     with pytest.raises(ValueError, match=words):
         model.fit(uneven(static=True), verbose=0)
@@ -304,8 +306,8 @@ def test_inputs_of_different_length_known_while_running():
 
 
 def test_roles_on_the_first_axis(caplog):
-    """A step that takes anchors and positives off it fails on a tower that has but one of them: a warning
-    tells where samples belong. A batch of that form trains.
+    """A step that takes anchors and positives off it fails on a tower that has one of them: a warning tells
+    where samples belong. A batch of that form trains.
     """
 
     class Pairs(keras.Sequential):

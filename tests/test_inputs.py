@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import assert_close, assert_towers_agree, data, on_towers
+from parity import assert_close, assert_towers_agree, data, on_towers, state
 
 import ncclsync
 from ncclsync import Towers, verify
@@ -61,7 +61,9 @@ def every_call(model, named, other=None):
     slices = tf.data.Dataset.from_tensor_slices((x, Y)).batch(4)
     return {
         "fit": model.fit(x, Y, shuffle=False, validation_data=(x, Y), **options).history,
-        "fit weighted": model.fit(x, Y, sample_weight=np.arange(26.0) / 26.0, shuffle=False, **options).history,
+        "fit weighted": model.fit(
+            x, Y, sample_weight=np.arange(26.0) / 26.0, shuffle=False, **options
+        ).history,
         "fit tf.data": model.fit(slices, verbose=0).history,
         "fit generator": model.fit(generator(other, named), verbose=0).history,
         "train_on_batch": model.train_on_batch(x, Y),
@@ -112,3 +114,76 @@ def test_none_in_a_step_of_ones_own():
         for scale in (None, np.float32(3.0), None):
             doubled = towers.run(step, {"x": X, "scale": scale})
             np.testing.assert_array_equal(doubled, X * (scale or np.float32(2.0)))
+
+
+class Told(keras.callbacks.Callback):
+    """What callbacks are told, and `iterations` at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.iterations = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.calls.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(("end", batch))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append(("epoch", epoch, self.params["steps"]))
+        self.iterations.append(int(self.model.optimizer.iterations))
+
+
+def batches(length):
+    """Seven batches, of a length that is known or not, or from a generator."""
+    if length == "generator":
+        return ((X[at : at + 4], Y[at : at + 4]) for at in range(0, 26, 4))
+    known = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    unknown = known.filter(lambda x, y: True)
+    return unknown if length == "unknown" else unknown.apply(tf.data.experimental.assert_cardinality(7))
+
+
+def regression(steps=1, **options):
+    """With Adam, whose updates depend on `iterations`."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, metrics=["mae"], **options)
+    return model
+
+
+def fitted(model, length, **options):
+    told = Told()
+    epochs = 1 if length == "generator" else 3
+    history = model.fit(batches(length), epochs=epochs, verbose=0, callbacks=[told], **options).history
+    return told, {"history": history, "evaluate": model.evaluate(batches(length), verbose=0), **state(model)}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    "length, steps, options",
+    [("unknown", 1, {}), ("unknown", 3, {}), ("unknown", 1, {"steps_per_epoch": 9}), ("generator", 1, {})],
+)
+def test_data_of_unknown_length(length, steps, options):
+    """Epochs, steps and what callbacks are told are Keras'; weights, optimizer and `iterations` those of one
+    device that knows the length. Keras itself counts the step that finds no batch, unless XLA compiles it,
+    or a call makes several steps.
+    """
+    model = on_towers(lambda: regression(steps), 2)
+    told, results = fitted(model, length, **options)
+    keras_told, _ = fitted(regression(steps), length, **options)
+    assert told.calls == keras_told.calls
+    expected, right = fitted(regression(steps), "known")
+    if length == "unknown":
+        assert_close(results, right)
+    assert told.iterations == expected.iterations[: len(told.iterations)]
+    surplus = [one - other for one, other in zip(keras_told.iterations, told.iterations, strict=True)]
+    assert surplus == ([1, 2, 3][: len(surplus)] if steps == 1 else [0, 0, 0])
+    assert_towers_agree(model)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_keras_counts_no_step_without_a_batch_by_xla():
+    """Nor eagerly: where Keras does not count one, towers and Keras agree on data of unknown length."""
+    for options in ({"jit_compile": True}, {"run_eagerly": True}):
+        told, _ = fitted(regression(**options), "unknown")
+        assert told.iterations == [7, 14, 21]

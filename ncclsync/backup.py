@@ -94,6 +94,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"Expected fit to be given the data of {type(self).__name__} and no steps_per_epoch: "
                 f"{len(self._data)} batches an epoch. Received: {steps}"
             )
+        if self._data is not None and not self.model.built:
+            # Keras would build it in the first step; a backup is restored before.
+            private_keras.build_symbolically(self.model, self._data.element_spec)
         super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -13,6 +13,17 @@ import tensorflow as tf
 
 from ncclsync.ops import Share
 
+_SAME_ROWS = "Expected every tensor of a batch to have the same number of rows. Received:"
+_FIRST_AXIS = (
+    "Towers divide a batch along the first axis of each of its tensors, which has to run over the samples. "
+    "An axis of roles, as in metric learning, goes behind it: (samples, 2, ...) for (2, samples, ...); or "
+    "make each role an input of its own."
+)
+_MERGED = (
+    "Of graphs that are merged into one, give a row per graph, as tf.RaggedTensor, and merge them in the "
+    "model, by merge_dims(0, 1)."
+)
+
 
 def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
     """Split `batch_size` rows as evenly as it goes: 10 over 4 is (3, 3, 2, 2).
@@ -60,29 +71,18 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
         InvalidArgumentError: when the graph runs, if the rows differ in number or there are none.
     """
     leaves = tf.nest.flatten(batch)
-    rowed = [leaf for leaf in leaves if _has_rows(leaf)]
-    if not rowed:
-        raise ValueError(
-            "Expected a batch with at least one tensor whose first axis runs over the samples. "
-            f"Received: {batch}"
-        )
+    rowed = rowed_leaves(batch)
     static = {rows for leaf in rowed if (rows := _static_rows(leaf)) is not None}
-    if len(static) > 1:
-        raise ValueError(
-            "Expected every tensor of a batch to have the same number of rows. "
-            f"Received: {[tuple(leaf.shape.as_list()) for leaf in rowed]}"
-        )
     rows = count_rows(rowed[0])
     checks = [
         tf.debugging.assert_positive(rows, "Expected a batch of at least one row. Received: an empty batch.")
     ]
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
-        checks += [
-            tf.debugging.assert_equal(
-                rows, count_rows(leaf), "Expected every tensor of a batch to have the same number of rows."
-            )
-            for leaf in rowed[1:]
-        ]
+        counts = [count_rows(leaf) for leaf in rowed]
+        same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
+        checks.append(
+            tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts))
+        )
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
@@ -109,6 +109,24 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
         for tower in range(towers)
     ]
     return Shards(batches, tf.unstack(sizes, towers), shares)
+
+
+def rowed_leaves(batch: Any) -> list[Any]:
+    """Return the leaves of a batch, or their specs, that have rows.
+
+    Raises:
+        ValueError: none has; or static shapes tell that the rows differ in number.
+    """
+    rowed = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    if not rowed:
+        raise ValueError(
+            "Expected a batch with at least one tensor whose first axis runs over the samples. "
+            f"Received: {batch}"
+        )
+    if len({_static_rows(leaf) for leaf in rowed} - {None}) > 1:
+        shapes = [tuple(leaf.shape.as_list()) for leaf in rowed]
+        raise ValueError(f"{_SAME_ROWS} {shapes}. {_FIRST_AXIS} {_MERGED}")
+    return rowed
 
 
 def shard_specs(batch: Any, towers: int) -> Any:

@@ -26,7 +26,7 @@ from ncclsync.program import Program, Results, trace
 from ncclsync.recovery import KeptBatch, Rollback
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.shard import components_of, open_specs
+from ncclsync.shard import components_of, open_specs, rowed_leaves
 from ncclsync.towers import TowerState
 from ncclsync.watch import Watch
 from ncclsync.watchdog import interruptible
@@ -175,7 +175,13 @@ class TowerStep(abc.ABC):
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
+        """Run one step on a batch of tensors; return its results.
+
+        Raises:
+            ValueError: the batch has no rows, or not as many in each tensor.
+            Exception: what `run_on_iterator` raises.
+        """
+        rowed_leaves(batch)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         results = self._run(open_specs(batch), False, leaves_of(batch))
         self.count(None)
@@ -189,6 +195,7 @@ class TowerStep(abc.ABC):
     def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step."""
         watchers = self.towers.next_watchers() if self._trains else []
+        plan: _Plan | None = None
         if not watchers:
             graph, plan = self._graph_of(batch_specs, iterated, None)
             return self.guarded(functools.partial(graph, *arguments), plan)
@@ -365,8 +372,12 @@ def python_step(step: Callable) -> Callable:
 
 
 def without_optionals(batch: Any) -> Any:
-    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does."""
-    missing = (tf.experimental.Optional, tf.OptionalSpec)
+    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+
+    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
+    `tf.data.Dataset`, whose spec of it is another.
+    """
+    missing = (tf.experimental.Optional, tf.OptionalSpec, tf.NoneTensorSpec)
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
 

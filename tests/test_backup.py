@@ -248,3 +248,32 @@ def test_a_wish_to_stop_is_heard_in_a_resumed_epoch(folder):
         callbacks.append(BackupAndRestore(folder, 1000, delete_checkpoint=False, data=source))
         history = alone().fit(source, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
         assert len(history["loss"]) == epochs
+
+
+class Unbuilt(keras.Model):
+    """A model that has no weights before it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5)])
+        self.outer = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.outer(self.inner(x, training=training))
+
+
+def test_model_without_weights_goes_on(tmp_path):
+    """One that is built by its first batch is built from the data's shapes before a backup is restored."""
+
+    def unbuilt():
+        keras.utils.set_random_seed(1)
+        model = Unbuilt()
+        model.compile("adam", "mse")
+        return model
+
+    whole = train(on_towers(unbuilt, 2)).get_weights()
+    interrupt(on_towers(unbuilt, 2), tmp_path, epoch=1, batch=5)
+    assert list(tmp_path.iterdir())
+    again = train(on_towers(unbuilt, 2), tmp_path)
+    for one, other in zip(again.get_weights(), whole, strict=True):
+        np.testing.assert_array_equal(one, other)

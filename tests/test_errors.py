@@ -1,6 +1,7 @@
 """What ncclsync refuses, each by its message: models, towers, devices, backends, batches."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -276,14 +277,19 @@ def join():
 
 
 def test_inputs_of_different_length_known_while_tracing():
-    """Static shapes tell: a ValueError with the shapes."""
+    """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
     model = on_towers(join, 4)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected every tensor of a batch to have the same number of rows. "
-        r"Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]",
-    ):
+    words = (
+        r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    )
+    words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
+    with pytest.raises(ValueError, match=words):
         model.fit(uneven(static=True), verbose=0)
+    for call in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(ValueError, match=words):
+            call({"left": X[:20], "right": X[:19]}, X[:20, :1])
+    with pytest.raises(ValueError, match=r"Received: \[\(20, 12\), \(3, 12\)\]. Towers divide"):
+        model.predict_on_batch({"left": X[:20], "right": X[:3]})
 
 
 def test_inputs_of_different_length_known_while_running():
@@ -291,14 +297,45 @@ def test_inputs_of_different_length_known_while_running():
     model = on_towers(join, 4)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit(uneven(static=False), verbose=0)
-    assert "Expected every tensor of a batch to have the same number of rows" in str(caught.value)
-    assert "20" in str(caught.value) and "19" in str(caught.value)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
-        model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:3, :1])
+    words = r"the same number of rows. Received:\] \[20 19 20\] \[Towers divide a batch .* as tf.RaggedTensor"
+    assert re.search(words, str(caught.value))
     before = model.get_weights()
     loss = model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:20, :1])
     assert np.isfinite(loss) and not np.array_equal(before[0], model.get_weights()[0])
     assert model.towers.divergence() == 0.0
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_roles_on_an_axis(axis, towers):
+    """A step that takes anchors and positives off an axis trains as one device does; off the first one too."""
+
+    class Pairs(keras.Sequential):
+        def __init__(self, axis):
+            super().__init__([keras.Input((12,)), keras.layers.Dense(5)])
+            self.axis = axis
+
+        def train_step(self, batch):
+            (x,) = batch
+            with tf.GradientTape() as tape:
+                one, other = (self(tf.gather(x, role, axis=self.axis), training=True) for role in (0, 1))
+                loss = tf.reduce_mean((one - other) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def factory(axis):
+        model = Pairs(axis)
+        model.compile("sgd")
+        return model
+
+    pairs = np.stack([X[:20], X[20:40]], axis=axis)
+    model, alone = on_towers(lambda: factory(axis), towers), factory(axis)
+    alone.set_weights(model.get_weights())
+    for one in (model, alone):
+        one.fit(tf.data.Dataset.from_tensors((pairs,)), epochs=2, verbose=0)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_empty_batch():

@@ -55,7 +55,7 @@ def test_variables_and_lines_of_a_step():
     before = model.get_weights()
     found = model.towers.explain(8)
     rows = rows_of(found)
-    assert rows["table/embeddings"].rule == "gather: the rows of all towers"
+    assert rows["table/embeddings"].rule == "all-gather: the rows of all towers"
     assert rows["one/kernel"].rule == rows["two/kernel"].rule == rows["last/bias"].rule == PARTS
     assert rows["norm/moving_mean"].rule == "all-reduce: mean over the samples"
     assert rows["one/kernel"].size_bytes == 64

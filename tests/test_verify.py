@@ -139,7 +139,7 @@ def test_dropout():
 
 
 class FirstRow(keras.metrics.Metric):
-    """A metric of the first sample of each batch, of which only one tower sees it."""
+    """A metric of the first sample of each batch, of which only one tower has it."""
 
     def __init__(self, aggregation):
         super().__init__(name="row")
@@ -152,26 +152,21 @@ class FirstRow(keras.metrics.Metric):
         return self.total.value
 
 
-@pytest.mark.parametrize(("aggregation", "kind"), [("none", "state"), ("sum", "log")])
-def test_metric_that_does_not_fold(aggregation, kind):
-    """Suspected as the only code that is not Keras'; the weights are right."""
+@pytest.mark.parametrize("aggregation", ["none", "sum"])
+def test_metric_of_one_row(aggregation):
+    """Equal, whatever its state is declared as."""
     report = check(lambda: sequential(metrics=[FirstRow(aggregation)]))
-    assert not report.ok
-    assert (report.first.kind, report.first.step) == (kind, 1)
-    assert report.first.name.split("/")[0] == "row"
-    assert [reason.where for reason in report.reasons] == ["metric 'row'"]
-    assert all(one.ok for one in report.differences if one.kind in ("weight", "optimizer"))
+    assert report.ok, report
 
 
 def test_loss_that_compares_samples():
-    """A loss of one's own that pairs samples is suspected by name."""
+    """A loss of one's own that pairs samples is equal."""
 
     def my_pairs(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))))
 
     report = check(lambda: sequential(loss=my_pairs, optimizer=keras.optimizers.SGD(1e-3)))
-    assert not report.ok
-    assert [reason.where for reason in report.reasons] == ["loss 'my_pairs'"]
+    assert report.ok, report
 
 
 def test_state_with_another_role_on_towers():

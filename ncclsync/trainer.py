@@ -20,6 +20,7 @@ from ncclsync.eager import run_eagerly
 from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
 from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.files import replacing
 from ncclsync.loop import Towers
 from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
@@ -112,12 +113,11 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     model = borrowed()
     if model is None:
         return
-    part = path.with_name(f"part-{path.name}")
-    if path.name.endswith(".weights.h5"):
-        model.save_weights(part, overwrite=True)
-    else:
-        model.save(part, overwrite=True)
-    part.replace(path)
+    with replacing(path) as part:
+        if path.name.endswith(".weights.h5"):
+            model.save_weights(part, overwrite=True)
+        else:
+            model.save(part, overwrite=True)
     _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 

@@ -1,7 +1,8 @@
 """`BackupAndRestore`: Keras' callback, which also knows at which sample of which pass the data stand.
 
-Everything is in the one file of the weights, and that file is complete or not there, also after a crash of the
-machine, so that weights and position cannot be of different moments. What Keras notes beside it is written for Keras' own callback.
+Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
+the machine, so that weights and position cannot be of different moments. What Keras notes beside it is
+written for Keras' own callback.
 """
 
 import json

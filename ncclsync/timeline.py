@@ -45,8 +45,8 @@ class Timeline(StepWatcher):
     All other steps run the graph that they run without this callback.
 
     The file is written, in one piece, when all these steps are recorded, when `fit` ends or a step fails, and
-    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file. If it
-    cannot be written then, that is logged, and training goes on.
+    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file. If
+    it cannot be written then, that is logged, and training goes on.
     """
 
     def __init__(self, path: str | os.PathLike, steps: tuple[int, int] = (1, 100)) -> None:

@@ -15,6 +15,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import NcclSyncError, NonFiniteError, Towers, nonfinite
 
+
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path, monkeypatch):
     """Where rows are saved."""
@@ -115,10 +116,10 @@ def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
 
 
 def test_steps_are_undone_where_rows_cannot_be_saved(monkeypatch, tmp_path):
-    """"raise" raises its own error, "skip" skips, as where there is a file."""
+    """ "raise" raises its own error, "skip" skips, as where there is a file."""
     no_folder(monkeypatch, tmp_path)
     model, alone = on_towers(mlp, 3, on_nonfinite="raise"), mlp()
-    with pytest.raises(NonFiniteError, match="tower 1, rows 7 to 13, .* not saved: FileNotFoundError"):
+    with pytest.raises(NonFiniteError, match=r"tower 1, rows 7 to 13, .* not saved: FileNotFoundError"):
         fit(model, BAD)
     skipping = on_towers(mlp, 3, on_nonfinite="skip")
     fit(skipping, BAD)
@@ -129,7 +130,7 @@ def test_steps_are_undone_where_rows_cannot_be_saved(monkeypatch, tmp_path):
 
 
 def test_files_are_bounded(monkeypatch, tmp_path):
-    """One folder, the user's own, for all runs: so many files of each run, the newest of all; others' stay."""
+    """One folder, the user's own, for all runs: so many files of each, the newest of all; others' stay."""
     monkeypatch.setattr(nonfinite, "MOST_FILES", 3)
     monkeypatch.setattr(nonfinite, "MOST_KEPT", 5)
     batch = (tf.constant(X[:2]),)

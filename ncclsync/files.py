@@ -13,7 +13,7 @@ _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield another path of the same folder and suffix, to be written; then let that file take `path`'s place.
+    """Yield another path of the same folder and suffix, to be written; then let that take `path`'s place.
 
     The file is flushed to the disk before it takes the name, and its folder behind that: after a crash of the
     machine the name stands for the old content or for the new one, never for a part. If the body raises, the

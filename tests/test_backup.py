@@ -200,37 +200,21 @@ def test_corrupted_backup(how, folder):
 
 
 @pytest.mark.parametrize("double_checkpoint", [False, True])
-def test_flushed_before_it_takes_the_name(double_checkpoint, whole, folder, monkeypatch):
+def test_flushed_before_it_takes_the_name(double_checkpoint, folder, disk_events):
     """Each file, before it takes the place of the old one, and then the folder: also behind a crash."""
-    events, opened = [], {}
-    real = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
-
-    def noted(name):
-        def call(first, *others, **options):
-            path = opened.get(first, first)
-            result = real[name](first, *others, **options)
-            if name == "open":
-                opened[result] = path
-            elif str(path).startswith(str(folder.parent)):
-                events.append((name, pathlib.Path(path).name))
-            return result
-
-        return call
-
-    for name in real:
-        monkeypatch.setattr(os, name, noted(name))
     shutil.rmtree(folder)
     interrupt(alone(), folder, 0, 6, double_checkpoint=double_checkpoint)
-    files = [name.removeprefix("part-") for what, name in events if what == "replace"]
-    assert set(files) == {"latest.weights.h5", "training_metadata.json"} | (
-        {"latest.weights.h5.bkp"} if double_checkpoint else set()
-    )
-    assert events[0] == ("fsync", folder.parent.name)  # the new folder's name
-    assert events[1:] == [
-        event
-        for name in files
-        for event in (("fsync", f"part-{name}"), ("replace", f"part-{name}"), ("fsync", folder.name))
+    files = [name.removeprefix("part-") for what, name in disk_events if what == "replace"]
+    kept = {"latest.weights.h5.bkp"} if double_checkpoint else set()
+    assert set(files) == {"latest.weights.h5", "training_metadata.json", *kept}
+    assert disk_events == [
+        ("fsync", folder.parent.name),  # the new folder's own name
+        *(event for name in files for event in replaced(name, folder)),
     ]
+
+
+def replaced(name, folder):
+    return ("fsync", f"part-{name}"), ("replace", f"part-{name}"), ("fsync", folder.name)
 
 
 def test_the_backup_before_a_corrupted_one(whole, folder):

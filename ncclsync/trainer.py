@@ -178,9 +178,12 @@ class ModelStep(TowerStep):
             raise NcclSyncError(
                 "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
             )
-        eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
-        with self.hooks():
-            results = self.guarded(eagerly, None)
+        if rows_of(batch) == 0:  # as one device does it: there is nothing to be split
+            results = self.guarded(functools.partial(getattr(self._model, self._name), batch), None)
+        else:
+            eagerly = functools.partial(run_eagerly, self._model, self._name, batch, self.towers)
+            with self.hooks():
+                results = self.guarded(eagerly, None)
         self.count(None)
         return results
 

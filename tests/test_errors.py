@@ -301,25 +301,6 @@ def test_inputs_of_different_length_known_while_running():
     assert model.towers.divergence() == 0.0
 
 
-def test_empty_batch():
-    """No row means no mean: refused, whatever calls it, and the weights stay."""
-    model = on_towers(mlp, 3)
-    before = model.get_weights()
-    empty = tf.data.Dataset.from_tensors((X, Y)).map(lambda x, y: (x[:0], y[:0]))
-    for call in (
-        lambda: model.train_on_batch(X[:0], Y[:0]),
-        lambda: model.fit(empty, verbose=0),
-        lambda: model.evaluate(empty, verbose=0),
-        lambda: model.predict_on_batch(X[:0]),
-    ):
-        with pytest.raises(
-            tf.errors.InvalidArgumentError, match=r"Expected a batch of at least one row. Received: an empty"
-        ):
-            call()
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_closed_towers():
     """Training through closed towers is an error that says what to do; the model still predicts by itself."""
     model = on_towers(mlp, 2)

@@ -79,8 +79,7 @@ class Towers(TowerState):
         self.require_open()
         if not callable(step):
             raise TypeError(f"Expected a function of a batch. Received: {step!r}")
-        if not tf.executing_eagerly():
-            raise NcclSyncError("Expected Towers.run outside any tf.function. Received: a call inside one.")
+        self.require_eager("Towers.run")
         results = Results.EACH if per_tower else Results.COMBINED
         key = (step, results)
         if key not in self._steps:
@@ -120,6 +119,7 @@ class Towers(TowerState):
                 that `run` has run.
         """
         self.require_open()
+        self.require_eager("Towers.explain")
         if self._explain is not None:
             return self._explain(batch)
         last = [step.last() for step in self._steps.values()]

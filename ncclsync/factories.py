@@ -52,13 +52,14 @@ def _load_file(path: str) -> types.ModuleType:
     path = os.path.realpath(path)
     folder, name = os.path.split(path)
     name = name.removesuffix(".py")
-    loaded = sys.modules.get(name)
-    if loaded is not None and _is_of_file(loaded, path):
-        return loaded
+    other_name = f"ncclsync_loaded_{name}".replace(".", "_")
+    for known in (name, other_name):
+        if known in sys.modules and _is_of_file(sys.modules[known], path):
+            return sys.modules[known]
     # Pickles and data classes look for their module by name, and neighbours may import it: by its own, if no
     # other module has that.
-    if loaded is not None or not name.isidentifier() or _is_taken(name, path):
-        name = f"ncclsync_loaded_{name}".replace(".", "_")
+    if name in sys.modules or not name.isidentifier() or _is_taken(name, path):
+        name = other_name
     sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # of a file that ends in .py

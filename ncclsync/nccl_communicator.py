@@ -374,7 +374,7 @@ def _fields(
     return _KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
-def _checked_numbers(numbers: Sequence[int], what: str, words: str) -> list[int]:
+def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
     if isinstance(numbers, str) or not isinstance(numbers, Iterable):
         raise TypeError(f"Expected {what} to be a list of {words}. Received: {numbers!r}")
     checked = list(numbers)

@@ -146,8 +146,8 @@ class TowerState:
         """
         raise TypeError(
             "Expected towers to stay in the process that made them: they hold devices, a communicator and "
-            f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is then "
-            "a plain one, or its factory, and call the decorated factory or Towers(...) anew."
+            f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is "
+            "then a plain one, or its factory, and call the decorated factory or Towers(...) anew."
         )
 
     @property

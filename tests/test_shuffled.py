@@ -146,7 +146,9 @@ def test_no_such_place():
 
 
 @pytest.mark.parametrize(
-    "duplicate", [lambda data: pickle.loads(pickle.dumps(data)), copy.deepcopy, copy.copy], ids=str
+    "duplicate",
+    [lambda data: pickle.loads(pickle.dumps(data)), copy.deepcopy, copy.copy],
+    ids=["pickle", "deepcopy", "copy"],
 )
 def test_duplicates_stand_where_it_stands(duplicate):
     """Also in the middle of a pass; then each goes on by itself."""

@@ -34,14 +34,18 @@ class Place(NamedTuple):
         """Index behind it."""
         return self.begin + self.length
 
+    @property
+    def full(self) -> int:
+        """How many towers hold `length` elements that no tower before them holds."""
+        return self.elements // self.length if self.length else self.towers  # of nothing all hold nothing
+
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
-        full = self.elements // self.length
-        if full == self.towers:
+        if self.full == self.towers:
             return tf.reshape(tensor, [self.towers, self.length])
         flat = tf.reshape(tensor, [-1])
         last = flat[-self.length :]
-        flat = tf.concat([flat[: full * self.length], *[last] * (self.towers - full)], 0)
+        flat = tf.concat([flat[: self.full * self.length], *[last] * (self.towers - self.full)], 0)
         return tf.reshape(flat, [self.towers, self.length])
 
     def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
@@ -51,12 +55,11 @@ class Place(NamedTuple):
 
     def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
         """Return the weight of what the towers hold, [N, length]; the inverse of `rows`."""
-        full, rest = divmod(self.elements, self.length)
-        if full == self.towers:
+        if self.full == self.towers:
             return tf.reshape(rows, shape)
-        flat = tf.reshape(rows[:full], [-1])
-        if rest:
-            flat = tf.concat([flat, rows[full, self.length - rest :]], 0)
+        flat = tf.reshape(rows[: self.full], [-1])
+        if rest := self.elements % self.length:
+            flat = tf.concat([flat, rows[self.full, self.length - rest :]], 0)
         return tf.reshape(flat, shape)
 
 

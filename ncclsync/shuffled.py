@@ -77,6 +77,13 @@ class Shuffled(private.SameDataset):
             self._epoch, self._first = 0, 0  # of the pass that runs, or will: its number, where it begins
             self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of it, with those before
             super().__init__(self._pipeline(arrays))
+        self._arrays = arrays
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
+        arrays = tf.nest.map_structure(lambda array: array.numpy(), self._arrays)
+        place = self._epoch, self._first, int(self._seen.numpy())
+        return _restored, (type(self), arrays, self.batch_size, self.seed, place)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
@@ -154,6 +161,16 @@ def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
 
 def _arrays_of(structure: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
+
+
+def _restored(
+    cls: type[Shuffled], arrays: tuple[Any, ...], batch_size: int, seed: int, place: tuple[int, int, int]
+) -> Shuffled:
+    """Return what was pickled, where it stood."""
+    data = cls(*arrays, batch_size=batch_size, seed=seed)
+    data._epoch, data._first, seen = place
+    data._seen.assign(seen)
+    return data
 
 
 def _rows_of(arrays: Any) -> int:

@@ -194,6 +194,8 @@ class TowerStep(abc.ABC):
 
     def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step."""
+        # Before anything is kept: the variables of another function's graph would be found by later steps.
+        self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
         plan: _Plan | None = None
         if not watchers:

@@ -140,6 +140,18 @@ class TowerState:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled and copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "Expected towers to stay in the process that made them: they hold devices, a communicator and "
+            f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is "
+            "then a plain one, or its factory, and call the decorated factory or Towers(...) anew."
+        )
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
@@ -175,6 +187,7 @@ class TowerState:
     def broadcast(self) -> None:
         """Send tower 0's variables to all towers, now. Collective."""
         self.require_open()
+        self.require_eager("Towers.broadcast")
         self._send(list(self._replicas))
 
     def divergence(self) -> float:
@@ -257,6 +270,18 @@ class TowerState:
                 "on towers; saving and calling it still work."
             )
 
+    def require_eager(self, what: str) -> None:
+        """Raise NcclSyncError within a tf.function: what is made there is gone when its graph is complete.
+
+        Args:
+            what: was called, for the message.
+        """
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
+                "Python: a step on towers is a graph of its own."
+            )
+
     def copies(self, variable: tf.Variable) -> list[tf.Variable]:
         """Return [N] what stands for tower 0's `variable` on each tower, itself first.
 
@@ -285,8 +310,12 @@ class TowerState:
         """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
 
         Joins them anew if a collective had failed.
+
+        Raises:
+            NcclSyncError: the towers are closed, or the call is inside a `tf.function`.
         """
         self.require_open()
+        self.require_eager("towers to be read and trained")
         self.communicator.reopen()
         if self._pending:
             self._send([key for key in tuple(self._pending) if key in self._replicas])

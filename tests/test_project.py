@@ -20,7 +20,7 @@ PACKAGE = ROOT / "ncclsync"
 
 # A module imports from rows above its own, never from its own row or from below: so there is no cycle.
 LAYERS = (
-    ("arguments", "errors", "figure"),
+    ("arguments", "errors", "figure", "files"),
     ("native",),
     ("buffers", "nccl_calls", "watchdog"),
     ("collectives", "preflight"),

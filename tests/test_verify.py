@@ -1,5 +1,6 @@
 """`verify` and its command line: equal models pass; a difference is found, placed and given its reason."""
 
+import importlib
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from keras import layers
 from parity import data, mlp
 
 import ncclsync
-from ncclsync import cli, nccl_parallel, verification, verify
+from ncclsync import cli, factories, nccl_parallel, verification, verify
 from ncclsync.batches import reversed_rows, take_batches
 from ncclsync.random_data import random_data
 from ncclsync.report import measure
@@ -393,6 +394,14 @@ WRONG = {
     "unequal arrays": (lambda: verify(mlp, (X, Y[:3])), ValueError, r"same number of samples.*\[3, 40\]"),
     "no arrays": (lambda: verify(mlp, ([1.0, 2.0], 3)), TypeError, "one row per sample"),
     "no data": (lambda: verify(mlp, 3), TypeError, "Expected arrays x"),
+    "no targets": (lambda: verify(mlp, X), ValueError, r"Expected data with targets, .* Received: x alone"),
+    "no targets in a dataset": (
+        lambda: verify(mlp, tf.data.Dataset.from_tensor_slices(X).batch(8), towers=2),
+        ValueError,
+        r"Expected data with targets, .* since sequential.* was compiled with the loss .* Received: x alone",
+    ),
+    "four arrays": (lambda: verify(mlp, (X, Y, Y, Y)), ValueError, "Received: a tuple of 4 elements"),
+    "towers without number": (lambda: verify(mlp, (X, Y), towers=10**6), ValueError, "at most 256, "),
 }
 
 
@@ -545,6 +554,66 @@ def test_command_line_in_a_process(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 steps on batches of 9, 9 samples" in done.stdout
+
+
+NEIGHBOURED = """
+import dataclasses, pickle
+import neighbour
+
+@dataclasses.dataclass
+class Size:
+    units: int
+
+def build():
+    return neighbour.units(pickle.loads(pickle.dumps(Size(4))).units)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["json.py", "xml.py", "wave.py", "my-model.py", "v1.2.py", "plain.py", "é.py"]
+)
+def test_files_are_loaded_by_path(name, tmp_path, monkeypatch):
+    """Whatever module has their name, imported or not; that one stays. Neighbours are found."""
+    folder = tmp_path / "a.b"
+    folder.mkdir()
+    (folder / name).write_text(NEIGHBOURED)
+    (folder / "neighbour.py").write_text("def units(number): return number * 10")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(sys.modules)
+    try:
+        assert factories.load(f"a.b/{name}:build")() == 40
+        assert factories.load(str(folder / name) + ":Size")(3).units == 3
+        standard = name.removesuffix(".py")
+        if standard in ("json", "xml", "wave"):
+            monkeypatch.setattr(sys, "path", sys.path[2:])
+            assert "a.b" not in importlib.import_module(standard).__file__
+    finally:
+        for added in set(sys.modules) - set(before):
+            del sys.modules[added]
+
+
+def test_files_of_one_name(tmp_path, monkeypatch):
+    """Each is its own; one that is imported already is that module; a broken one leaves nothing."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    try:
+        for folder in ("one", "other"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "twins.py").write_text(f"def build(): return {folder!r}")
+        found = [
+            factories.load(f"{tmp_path / folder / 'twins.py'}:build") for folder in ("one", "other", "one")
+        ]
+        assert [build() for build in found] == ["one", "other", "one"]
+        assert found[0] is found[2]
+        (tmp_path / "broken.py").write_text("raise RuntimeError('mine')")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="mine"):
+                factories.load(f"{tmp_path / 'broken.py'}:build")
+        assert "broken" not in sys.modules
+    finally:
+        for added in set(sys.modules) - before:
+            del sys.modules[added]
 
 
 def run_here(arguments, folder, monkeypatch, capsys):

@@ -733,7 +733,7 @@ class Partition(_Placer):
         """A tower's rows of what all have. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         with self._building():
-            length, total = tf.shape(tensor)[after.axis], self.share.total
+            length, total = tf.shape(tensor)[after.axis], tf.maximum(self.share.total, 1)
             each = length // (total * after.blocks)
             if known is None:
                 broadcast = tf.equal(length, 1)

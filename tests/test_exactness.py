@@ -107,15 +107,7 @@ FOUND = {
         "Dropout",
         "batch_invariant_random",
     ),
-    "as an attribute": (lambda: with_attribute(keras.losses.tversky), "loss 'tversky'", "Tversky()"),
 }
-
-
-def with_attribute(loss):
-    """A model that trains by a loss which `compile` never sees."""
-    model = compiled(INPUT, layers.Dense(1), loss=None)
-    model.my_loss = loss
-    return model
 
 
 @pytest.mark.parametrize("name", FOUND)

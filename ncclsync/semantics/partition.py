@@ -391,7 +391,7 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     numbers = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "FloorMod": np.mod}
     numbers |= {"FloorDiv": np.floor_divide, "Maximum": np.maximum, "Minimum": np.minimum, "Neg": np.negative}
     if not tensor.dtype.is_integer or op.type not in {*numbers, "Range", "Cast", "Identity", "Reshape", "Prod", "Pack",
-                                                      "ConcatV2", "GatherV2", "ExpandDims", "Squeeze"}:
+                                                      "ConcatV2", "GatherV2", "ExpandDims", "InvertPermutation"}:
         return None
     given = [constant(one) for one in op.inputs]
     if any(one is None for one in given):
@@ -412,6 +412,8 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
         return np.concatenate(given[:-1], axis=int(given[-1]))
     if op.type == "GatherV2" and not op.get_attr("batch_dims"):
         return np.take(given[0], given[1], axis=int(given[2]))
+    if op.type == "InvertPermutation":
+        return np.argsort(given[0])
     if op.type == "ExpandDims":
         return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
     return None

@@ -251,28 +251,30 @@ class Outcome:
 
 
 def compare(cases, rows):
-    """Run cases on towers and on one device; return the `Outcome`."""
-    outcome, left = Outcome(), list(cases)
-    while left:
-        step, batch = step_of(left, rows)
+    """Run cases on towers and on one device; return the `Outcome`. A step that fails is halved, and so on."""
+    outcome, waiting, culprits = Outcome(), [list(cases)], 0
+    while waiting:
+        some = waiting.pop()
+        step, batch = step_of(some, rows)
         expected = plainly(step, batch, outcome.traced)
         try:
             found = run_on_towers(step, batch, outcome.gathering)
         except Exception as error:  # whatever it is, it is a problem
-            if sum(symptom.startswith("error") for symptom, _ in outcome.problems) >= MOST_CULPRITS:
-                message = f"{len(left)} cases were not compared; in one of them: {told_by(error)}"
+            if len(some) == 1:
+                culprits += 1
+                outcome.problems.append(
+                    (f"error: {type(error).__name__}", f"{some[0].name}: {told_by(error)}")
+                )
+            elif culprits < MOST_CULPRITS:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                message = f"one of {some[0].name} to {some[-1].name}: {told_by(error)}"
                 outcome.problems.append(("error: not told apart", message))
-                return outcome
-            culprit, cause = find_culprit(left, rows, error)
-            outcome.problems.append((f"error: {type(cause).__name__}", f"{culprit.name}: {told_by(cause)}"))
-            left = [case for case in left if case.example is not culprit.example]
             continue
-        differing = (difference(found[name], expected[name], name) for name in expected if name != "scale")
+        differing = [difference(found[name], expected[name], name) for name in expected if name != "scale"]
+        if not any(differing) and "scale" in expected:  # else it is wrong on account of one of them
+            differing.append(difference(found["scale"], expected["scale"], f"scale of {len(some)} cases"))
         outcome.problems += [one for one in differing if one]
-        if not outcome.problems:  # else it is wrong on account of one of them
-            scales = difference(found.get("scale", {}), expected.get("scale", {}), "scale")
-            outcome.problems += [scales] if scales else []
-        return outcome
     return outcome
 
 
@@ -326,29 +328,6 @@ def run_on_towers(step, batch, gathering):
 def _array(tensor):
     value = tensor.numpy()
     return np.asarray(value, object if tensor.dtype == tf.string else None)
-
-
-def find_culprit(cases, rows, error):
-    """Halve a step that fails until one case is left; return it and its own error."""
-    while len(cases) > 1:
-        halves = cases[: len(cases) // 2], cases[len(cases) // 2 :]
-        for half in halves:
-            failed = failure(half, rows)
-            if failed is not None:
-                cases, error = half, failed
-                break
-        else:
-            break  # each half runs by itself: whichever case it is, the first stands for them
-    return cases[0], error
-
-
-def failure(cases, rows):
-    """Return what a step of these cases raises on towers; None if nothing."""
-    try:
-        run_on_towers(*step_of(cases, rows), set())
-    except Exception as error:
-        return error
-    return None
 
 
 def told_by(error):

@@ -20,6 +20,7 @@ from tensorflow.python.eager.polymorphic_function import attributes as function_
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import (
+    handle_data_util,
     gen_random_ops,
     gen_stateful_random_ops,
 )
@@ -92,6 +93,11 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     given = {f"given_{i}": tensor for i, tensor in enumerate(inputs)}
     names = [f"{node.name}:{i}" for i in range(len(op.outputs))]
     return tf.graph_util.import_graph_def(definition, given, names, name="")
+
+
+def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
+    """Let a function's argument that stands for a variable's handle know the variable's shape."""
+    handle_data_util.copy_handle_data(variable.handle, handle)
 
 
 def run_independently(op: tf.Operation) -> None:

@@ -91,6 +91,7 @@ class StepGraph:
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self._result_of: dict[tuple[str, Collective, str | None], str] = {}
@@ -171,7 +172,12 @@ class StepGraph:
         if name in self.exchanges:
             return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
-        return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
+        shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
+        if name in self.open_axes:
+            lengths = shape.as_list()
+            lengths[self.open_axes[name]] = None
+            shape = tf.TensorShape(lengths)
+        return tf.TensorSpec(shape, tensor.dtype)
 
     def producer_type(self, name: str) -> str | None:
         """The type of the op that a tensor comes from; None for the result of an exchange."""

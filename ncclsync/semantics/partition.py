@@ -551,6 +551,8 @@ class Partition(_Placer):
 
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
+        if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
+            self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
         if not placed.whole:
             self._differs.add(self._name(tensor))
 
@@ -635,7 +637,7 @@ class Partition(_Placer):
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
-            return self._own_rows(tensor, after)
+            return self._own_rows(tensor, rules.counted(after))
         if after == SUM:
             value = self.constant(tensor) if tensor.name not in self._received else None
             if value is not None and not np.any(value):

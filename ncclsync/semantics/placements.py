@@ -39,12 +39,13 @@ class Placement:
                 that counts no rows and is the same on all towers.
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it, or,
                 of random state, what tower 0 has: `op` is "mean" or "tower 0".
-            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the operand.
+            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the operand, and
+                `axis` that of the gradient's rows.
             PENDING: rows in a shape that the next reshape tells; then it is placed as `of`.
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of the shape
                 `counts`, in which -1 is any length.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
-        axis, blocks, each: see SHARD.
+        axis, blocks, each: see SHARD; `axis` also AXES.
         op: see PARTIAL and LOCAL.
         counts: see ROWS and ITEMS.
         of: see AXES, PENDING and ITEMS.
@@ -95,9 +96,9 @@ def rows(counts: tuple[int, ...]) -> Placement:
     return Placement(Kind.ROWS, counts=counts) if any(counts) else REPLICATE
 
 
-def axes(of: Placement) -> Placement:
-    """The axes that an operand of this placement was broadcast along."""
-    return Placement(Kind.AXES, of=of)
+def axes(of: Placement, axis: int) -> Placement:
+    """The axes that an operand of this placement was broadcast along, to rows along `axis`."""
+    return Placement(Kind.AXES, of=of, axis=axis)
 
 
 def pending(of: Placement) -> Placement:

@@ -197,11 +197,15 @@ def align(
         call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
     if chosen is None:
         return None
+    divided = []
     for i in heads:
         axis = chosen.axis - (rank - ranks[i])
-        placed = call.inputs[i]
-        if placed.kind is Kind.REPLICATE and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
-            call.require(i, shard(axis, chosen.blocks, chosen.each))
+        if call.inputs[i].whole and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
+            divided.append((i, axis))
+    if divided:  # whose rows are not alike
+        chosen = counted(chosen)
+    for i, axis in divided:
+        call.require(i, shard(axis, chosen.blocks, chosen.each))
     return chosen
 
 
@@ -233,7 +237,9 @@ def _moved_partial(call: Call) -> Sequence[Placement] | None:
 @_linear("Sum", "Mean")
 def _sum_partial(call: Call) -> Sequence[Placement] | None:
     placed, over = call.inputs
-    return [placed] if placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole else None
+    linear = call.op.type == "Sum" or call.op.inputs[0].dtype.is_floating  # a mean of integers is cut off
+    fits = linear and placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole
+    return [placed] if fits else None
 
 
 @_linear("Add", "AddV2", "Sub", "AddN")
@@ -251,7 +257,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     if not ops <= {"sum", "mean"}:
         return None
     for i in range(len(call.inputs)):
-        if shape:  # so that each tower's part of a gradient has its part of a regularisation
+        if shape and call.op.outputs[0].dtype.is_floating:  # so that each tower's part of a gradient has its part of a regularisation
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
@@ -297,6 +303,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD:
         return None
     if summed.kind is Kind.AXES and call.op.type == "Sum":
+        if placed.axis != summed.axis:
+            return None
         operand = summed.of or REPLICATE
         kept = operand.kind is Kind.SHARD
         return [pending(shard(operand.axis, placed.blocks, placed.each))] if kept else [SUM]
@@ -934,14 +942,9 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
             element = _elements(call.op.inputs[i])[length + place]
             if element != 1:
                 return None
-    made = []
-    for placed, place in zip(call.inputs, found, strict=True):
-        if place is None:
-            made.append(axes(REPLICATE))
-        else:
-            axis = _only(placed.counts)
-            made.append(axes(shard(axis, 1, 0)))
-    return made
+    operands = [REPLICATE if one is None else shard(_only(placed.counts), 1, 0)
+                for placed, one in zip(call.inputs, found, strict=True)]
+    return [axes(operand, max(lengths) + place) for operand in operands]
 
 
 @_rule("Reshape", counting=True)

@@ -1,9 +1,9 @@
 """Cut a traced step into segments at its collectives.
 
-Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op needs
-what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its segment
-(`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what it
-receives.
+Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op
+needs what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its
+segment (`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what
+it receives.
 """
 
 import collections
@@ -74,7 +74,7 @@ def cut(
         warnings=tuple(dict.fromkeys(placed.warned)),
         gathered=tuple(placed.gathered),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
-        alike=placed.alike,
+        alike=placed.share_alike,
         rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )

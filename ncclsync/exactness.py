@@ -1,6 +1,7 @@
 """What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
 
-Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are choices.
+Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are
+choices.
 """
 
 import dataclasses

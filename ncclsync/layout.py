@@ -83,8 +83,8 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
         tf.debugging.assert_equal(
             total,
             rows,
-            f"Expected the global batch size that the inputs of a model with a stateful RNN declare, {rows}, as "
-            "batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own).",
+            f"Expected the global batch size that the inputs of a model with a stateful RNN declare, {rows}, "
+            "as batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own).",
         )
         for rows in program.declared
     ]

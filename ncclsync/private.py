@@ -20,9 +20,9 @@ from tensorflow.python.eager.polymorphic_function import attributes as function_
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import (
-    handle_data_util,
     gen_random_ops,
     gen_stateful_random_ops,
+    handle_data_util,
 )
 from tensorflow.python.profiler import trace as profiler_trace
 
@@ -63,20 +63,27 @@ def is_stateful(op: tf.Operation) -> bool:
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
-    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares it.
+    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares
+    it.
 
     Args:
         op_type: of a registered op; one that is not known hides nothing.
         repeatable: the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
-    writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+    writers = (
+        "Assign",
+        "ResourceApply",
+        "ResourceScatter",
+        "ResourceSparseApply",
+        "ResourceStridedSliceAssign",
+    )
     known = op_type in repeatable or op_type.startswith(writers)
     return definition is not None and definition.is_stateful and not known
 
 
 def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any:
-    """Return a FunctionDef as a graph with `inputs` and `outputs`; shapes of the inputs, None where unknown."""
+    """Return a FunctionDef as a graph with `inputs`, of these shapes (None: unknown), and `outputs`."""
     with outer.as_default():
         return function_def_to_graph(definition, input_shapes=list(shapes))
 

@@ -262,8 +262,8 @@ class TowerStep(abc.ABC):
                 raise
             program = self.make_program(specs, meter)
             self.towers.warn_once(
-                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: every tower "
-                f"computes the whole batch. Without that number: {error}"
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                f"every tower computes the whole batch. Without that number: {error}"
             )
         return self._programs.setdefault(key, program)
 

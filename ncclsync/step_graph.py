@@ -91,7 +91,9 @@ class StepGraph:
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
-        self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
+        self.open_axes: dict[
+            str, int
+        ] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self._result_of: dict[tuple[str, Collective, str | None], str] = {}
@@ -205,9 +207,7 @@ class StepGraph:
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 
-    def exchange(
-        self, source: str, collective: Collective, when: str | None = None, line: str = ""
-    ) -> str:
+    def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
         """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
 
         Args:

@@ -24,8 +24,8 @@ from ncclsync.loop import Towers
 from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
 from ncclsync.random_data import check_targets, fixed_batch_size, random_data
-from ncclsync.step import TowerStep, to_tensor, without_optionals
 from ncclsync.semantics.normalization import synchronize_batch_norm
+from ncclsync.step import TowerStep, to_tensor, without_optionals
 
 _BATCH_SIZE = 32  # Keras' own
 
@@ -188,7 +188,7 @@ class ModelStep(TowerStep):
         return results
 
     def _run_eagerly(self, batch: Any) -> Any:
-        """Run the step as one device does, on tower 0, to debug it line by line; all towers get what it writes."""
+        """Run the step as one device does, on tower 0, line by line; all towers get what it writes."""
         variables = private_keras.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:

@@ -217,7 +217,7 @@ def test_shapes_that_an_op_refuses_are_refused(chains):
     with ncclsync.Towers(2) as towers:
         assert_same_bits(towers.run(step, batch), step(batch))
         count.assign(1)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="of one size|the same size"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"of one size|the same size"):
             towers.run(step, batch)
     assert max(len(chain.members) for chain in chains) == 4
 

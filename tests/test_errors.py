@@ -365,7 +365,8 @@ def test_inputs_of_different_length_known_while_running():
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_roles_on_an_axis(axis, towers):
-    """A step that takes anchors and positives off an axis trains as one device does; off the first one too."""
+    """A step that takes anchors and positives off an axis trains as one device does; off the first one
+    too."""
 
     class Pairs(keras.Sequential):
         def __init__(self, axis):

@@ -336,6 +336,7 @@ CASES = {
     },
 }
 
+
 def drawn_in_a_loop(shape, seed):
     """Not by `tf.map_fn`: after an error within, TensorFlow can open no scope of a strategy any more."""
     start = tf.constant(0), tf.zeros(shape)
@@ -425,7 +426,10 @@ def test_every_layer_that_draws_is_in_a_row():
 
 REFUSED = {
     "stateful": (lambda n, x, seed: tf.random.normal([n, 12]), "RandomStandardNormal"),
-    "stateful_op": (lambda n, x, seed: tf.raw_ops.RandomUniform(shape=[n, 1], dtype=tf.float32), "RandomUniform"),
+    "stateful_op": (
+        lambda n, x, seed: tf.raw_ops.RandomUniform(shape=[n, 1], dtype=tf.float32),
+        "RandomUniform",
+    ),
     "tf_image": (
         lambda n, x, seed: tf.image.random_brightness(x[:, :, None, None], 0.5)[:, :, 0, 0],
         "RandomUniform",

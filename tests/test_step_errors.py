@@ -338,7 +338,9 @@ def test_gradients_accumulated_by_hand(towers):
         keras.utils.set_random_seed(1)
         model = AccumulatesByHand([keras.Input((12,)), keras.layers.Dense(5)])
         model.steps = tf.Variable(0, trainable=False)
-        model.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
         return model
 
     alone, model = by_hand(), on_towers(by_hand, towers)

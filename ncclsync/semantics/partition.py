@@ -1,9 +1,11 @@
 """Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
 
-The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which it is
-computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's values: its
-inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows of a whole tensor, the
-batch's count of rows, …) are ordinary ops of the same graph; collectives become `Exchange`s.
+The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
+it is
+computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's
+values: its inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows
+of a whole tensor, the batch's count of rows, …) are ordinary ops of the same graph; collectives become
+`Exchange`s.
 """
 
 import contextlib
@@ -40,15 +42,20 @@ logger = logging.getLogger("ncclsync")
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
 # Stateful ops whose results are equal on all towers if their inputs are.
-REPEATABLE = frozenset(
-    "Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print "
-    "PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp "
-    "VariableShape While Empty EnsureShape TensorListPopBack StringFormat RngReadAndSkip".split()
+REPEATABLE = rules.names(
+    """
+    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp
+    PartitionedCall Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall
+    VarHandleOp VarIsInitializedOp VariableShape While Empty EnsureShape TensorListPopBack StringFormat
+    RngReadAndSkip
+    """
 )
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-_ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
+_ADDING = frozenset(
+    {"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"}
+)
 
 
 class Unshared(Exception):
@@ -87,7 +94,7 @@ class _Call:
         self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
-    def constant(self, index: int) -> np.ndarray | None:
+    def constant(self, index: int) -> Any:
         """See `rules.Call`."""
         return self.placer.constant(self.op.inputs[index])
 
@@ -104,7 +111,7 @@ class _Placer:
 
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
-        self._constants: dict[int, np.ndarray | None] = {}
+        self._constants: dict[int, Any] = {}
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Return a tensor as it must be placed for `op`."""
@@ -114,7 +121,7 @@ class _Placer:
         """Give an op the batch's values; return how its results are placed."""
         raise NotImplementedError
 
-    def constant(self, tensor: tf.Tensor) -> np.ndarray | None:
+    def constant(self, tensor: tf.Tensor) -> Any:
         """Return a tensor's value if it is known while the step is placed."""
         key = id(tensor)
         if key not in self._constants:
@@ -183,17 +190,19 @@ class _Placer:
         return None if rule is None else rule(call)
 
     def _draw(self, call: _Call) -> list[Placement]:
-        """Random numbers: of one seed, whole and alike; else each tower's own for its rows, and one for all."""
+        """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
         seeded = call.op.type.startswith("State")
         if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
             return self.whole(call)
         counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
         of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
         found = [i for i, count in enumerate(counts) if count]
-        if len(found) == 1 and not any(p.kind in (Kind.PARTIAL, Kind.AXES) for p in call.inputs):
-            if not of_rows or (len(of_rows) == 1 and self._parameters_fit(call, found[0])):
-                return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
-        return self.alike(call)
+        plain = not any(placed.kind in (Kind.PARTIAL, Kind.AXES) for placed in call.inputs)
+        if len(found) != 1 or not plain or len(of_rows) > 1:
+            return self.alike(call)
+        if of_rows and not self._parameters_fit(call, found[0]):
+            return self.alike(call)
+        return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
 
     @staticmethod
     def _parameters_fit(call: _Call, axis: int) -> bool:
@@ -216,7 +225,10 @@ class _Placer:
         except _Refused as reason:
             logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
-            handles = any(p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True))
+            handles = any(
+                p.kind is Kind.LOCAL and t.dtype == tf.resource
+                for p, t in zip(call.inputs, call.tensors, strict=True)
+            )
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
                 return [_own_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
@@ -270,7 +282,9 @@ class _Placer:
 
 
 def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func]
+    return [
+        (key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func
+    ]
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:
@@ -338,7 +352,10 @@ class _FunctionPlacer(_Placer):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
-                if any(one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",) for one in given[:1]):
+                if any(
+                    one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",)
+                    for one in given[:1]
+                ):
                     raise _Refused
             else:
                 if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
@@ -359,7 +376,11 @@ class _FunctionPlacer(_Placer):
         """See `_Placer`."""
         if before == after or (before == REPLICATE and after == MEAN) or after.kind is Kind.LOCAL:
             return tensor
-        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+        if (
+            before.kind is after.kind is Kind.SHARD
+            and before.axis == after.axis
+            and rules.same_rows(before, after)
+        ):
             return tensor
         if self.lenient and before.whole:
             return tensor
@@ -380,7 +401,7 @@ class _FunctionPlacer(_Placer):
         raise _Refused
 
 
-def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None]) -> np.ndarray | None:
+def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     """Fold what shapes and axes are computed by; of small integers alone."""
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return None
@@ -388,10 +409,22 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     if value is not None:
         return np.asarray(value)
     op = tensor.op
-    numbers = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "FloorMod": np.mod}
-    numbers |= {"FloorDiv": np.floor_divide, "Maximum": np.maximum, "Minimum": np.minimum, "Neg": np.negative}
-    if not tensor.dtype.is_integer or op.type not in {*numbers, "Range", "Cast", "Identity", "Reshape", "Prod", "Pack",
-                                                      "ConcatV2", "GatherV2", "ExpandDims", "InvertPermutation"}:
+    numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
+    numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
+    numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
+    if not tensor.dtype.is_integer or op.type not in {
+        *numbers,
+        "Range",
+        "Cast",
+        "Identity",
+        "Reshape",
+        "Prod",
+        "Pack",
+        "ConcatV2",
+        "GatherV2",
+        "ExpandDims",
+        "InvertPermutation",
+    }:
         return None
     given = [constant(one) for one in op.inputs]
     if any(one is None for one in given):
@@ -405,7 +438,9 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     if op.type == "Reshape":
         return np.reshape(given[0], given[1])
     if op.type == "Prod":
-        return np.asarray(np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims")))
+        return np.asarray(
+            np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims"))
+        )
     if op.type == "Pack":
         return np.stack(given, axis=op.get_attr("axis"))
     if op.type == "ConcatV2":
@@ -464,8 +499,8 @@ class Partition(_Placer):
         _find_folds(self.graph, self._sums)
 
     @property
-    def alike(self) -> float:
-        """The share of the step's arithmetic that every tower does for all rows; of which ops are counted, `_cost`."""
+    def share_alike(self) -> float:
+        """The share of the step's arithmetic that every tower does for all rows, as `_cost` counts it."""
         return self._costs[1] / (sum(self._costs) or 1.0)
 
     # One op.
@@ -499,7 +534,10 @@ class Partition(_Placer):
         self._append(op)
         if any(not placed.whole for placed in (*call.given[1], *made)):
             self._costs[0] += _cost(op)
-        elif any(output.shape.rank is None or None in output.shape.as_list() for output in (*op.inputs, *op.outputs)):
+        elif any(
+            output.shape.rank is None or None in output.shape.as_list()
+            for output in (*op.inputs, *op.outputs)
+        ):
             self._costs[1] += _cost(op)
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
@@ -521,7 +559,11 @@ class Partition(_Placer):
         if hidden or op.type in ("Print", "PrintV2"):
             return self._hidden(call)
         draws = op.type in rules.DRAWS and not op.type.startswith("State")
-        if op.type not in rules.DRAWS and self._draws_unseen(op) and all(placed.whole for placed in call.inputs):
+        if (
+            op.type not in rules.DRAWS
+            and self._draws_unseen(op)
+            and all(placed.whole for placed in call.inputs)
+        ):
             return self.alike(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
@@ -617,7 +659,11 @@ class Partition(_Placer):
         """See `_Placer`."""
         if before == after or (before.whole and after == MEAN):
             return tensor
-        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+        if (
+            before.kind is after.kind is Kind.SHARD
+            and before.axis == after.axis
+            and rules.same_rows(before, after)
+        ):
             return tensor
         if after.kind is Kind.LOCAL:
             return tensor
@@ -644,7 +690,9 @@ class Partition(_Placer):
                 return tensor
             with self._building():
                 return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
-        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
+        raise NcclSyncError(
+            f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}"
+        )
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         if before.kind is Kind.ITEMS:
@@ -672,7 +720,9 @@ class Partition(_Placer):
                 if all(before.counts):
                     return counted
                 chosen = tf.constant([bool(count) for count in before.counts])
-                return tf.where(tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor)
+                return tf.where(
+                    tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor
+                )
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
@@ -699,8 +749,8 @@ class Partition(_Placer):
         op = tensor.op
         if private.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
-                f"Expected a loop that can be run again for the whole batch. Received: {op.type}, which writes a variable, "
-                f"at {user_line(op.traceback)}. Write it outside the loop"
+                "Expected a loop that can be run again for the whole batch. Received: "
+                f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
             )
         given = [self.placed[name] for name in self._traced_inputs(op)]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
@@ -797,8 +847,12 @@ class Partition(_Placer):
         before = len(self.graph.exchanges)
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
-        logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
-        gathers = [e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"]
+        logger.debug(
+            "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
+        )
+        gathers = [
+            e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"
+        ]
         if gathers:
             size = sum(_row_bytes(exchange) for exchange in gathers)
             self.gathered.append(Whole(call.op.type, gathers[0].line, size))
@@ -836,10 +890,12 @@ class Partition(_Placer):
             self._require_whole(call, i)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
         if len(outputs) < len(op.outputs) or self._is_function(op):
-            # It may write variables, which every tower must: all run it, and what it does besides it does N times.
+            # It may write variables, which every tower must: all run it, and what it does besides it does N
+            # times.
             self.warned.append(
-                f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs Python, or prints, "
-                "or draws without a seed): every tower does it, with the batch's values, and tower 0's results are taken"
+                f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
+                "Python, or prints, or draws without a seed): every tower does it, with the batch's values, "
+                "and tower 0's results are taken"
             )
             self._follow(call)
             return [REPLICATE] * len(op.outputs)
@@ -847,7 +903,7 @@ class Partition(_Placer):
         def run():
             made = private.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
             if not outputs:
-                return [tf.constant(0)] if not made else made
+                return made or [tf.constant(0)]
             return [part for one in made for part in (tf.reshape(one, [-1]), tf.shape(one))]
 
         def receive():
@@ -982,7 +1038,12 @@ class Partition(_Placer):
         if name in self._own:
             return self._own[name]
         op = self.graph.tf_graph.get_tensor_by_name(name).op
-        kept = not op.inputs or op.name in self.graph.marks or op.name in self.graph.passing or private.is_stateful(op)
+        kept = (
+            not op.inputs
+            or op.name in self.graph.marks
+            or op.name in self.graph.passing
+            or private.is_stateful(op)
+        )
         if kept:
             return tensor
         inputs = [self._own_value(one) for one in self._traced_inputs(op)]
@@ -997,11 +1058,14 @@ class Partition(_Placer):
         return self.graph.traced_inputs[op.name]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
-        """The slices of a sparse gradient that one device would have, or, if that is fewer bytes, their sum."""
+        """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
         if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
-            return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
+            return [
+                self.convert(t, placed, REPLICATE, op)
+                for t, placed in zip(call.tensors, call.inputs, strict=True)
+            ]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
         with self._building():
@@ -1046,9 +1110,21 @@ def indices_size(indices: tf.Tensor) -> int:
 
 def _cost(op: tf.Operation) -> float:
     """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
-    sizes = [_elements(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in (tf.resource, tf.variant)]
+    sizes = [
+        _elements(tensor)
+        for tensor in (*op.inputs, *op.outputs)
+        if tensor.dtype not in (tf.resource, tf.variant)
+    ]
     cost = float(sum(sizes))
-    if op.type in ("MatMul", "Conv2D", "Conv3D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "BatchMatMulV2", "Einsum"):
+    if op.type in (
+        "MatMul",
+        "Conv2D",
+        "Conv3D",
+        "Conv2DBackpropInput",
+        "Conv2DBackpropFilter",
+        "BatchMatMulV2",
+        "Einsum",
+    ):
         cost += float(np.prod(sorted(sizes)[-2:]))
     return cost
 
@@ -1093,7 +1169,9 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
         source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
         line = user_line(graph.by_name[names[-1]].traceback)
         collective = Collective("all_reduce", "sum")
-        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
+        graph.exchanges[result] = Exchange(
+            source, result, collective, variable.shape, variable.dtype, line=line
+        )
         graph.folds.append(Fold(handle, source, result, tuple(names), True))
 
 

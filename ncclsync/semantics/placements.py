@@ -29,21 +29,22 @@ class Placement:
     Attributes:
         kind:
             REPLICATE: it is the batch's.
-            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the other,
-                and each block has `each` rows for every sample (0: as many for each sample, not known how many). If all
-                rows are alike, `blocks` is 0: their order does not matter.
+            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the
+                other, and each block has `each` rows for every sample (0: as many for each sample, not known
+                how many). If all rows are alike, `blocks` is 0: their order does not matter.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
-            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'. `counts`
-                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an element
-                that counts no rows and is the same on all towers.
-            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it, or,
-                of random state, what tower 0 has: `op` is "mean" or "tower 0".
-            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the operand, and
-                `axis` that of the gradient's rows.
+            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
+                `counts`
+                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an
+                element that counts no rows and is the same on all towers.
+            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
+                it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0".
+            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
+                operand, and `axis` that of the gradient's rows.
             PENDING: rows in a shape that the next reshape tells; then it is placed as `of`.
-            ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of the shape
-                `counts`, in which -1 is any length.
+            ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
+                the shape `counts`, in which -1 is any length.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
         axis, blocks, each: see SHARD; `axis` also AXES.
         op: see PARTIAL and LOCAL.

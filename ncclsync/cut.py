@@ -73,6 +73,8 @@ def cut(
         results=results,
         warnings=tuple(dict.fromkeys(placed.warned)),
         gathered=tuple(placed.gathered),
+        draws=tuple(dict.fromkeys(placed.draws)),
+        normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
         alike=placed.share_alike,
         rollback=_rollback(graph, scheduled, undone),

@@ -33,11 +33,11 @@ class Inexact:
         return f"{self.where}: {self.reason}. Remedy: {self.remedy}"
 
 
-_NORMALISES = (
+NORMALISES = (
     "normalises by the statistics of one tower's shard, not of the whole batch",
     "@nccl_parallel(sync_batch_norm=True), or BatchNormalization(synchronized=True)",
 )
-_DRAWS = (
+DRAWS = (
     "each tower draws random numbers of its own, not those that one device draws",
     "@nccl_parallel(batch_invariant_random=True)",
 )
@@ -72,9 +72,9 @@ def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[An
     within: set[int] = set()  # parts of a random layer of Keras' own: named with it
     for layer in private_keras.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
-            yield layer, _NORMALISES
+            yield layer, NORMALISES
         if _draws(layer) and not invariant and id(layer) not in within:
-            yield layer, _DRAWS
+            yield layer, DRAWS
             if type(layer).__module__.startswith("keras."):
                 within.update(map(id, private_keras.layers_of(layer)))
 

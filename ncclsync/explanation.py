@@ -6,7 +6,6 @@ Reads it off a `Program`, as rows and as a table; decides nothing.
 import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import rich.box
 import tensorflow as tf
@@ -72,11 +71,11 @@ class CutRow:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRow:
-    """What every tower computes alike, since its ops have no rule: exact, but not divided.
+    """Rows that are gathered on every tower, since an op needs those of the whole batch.
 
     Attributes:
-        op: the first op's type.
-        ops: how many ops of that line.
+        op: the first such op's type.
+        ops: how many such ops that line has.
         size_bytes: of the rows that are gathered for them; of one row where no batch is known.
         line: file, number and text of the user's line.
     """
@@ -106,7 +105,7 @@ class Explanation:
         variables: those that the step uses.
         cuts: why it is cut.
         shards: of the batch, one for each tower; none if no batch is known.
-        wholes: what is gathered, so that every tower computes alike; none for most models.
+        wholes: the rows that are gathered; none for most models.
     """
 
     segments: int
@@ -239,9 +238,3 @@ def _table(name: str, number: str, *others: str) -> Table:
     for head in others:
         table.add_column(head, overflow="fold")
     return table
-
-
-def rows_of(batch: Any) -> int | None:
-    """Return how many rows a batch has: of its first tensor that is no scalar."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
-    return None if not leaves else int(leaves[0].shape[0])

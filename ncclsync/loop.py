@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from ncclsync import private
 from ncclsync.errors import NcclSyncError
-from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.explanation import Explanation, explain_program
 from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
-from ncclsync.shard import shard_sizes
+from ncclsync.shard import rows_of, shard_sizes
 from ncclsync.step import TowerStep, leaves_of, to_tensor
 from ncclsync.towers import TowerState
 
@@ -165,4 +165,6 @@ class _FunctionStep(TowerStep):
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         jit_compile = private.is_jit_compiled(self._function)
-        return self.trace_and_cut(self._function, specs, self._results, jit_compile, meter)
+        program = self.trace_and_cut(self._function, specs, self._results, jit_compile, meter)
+        self.tell_of_choices(program, set())
+        return program

@@ -234,9 +234,14 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     return stacked(row)
 
 
-def to_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Take a tower's own rows out of the batch; what is computed of them is its own. Differentiable."""
-    return [_both_ways("local", "rows")(tensor) for tensor in tensors]
+def to_local(tensors: Sequence[tf.Tensor], own: bool = False) -> list[tf.Tensor]:
+    """Take a tower's own rows out of the batch; what is computed of them is its own. Differentiable.
+
+    Args:
+        tensors: of the batch.
+        own: whether that makes the step another than one device's.
+    """
+    return [_both_ways("local", "rows", own=own)(tensor) for tensor in tensors]
 
 
 def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -247,7 +252,7 @@ def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [_both_ways("local", "addends")(tensor) for tensor in tensors]
 
 
-def _both_ways(forward: str, backward: str, of: str = "") -> Any:
+def _both_ways(forward: str, backward: str, of: str = "", own: bool = False) -> Any:
     """A mark that is another mark for what flows back, to any order."""
 
     @tf.custom_gradient
@@ -255,7 +260,7 @@ def _both_ways(forward: str, backward: str, of: str = "") -> Any:
         context = current_context()
         if context is None or not context.can_exchange():
             return tf.identity(tensor), lambda upstream: upstream
-        (result,) = context.mark([tensor], forward, of=of)
+        (result,) = context.mark([tensor], forward, of=of, own=own)
         return result, lambda upstream: _both_ways(backward, forward, result.op.name)(upstream)
 
     return marked
@@ -287,11 +292,10 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):
-            height = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
-            adds = rows_add_up and height is not None
-            marked = context.mark(
-                [one.values, one.indices], "slices", rows_add_up=adds, height=int(height[0]) if adds else 0
-            )
+            shape: Any = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
+            adds = rows_add_up and shape is not None
+            details = {"rows_add_up": adds, "height": int(shape[0]) if adds else 0}
+            marked = context.mark([one.values, one.indices], "slices", **details)
             result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
     return result
 

@@ -52,7 +52,7 @@ class Exchange:
             rows: of the batch; None if they are not known.
         """
         shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
-        if self.collective.kind == "all_gather" and shape.rank:
+        if shape.rank and shape[0] is None:
             shape = tf.TensorShape([rows, *shape[1:]])
         return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
 
@@ -117,7 +117,7 @@ class Results(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """What was gathered for an op that each tower cannot run for its own rows: all run it alike.
+    """Rows that were gathered for an op that needs the batch's.
 
     Attributes:
         op: its type.
@@ -145,7 +145,9 @@ class Program:
         structure: the results' structure, with None in place of tensors that are None.
         results: what becomes of the towers' results.
         warnings: what a user should know of the step on towers, in words.
-        gathered: what is gathered, so that every tower computes alike.
+        gathered: rows that every tower gets of all, but for the slices of sparse gradients.
+        draws: lines that draw random numbers for rows, each tower its own.
+        normalized: lines that normalise by a tower's own rows.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
         alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be
             told.
@@ -167,6 +169,8 @@ class Program:
     results: Results
     warnings: tuple[str, ...]
     gathered: tuple[Whole, ...]
+    draws: tuple[str, ...]
+    normalized: tuple[str, ...]
     declared: tuple[int, ...]
     alike: float
     rollback: tuple[str, ...]
@@ -198,6 +202,7 @@ class Mark:
         rows_add_up: see `ops.whole`.
         height: the rows of the table that slices are of, where `rows_add_up`.
         of: the name of the mark that "rows" are taken back to.
+        own: of "local": whether what is computed of them stays each tower's own.
     """
 
     name: str
@@ -208,6 +213,7 @@ class Mark:
     rows_add_up: bool = False
     height: int = 0
     of: str = ""
+    own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,6 +132,12 @@ def rowed_leaves(batch: Any) -> list[Any]:
     return rowed
 
 
+def rows_of(batch: Any) -> int | None:
+    """Return how many rows a batch has: of its first tensor that is no scalar."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
+    return None if not leaves else int(leaves[0].shape[0])
+
+
 def shard_specs(batch: Any, towers: int) -> Any:
     """Return the `tf.TypeSpec`s of one tower's shard of `batch` (tensors or specs); None stays None.
 

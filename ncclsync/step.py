@@ -17,6 +17,7 @@ import tensorflow as tf
 from ncclsync import peers, private
 from ncclsync.cut import cut
 from ncclsync.errors import NcclSyncError
+from ncclsync.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.hooks import step_hooks
 from ncclsync.layout import lay_out
 from ncclsync.meter import STEPS, WAIT, Meter, begin, hold
@@ -26,12 +27,14 @@ from ncclsync.program import Program, Results, trace
 from ncclsync.recovery import KeptBatch, Rollback
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.shard import components_of, open_specs, rowed_leaves
+from ncclsync.shard import components_of, open_specs, rowed_leaves, rows_of
 from ncclsync.towers import TowerState
 from ncclsync.watch import Watch
 from ncclsync.watchdog import interruptible
 
 logger = logging.getLogger("ncclsync")
+
+_MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +143,40 @@ class TowerStep(abc.ABC):
             noise=outputs.get("noise"),
         )
 
+    def tell_of(self, part: Inexact) -> None:
+        """Warn of a reason why the step is not one device's."""
+        self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
+
+    def tell_of_choices(self, program: Program, known: set[str]) -> None:
+        """Warn of the lines that a choice makes inexact, unless the `known` reasons tell of it."""
+        if len(self.towers) == 1 or not self._trains:
+            return
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
+            if lines and cause[0] not in known:
+                self.tell_of(Inexact(" and ".join(lines[:3]), *cause))
+
+    def _tell_of_costs(self, plan: "_Plan") -> None:
+        """Warn if what every tower computes alike costs more than the towers save; exact it is."""
+        program = plan.program
+        rows = rows_of(plan.kept.batch()) or 0
+        gathered = rows * sum(whole.row_bytes for whole in program.gathered)
+        by_handle = dict(program.variables)
+        trained = {result for name, result in program.updates if by_handle[name].trainable}
+        exchanges = [e for s in program.segments for b in s.outgoing for e in b.exchanges]
+        reduced = sum(e.size_bytes(len(self.towers), rows) or 0 for e in exchanges if e.result in trained)
+        lines = " and ".join(list(dict.fromkeys(whole.line for whole in program.gathered))[:3])
+        if gathered > reduced:
+            self.towers.warn_once(
+                f"Exact, but {gathered} bytes of rows are gathered on every tower, more than the {reduced} "
+                f"of the gradients, for {lines}. Instead, compute there what each row needs by itself, or of "
+                "fewer numbers; explain() lists all of it"
+            )
+        elif program.gathered and program.alike > _MOST_ALIKE:
+            self.towers.warn_once(
+                f"Exact, but {program.alike:.0%} of a step is computed alike on all towers, for {lines}. "
+                "Instead, compute there what each row needs by itself; explain() lists all of it"
+            )
+
     def _readers(self) -> dict[str, Callable[[Watch], tf.Tensor | None]]:
         """What is to be told of the gradients of this step, by the name that `Program` has for it."""
         readers: dict[str, Callable[[Watch], tf.Tensor | None]] = {}
@@ -198,11 +235,14 @@ class TowerStep(abc.ABC):
         self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
         plan: _Plan | None = None
+        known = len(self._graphs)
         if not watchers:
             graph, plan = self._graph_of(batch_specs, iterated, None)
-            return self.guarded(functools.partial(graph, *arguments), plan)
+            results = self.guarded(functools.partial(graph, *arguments), plan)
+            if len(self._graphs) > known and self._trains and len(self.towers) > 1:
+                self._tell_of_costs(plan)
+            return results
         self._meter = self._meter or Meter()
-        known = len(self._graphs)
         graph, plan = self._graph_of(batch_specs, iterated, self._meter)
         with self._meter.told_to(watchers, traced=len(self._graphs) > known):
             return self.guarded(functools.partial(graph, *arguments), plan)

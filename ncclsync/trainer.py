@@ -18,13 +18,14 @@ from ncclsync import peers, private, private_keras
 from ncclsync.devices import default_device
 from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
-from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.explanation import Explanation, explain_program
 from ncclsync.files import replacing
 from ncclsync.loop import Towers
 from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
 from ncclsync.random_data import check_targets, fixed_batch_size, random_data
 from ncclsync.semantics.normalization import synchronize_batch_norm
+from ncclsync.shard import rows_of
 from ncclsync.step import TowerStep, to_tensor, without_optionals
 
 _BATCH_SIZE = 32  # Keras' own
@@ -211,8 +212,10 @@ class ModelStep(TowerStep):
         if self._name == "train_step":
             # Now, since some layers exist only once they are built.
             invariant = self.towers.batch_invariant_random
-            for part in find_inexact(model, batch_invariant_random=invariant):
-                self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
+            found = find_inexact(model, batch_invariant_random=invariant)
+            for part in found:
+                self.tell_of(part)
+            self.tell_of_choices(program, {part.reason for part in found})
         return program
 
 

@@ -26,7 +26,7 @@ def moments_of_layers() -> Iterator[None]:
                 return moments(self, inputs, mask)
             if self.synchronized:
                 return batch_moments(inputs, private_keras.reduction_axes(self), mask)
-            (inputs,) = ops.to_local([inputs])
+            (inputs,) = ops.to_local([inputs], own=True)
             if mask is not None:
                 (mask,) = ops.to_local([mask])
             return tuple(ops.from_local(list(moments(self, inputs, mask))))

@@ -202,7 +202,11 @@ class _Placer:
             return self.alike(call)
         if of_rows and not self._parameters_fit(call, found[0]):
             return self.alike(call)
+        self.note_draw(call)
         return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
+
+    def note_draw(self, call: _Call) -> None:
+        """Note that each tower draws numbers of its own for its rows."""
 
     @staticmethod
     def _parameters_fit(call: _Call, axis: int) -> bool:
@@ -472,6 +476,8 @@ class Partition(_Placer):
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
         self.gathered: list[Whole] = []
         self.warned: list[str] = []
+        self.draws: list[str] = []
+        self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
         self._own: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
@@ -772,6 +778,9 @@ class Partition(_Placer):
                     moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                     moved = tf.transpose(moved, [1, 0, *range(2, rank + 1)])  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
+        if op.name not in self.graph.marks:
+            exchange = self.graph.exchanges[self._name(whole)]
+            self.gathered.append(Whole(op.type, exchange.line, _row_bytes(exchange)))
         if not (before.axis or before.blocks > 1):
             return whole
         with self._building():
@@ -844,21 +853,19 @@ class Partition(_Placer):
         }
         if handles:
             raise Unshared(handles)
-        before = len(self.graph.exchanges)
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
         logger.debug(
             "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
         )
-        gathers = [
-            e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"
-        ]
-        if gathers:
-            size = sum(_row_bytes(exchange) for exchange in gathers)
-            self.gathered.append(Whole(call.op.type, gathers[0].line, size))
         if call.op.type not in rules.DRAWS and self._draws_unseen(call.op):
             self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
+
+    def note_draw(self, call: _Call) -> None:
+        """See `_Placer`. What draws from a state that TensorFlow hides is told of by `draws.check_draws`."""
+        if call.op.type.startswith("State"):
+            self.draws.append(user_line(call.op.traceback))
 
     def alike(self, call: _Call) -> list[Placement]:
         """See `_Placer`."""
@@ -995,6 +1002,8 @@ class Partition(_Placer):
     ) -> tuple[tf.Tensor, Placement]:
         if mark.purpose == "whole":
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        if mark.purpose == "local" and not mark.of and placed.kind is Kind.SHARD and mark.own:
+            self.normalized.append(mark.line)
         if mark.purpose == "local":
             return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
         if mark.purpose == "parts":

@@ -1038,7 +1038,8 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         REPLICATE if one is None else shard(_only(placed.counts), 1, 0)
         for placed, one in zip(call.inputs, found, strict=True)
     ]
-    return [axes(operand, max(lengths) + place) for operand in operands]
+    rank = max(length for length in lengths if length is not None)
+    return [axes(operand, rank + place) for operand in operands]
 
 
 @_rule("Reshape", counting=True)

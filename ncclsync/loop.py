@@ -64,9 +64,8 @@ class Towers(TowerState):
             per_tower: whether to return what each tower's step returned, uncombined.
 
         Returns:
-            What `step` would return on one device for the whole batch: results with a row per sample are
-            concatenated, other floats averaged over the samples, integers added up, where towers differ.
-            With `per_tower` a list of N such results instead, None for a tower that had no sample.
+            What `step` returns on one device for the whole batch. With `per_tower` a list of what each of the
+            N towers has of it, its rows or its part of a sum; None for a tower that had no sample.
 
         Raises:
             TypeError: `step` cannot be called.

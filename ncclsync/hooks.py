@@ -80,6 +80,11 @@ def gradients_reduced(
                 if not context.can_exchange():  # the branch or loop that it is in gets whole inputs
                     return apply(self, grads, trainable_variables, **kwargs)
                 grads = list(grads)
+                if trainable_variables is not None:
+                    trainable_variables = list(trainable_variables)
+                for gradient, variable in zip(grads, trainable_variables or (), strict=False):
+                    if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+                        gradient.set_shape(variable.shape)  # which a trace may have lost; it is packed by it
                 if private_optimizer.accumulates(self):
                     return _apply_accumulated(apply, self, grads, trainable_variables, context)
                 left: list[Any] = grads

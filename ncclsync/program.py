@@ -52,7 +52,7 @@ class Exchange:
             rows: of the batch; None if they are not known.
         """
         shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
-        if shape.rank and shape[0] is None:
+        if self.collective.kind == "all_gather" and shape.rank:
             shape = tf.TensorShape([rows, *shape[1:]])
         return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
 

@@ -252,6 +252,11 @@ def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [_both_ways("local", "addends")(tensor) for tensor in tensors]
 
 
+def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Let tensors be the batch's here, and what flows back to them too; differentiable."""
+    return [_both_ways("whole", "whole")(tensor) for tensor in tensors]
+
+
 def _both_ways(forward: str, backward: str, of: str = "", own: bool = False) -> Any:
     """A mark that is another mark for what flows back, to any order."""
 

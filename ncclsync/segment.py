@@ -247,7 +247,8 @@ def _pack_all(
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
     sources = hold(sources, span.ops)
     outgoing = [_send(bucket, sources, fraction) for bucket in buckets]
-    return outgoing, span.end(outgoing)
+    # What a tower without samples sends waits for nothing that is packed.
+    return outgoing, span.end([*outgoing, *sources.values()])
 
 
 def _receive(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> dict[str, tf.Tensor]:

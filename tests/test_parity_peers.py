@@ -192,4 +192,7 @@ def test_every_tower_has_its_share():
     """Not one device that trains while `num_model_replicas` says two, as keras.distribution does here."""
     model = on_towers(classifier(relu, cls=RowsPerTower), 4)
     rows = model.train_on_batch(X[:10], Y[:10], return_dict=True)["rows"]
-    assert list(np.asarray(rows)) == [3] * 6 + [2] * 4
+    assert list(np.asarray(rows)) == [10] * 10  # a step means the batch
+    assert [shard.end - shard.begin for shard in model.towers.explain().shards] == [3, 3, 2, 2]
+    own = model.towers.run(lambda x: tf.shape(x)[0], X[:10], per_tower=True)
+    assert [int(one) for one in own] == [3, 3, 2, 2]

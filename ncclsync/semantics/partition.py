@@ -167,6 +167,8 @@ class _Placer:
 
     def _by_rule(self, call: _Call) -> Sequence[Placement] | None:
         kind = call.op.type
+        if any(placed.kind is Kind.PIECE for placed in call.inputs):
+            return [call.inputs[0]] if kind == "Identity" else None
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
@@ -811,7 +813,10 @@ class Partition(_Placer):
                 return tf.gather(tensor, places, axis=after.axis)
             rank = tensor.shape.rank
             at = tf.one_hot(after.axis, rank, dtype=tf.int32)
-            return tf.slice(tensor, at * begin, at * (size + 1) - 1)
+            own = tf.slice(tensor, at * begin, at * (size + 1) - 1)
+            lengths = tensor.shape.as_list()
+            lengths[after.axis] = None
+            return tf.ensure_shape(own, lengths)
 
     def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """A component of a sparse or ragged tensor of all rows."""

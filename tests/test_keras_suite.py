@@ -80,7 +80,7 @@ def test_a_process_that_ends_takes_no_other_test_along(tmp_path):
         "def test_hangs(): time.sleep(600)\n"
         "def test_behind(): pass\n"
     )
-    options = argparse.Namespace(words=None, limit=8.0)
+    options = argparse.Namespace(words=None, limit=3.0)
     tests, error = keras_suite.run_file(path, "ends_test.py", None, None, options)
     outcomes = {name.partition("::")[2]: test.outcome for name, test in tests.items()}
     assert error == ""
@@ -92,7 +92,7 @@ def test_a_process_that_ends_takes_no_other_test_along(tmp_path):
         "test_behind": "passed",
     }
     assert tests["ends_test.py::test_ends"].message.startswith("exit code 3")
-    assert tests["ends_test.py::test_hangs"].message.startswith("nothing for 8 s")
+    assert tests["ends_test.py::test_hangs"].message.startswith("nothing for 3 s")
 
 
 def test_a_file_that_cannot_be_imported_is_told(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """`BackupAndRestore`: Keras' callback, which also knows at which sample of which pass the data stand.
 
-Everything is in the one file of the weights, and that file is complete or not there, so that weights and
-position cannot be of different moments. What Keras notes beside it is written for Keras' own callback.
+Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
+the machine, so that weights and position cannot be of different moments. What Keras notes beside it is
+written for Keras' own callback.
 """
 
 import json
@@ -11,9 +12,11 @@ from typing import Any
 
 import h5py
 import keras
+import numpy as np
 
 from ncclsync import private, private_keras
 from ncclsync.errors import NcclSyncError
+from ncclsync.files import make_folders, replacing
 from ncclsync.shuffled import Position, Shuffled
 
 _STATE = "ncclsync"  # the attribute of the weights' file that holds the rest, as JSON
@@ -94,6 +97,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"Expected fit to be given the data of {type(self).__name__} and no steps_per_epoch: "
                 f"{len(self._data)} batches an epoch. Received: {steps}"
             )
+        if self._data is not None and not self.model.built:
+            # Keras would build it in the first step; a backup is restored before.
+            private_keras.build_symbolically(self.model, self._data.element_spec)
         super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -144,14 +150,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Keras calls this to make a backup."""
         self._check()
         weights, previous, notes = private_keras.backup_files(self)
-        os.makedirs(self.backup_dir, exist_ok=True)
+        make_folders(self.backup_dir)
         if self.double_checkpoint and os.path.exists(weights):
-            shutil.copyfile(weights, previous)
-        part, state = _part(weights), self._state()
-        self.model.save_weights(part, overwrite=True)
-        with h5py.File(part, "a") as file:
-            file.attrs[_STATE] = json.dumps(state)
-        os.replace(part, weights)
+            with replacing(previous) as part:
+                shutil.copyfile(weights, part)
+        state = self._state()
+        with replacing(weights) as part:
+            self.model.save_weights(part, overwrite=True)
+            with h5py.File(part, "a") as file:
+                file.attrs[_STATE] = json.dumps(state)
         _write_notes(notes, state["epoch"])
 
     def _state(self) -> dict[str, Any]:
@@ -174,12 +181,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _load_model(self) -> None:
         """Keras calls this to restore a backup, and again with the one before if it is an `OSError`."""
         weights, _, notes = private_keras.backup_files(self)
-        state = _read_state(weights)
+        state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
             self._check_data(state["data"])
-            if len(state["seeds"]) != (seeds := len(_seeds(self.model))):
+            if len(state["seeds"]) != len(variables):
                 raise ValueError(
-                    f"Expected a backup of the same model, with {seeds} random states. "
+                    f"Expected a backup of the same model, with {len(variables)} random states. "
                     f"Received: {len(state['seeds'])} in {weights}"
                 )
             # What is noted beside the weights may be of the backup before, if a kill came between the two.
@@ -187,7 +194,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super()._load_model()
         if state is None:
             return
-        for variable, value in zip(_seeds(self.model), state["seeds"], strict=True):
+        for variable, value in zip(variables, state["seeds"], strict=True):
             variable.assign(value)
         if self._data is not None:
             self._data.seek(state["data"]["epoch"], state["data"]["samples"])
@@ -220,21 +227,26 @@ def _read_state(path: str) -> dict[str, Any] | None:
         with h5py.File(path, "r") as file:
             state = json.loads(file.attrs[_STATE])
         data = state["data"]
-        numbers = None if data is None else {n: int(data[n]) for n in ("epoch", "samples", "seed", "rows")}
-        return {"epoch": int(state["epoch"]), "seeds": list(state["seeds"]), "data": numbers}
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        if data is not None:
+            data = {name: _checked_count(data[name]) for name in ("epoch", "samples", "seed", "rows")}
+            if data["samples"] > data["rows"]:
+                raise ValueError(f"{data['samples']} samples of {data['rows']}")
+        seeds = [np.array([_checked_count(part) for part in seed], np.uint32) for seed in state["seeds"]]
+        return {"epoch": _checked_count(state["epoch"]), "seeds": seeds, "data": data}
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise OSError(
             f"Expected a backup of ncclsync.BackupAndRestore in {path}. Received: {error!r}"
         ) from error
 
 
+def _checked_count(value: Any) -> int:
+    """Return what JSON had for a number of epochs or samples: a whole number, which 1e400 and 1.5 are not."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} for a whole number from 0")
+    return value
+
+
 def _write_notes(path: str, epoch: int) -> None:
     """Write what Keras' own callback would read."""
-    with open(_part(path), "w", encoding="utf-8") as file:
-        json.dump({"epoch": epoch, "batch": 0}, file)
-    os.replace(_part(path), path)
-
-
-def _part(path: str) -> str:
-    """Where a file is written before it takes the name by which it is found."""
-    return os.path.join(os.path.dirname(path), f"part-{os.path.basename(path)}")
+    with replacing(path) as part:
+        part.write_text(json.dumps({"epoch": epoch, "batch": 0}), encoding="utf-8")

@@ -24,6 +24,10 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
         TypeError: `data` is nothing of this.
         ValueError: there is no batch, or arrays differ in their number of samples.
     """
+    if isinstance(data, tuple) and len(data) > 3:
+        raise ValueError(
+            f"Expected x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(data)} elements"
+        )
     if isinstance(data, (tuple, dict)) or hasattr(data, "shape"):
         arrays = keras.tree.map_structure(_as_array, data)
         return [

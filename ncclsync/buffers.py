@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -34,6 +35,7 @@ _DLPACK_CODES = {
 _NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name != "bfloat16"}
 _BYTES, _POINTER, _BYTE_POINTER = ffi.typeof("char[]"), ffi.typeof("void*"), ffi.typeof("char*")
 _TENSOR = ffi.typeof("ncs_dlpack_tensor*")
+_ADDRESSES = 2 ** (8 * ffi.sizeof("void*"))
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -49,9 +51,27 @@ def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
     Args:
         shape: number of elements, or the shape.
         dtype: anything that ``np.dtype`` takes.
+
+    Raises:
+        TypeError: a shape that is not of whole numbers, no dtype, or a dtype of Python objects.
+        ValueError: a shape with a number below 0.
     """
-    dtype = np.dtype(dtype)
-    count = math.prod(shape) if isinstance(shape, Sequence) else shape
+    try:
+        if isinstance(shape, bool):
+            raise TypeError
+        sizes = [operator.index(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
+    except TypeError:
+        raise TypeError(f"Expected shape to be a whole number, or several. Received: {shape!r}") from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"Expected shape to be of numbers from 0. Received: {shape!r}")
+    given = dtype
+    try:
+        dtype = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(f"Expected a dtype that np.dtype takes. Received: {given!r} ({error})") from None
+    if dtype.hasobject:
+        raise TypeError(f"Expected a dtype of numbers: memory has no Python objects. Received: {given!r}")
+    count = math.prod(sizes)
     raw = np.empty(count * dtype.itemsize + 64, np.uint8)
     begin = -raw.ctypes.data % 64
     return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
@@ -189,23 +209,34 @@ def _read_numpy(
 def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
     try:
         pointer, count, dtype = buffer
-        pointer, count = int(pointer), int(count)
+        if isinstance(pointer, bool) or isinstance(count, bool):
+            raise TypeError
+        pointer, count = operator.index(pointer), operator.index(count)
     except (TypeError, ValueError):
         raise TypeError(
             f"Expected {what}[{rank}] to be a tuple (pointer, count, dtype). Received: {buffer!r}"
         ) from None
     if count < 0 or pointer < 0 or (pointer == 0 and count > 0):
         raise ValueError(f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}")
-    return ffi.cast(_POINTER, pointer), count, _dtype_code(dtype, what, rank)
+    code = _dtype_code(dtype, what, rank)
+    # What is cast to a pointer loses all bits above.
+    if pointer + count * DTYPE_SIZES[code] > _ADDRESSES:
+        bits = _ADDRESSES.bit_length() - 1
+        raise ValueError(
+            f"Expected {what}[{rank}] to begin and to end below address 2^{bits}. Received: {buffer!r}"
+        )
+    return ffi.cast(_POINTER, pointer), count, code
 
 
 def _dtype_code(dtype: Any, what: str, rank: int) -> int:
     """Return NCCL's code of a dtype given as NumPy's or by name."""
     name = dtype
-    if not isinstance(dtype, str):
+    if dtype is None:  # NumPy would take it for float64
+        name = "None"
+    elif not isinstance(dtype, str):
         try:
             dtype = np.dtype(dtype)
-        except TypeError:
+        except (TypeError, ValueError):
             name = repr(dtype)
         else:
             name = dtype.name if dtype.isnative else str(dtype)
@@ -217,15 +248,25 @@ def _dtype_code(dtype: Any, what: str, rank: int) -> int:
 
 
 def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) -> tuple[Any, int, int, Any]:
-    device_type = int(buffer.__dlpack_device__()[0])
+    # Asked for a string's memory, TensorFlow ends the process.
+    name = getattr(getattr(buffer, "dtype", None), "name", None)
+    if isinstance(name, str) and name not in DTYPES:
+        _dtype_code(name, what, rank)
+    try:
+        device_type = int(buffer.__dlpack_device__()[0])
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        _raise_unshared(buffer, what, rank, error)
     if device_type not in devices:
         raise ValueError(
             f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
             f"Received: DLPack device type {device_type}"
         )
     # Not renamed to "used_dltensor": the capsule still owns the tensor and frees it in the end.
-    capsule = buffer.__dlpack__()
-    tensor = ffi.cast(_TENSOR, _capsule_pointer(capsule, b"dltensor"))
+    try:
+        capsule = buffer.__dlpack__()
+        tensor = ffi.cast(_TENSOR, _capsule_pointer(capsule, b"dltensor"))
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        _raise_unshared(buffer, what, rank, error)
     shape = [tensor.shape[i] for i in range(tensor.ndim)]
     dtype = _DLPACK_CODES.get((tensor.dtype.code, tensor.dtype.bits))
     if dtype is None or tensor.dtype.lanes != 1:
@@ -246,3 +287,10 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
             dense *= length
     pointer = ffi.cast(_BYTE_POINTER, tensor.data) + tensor.byte_offset
     return pointer, math.prod(shape), dtype, capsule
+
+
+def _raise_unshared(buffer: Any, what: str, rank: int, error: Exception) -> NoReturn:
+    raise TypeError(
+        f"Expected {what}[{rank}] to tell its memory by __dlpack_device__ and __dlpack__. "
+        f"Received: {type(buffer).__name__} ({error})"
+    ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync import native
@@ -47,6 +47,8 @@ class AllGather(NamedTuple):
 
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
+_COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
+
 
 def read_buffers(
     collective: AnyCollective, memory: Mapping[int, str], world_size: int
@@ -71,6 +73,15 @@ def read_buffers(
     else:
         writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
     return reads, writes
+
+
+def _check_list(what: str, buffers: Any) -> None:
+    """Raise TypeError unless an argument can be a list of buffers; an array's rows are one."""
+    ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
+    if not ordered or isinstance(buffers, (str, bytes, Mapping)):
+        raise TypeError(
+            f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}"
+        )
 
 
 class Communicator(abc.ABC):
@@ -188,22 +199,37 @@ class Communicator(abc.ABC):
         """
         if self.closed:
             self.raise_closed()
+        if isinstance(collectives, AnyCollective) or not isinstance(collectives, Iterable):
+            raise TypeError(
+                f"Expected collectives to be a list of {_COLLECTIVES}. Received: {type(collectives).__name__}"
+            )
+        collectives = list(collectives)  # an iterator would be used up by the checks
         for collective in collectives:
             self._check(collective)
         if collectives:
             self._run_group(collectives)
 
     def _check(self, collective: AnyCollective) -> None:
+        if not isinstance(collective, AnyCollective):
+            raise TypeError(f"Expected each collective to be {_COLLECTIVES}. Received: {collective!r}")
+        if not isinstance(collective.label, str):
+            raise TypeError(f"Expected label to be a str. Received: {collective.label!r}")
         if isinstance(collective, Broadcast):
+            _check_list("buffers", collective.buffers)
             if len(collective.buffers) != self.size:
                 self._raise_length("buffers", str(len(collective.buffers)))
-            if not 0 <= collective.root < self.world_size:
-                raise ValueError(
-                    f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {collective.root}"
-                )
+            root = collective.root
+            if isinstance(root, bool) or not hasattr(root, "__index__"):
+                raise TypeError(f"Expected root to be the number of a rank. Received: {root!r}")
+            if not 0 <= root < self.world_size:
+                raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
             return
-        if not isinstance(collective, AllGather) and collective.op not in native.OPS:
-            raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {collective.op!r}")
+        if not isinstance(collective, AllGather):
+            op = collective.op
+            if not isinstance(op, str) or op not in native.OPS:
+                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
+        _check_list("sends", collective.sends)
+        _check_list("recvs", collective.recvs)
         if len(collective.sends) != self.size or len(collective.recvs) != self.size:
             self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
 

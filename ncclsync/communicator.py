@@ -40,9 +40,14 @@ class CpuCommunicator(Communicator):
             size: number of ranks.
             pool: worker threads of the caller's own, which must outlive the communicator;
                 by default those that all communicators share, one per usable core.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
         """
-        if not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
+        if pool is not None and not isinstance(pool, native.Pool):
+            raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
         self.size = size
         self._pool = pool
         self._closed = False

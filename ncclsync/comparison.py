@@ -10,6 +10,7 @@ import tensorflow as tf
 from ncclsync import private, private_keras
 from ncclsync.batches import Batch
 from ncclsync.report import Difference, measure
+from ncclsync.step import to_tensor
 from ncclsync.variables import Role, role_of
 
 
@@ -95,7 +96,7 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
     if not model.built:
         if not _defines(model, "call"):
             return  # nothing but a train_step: it will create all from the same seed
-        model(keras.tree.map_structure(tf.convert_to_tensor, batch[0]), training=False)
+        model(keras.tree.map_structure(to_tensor, batch[0]), training=False)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

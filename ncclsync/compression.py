@@ -31,8 +31,8 @@ class ErrorFeedback:
         """Add up the towers' parts of the batch's gradients.
 
         Args:
-            gradients: float32 tensors are compressed; anything else, sparse gradients and None as well, is left
-                for the caller.
+            gradients: float32 tensors are compressed; anything else, sparse gradients and None as well, is
+                left for the caller.
             variables: what they are the gradients of.
 
         Returns:

@@ -1,9 +1,9 @@
 """Cut a traced step into segments at its collectives.
 
-Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op needs
-what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its segment
-(`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what it
-receives.
+Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op
+needs what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its
+segment (`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what
+it receives.
 """
 
 import collections
@@ -73,7 +73,8 @@ def cut(
         results=results,
         warnings=tuple(dict.fromkeys(placed.warned)),
         gathered=tuple(placed.gathered),
-        alike=placed.alike,
+        declared=tuple(sorted({length // each for length, each in placed.declared})),
+        alike=placed.share_alike,
         rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )

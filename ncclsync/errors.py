@@ -109,21 +109,25 @@ class NonFiniteError(NcclSyncError):
             the variables: (begin, end, names).
         file: a NumPy archive (.npz) of these towers' rows, under the names of the batch's structure, and
             ``indices``, where in the batch they were; None if it was not saved.
+        unsaved: why it was not.
     """
 
-    def __init__(self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None) -> None:
+    def __init__(
+        self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None, unsaved: str = ""
+    ) -> None:
         self.towers = {tower: (begin, end, tuple(names)) for tower, (begin, end, names) in towers.items()}
-        self.file = file
+        self.file, self.unsaved = file, unsaved
         told = []
         for tower, (begin, end, names) in self.towers.items():
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            told.append(f"tower {tower}, rows {begin} to {end - 1}, for {', '.join(names[:_NAMED])}{more}")
-        saved = f"These rows are saved in {file}" if file else "These rows are not saved, since many are"
+            rows = f"rows {begin} to {end - 1}" if end > begin else "of a batch without rows"
+            told.append(f"tower {tower}, {rows}, for {', '.join(names[:_NAMED])}{more}")
+        saved = f"These rows are saved in {file}" if file else f"These rows are not saved: {unsaved}"
         super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(told)}. {saved}")
 
     def __reduce__(self):
         """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.towers, self.file)
+        return type(self), (self.towers, self.file, self.unsaved)
 
 
 _NAMED = 10  # so many variables at most in a message

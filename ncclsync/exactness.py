@@ -1,7 +1,7 @@
 """What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
 
-Nothing is run or traced. So what only a step shows is not found here, such as a loss of one's own that
-compares samples, or a metric whose state cannot be added up: `verification` finds that it matters.
+Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are
+choices.
 """
 
 import dataclasses
@@ -41,14 +41,6 @@ _DRAWS = (
     "each tower draws random numbers of its own, not those that one device draws",
     "@nccl_parallel(batch_invariant_random=True)",
 )
-_MIXES = (
-    "mixes the samples of a batch with each other: on a tower, only those of its shard",
-    "apply it to the data instead: dataset.map(layer)",
-)
-_COMPARES = (
-    "as a function compares the samples of one tower's shard only, not those of the whole batch",
-    "an object of the class instead, keras.losses.Circle(), Dice() or Tversky(): it sees the whole batch",
-)
 
 
 def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) -> tuple[Inexact, ...]:
@@ -73,9 +65,7 @@ def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) ->
     names: dict[tuple[str, tuple[str, str]], list[str]] = {}
     for layer, cause in _layers_with_cause(model, batch_invariant_random):
         names.setdefault((type(layer).__name__, cause), []).append(repr(layer.path or layer.name))
-    found = [Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items()]
-    found.extend(Inexact(f"loss {name}", *_COMPARES) for name in _losses_of_whole_batch(model))
-    return tuple(found)
+    return tuple(Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items())
 
 
 def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[Any, tuple[str, str]]]:
@@ -83,9 +73,7 @@ def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[An
     for layer in private_keras.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
             yield layer, _NORMALISES
-        if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
-            yield layer, _MIXES
-        elif _draws(layer) and not invariant and id(layer) not in within:
+        if _draws(layer) and not invariant and id(layer) not in within:
             yield layer, _DRAWS
             if type(layer).__module__.startswith("keras."):
                 within.update(map(id, private_keras.layers_of(layer)))
@@ -101,16 +89,6 @@ def _draws(layer: Any) -> bool:
     if hasattr(layer, "recurrent_dropout"):
         return bool(layer.dropout or layer.recurrent_dropout)
     return True
-
-
-def _losses_of_whole_batch(model: keras.Model) -> list[str]:
-    """Names of Keras' loss functions that mix samples, held as attributes to be called directly, each once.
-
-    Not those given to `compile` or made by a class, to which `whole_batch` gives the samples of all towers.
-    """
-    held = [value for name, value in vars(model).items() if name != "loss"]
-    mixing = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
-    return [repr(one.__name__) for one in mixing if any(one is loss for loss in held)]
 
 
 def _listed(names: list[str]) -> str:

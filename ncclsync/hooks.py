@@ -1,9 +1,9 @@
 """What optimizers, functions and summaries do differently while a step is traced for towers.
 
-Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers right: that is
-`semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once and in buckets, compressed
-or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be placed op by op; a summary is written
-once, not once for each tower.
+Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers
+right: that is `semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once
+and in buckets, compressed or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be
+placed op by op; a summary is written once, not once for each tower.
 """
 
 import contextlib
@@ -31,7 +31,12 @@ def step_hooks(
     compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
 ) -> Iterator[None]:
     """All of them."""
-    with gradients_reduced(compression, sharding), functions_inlined(), summaries_written_once(), tapes_checked():
+    with (
+        gradients_reduced(compression, sharding),
+        functions_inlined(),
+        summaries_written_once(),
+        tapes_checked(),
+    ):
         yield
 
 

@@ -43,7 +43,7 @@ def lay_out(
     shards = _shard(batch, towers, meter, step.ops)
     values = [_inputs(program, towers, shards, i) for i in range(count)]  # [N] {name: tensor}
     received: list[dict[str, tf.Tensor]] = [{} for _ in range(count)]  # [N] buckets by their results' names
-    before: list[Any] = rollback.begin()
+    before: list[Any] = [*_checked_rows(program, shards), *rollback.begin()]
     for number, segment in enumerate(program.segments, start=1):
         sent, tokens, ends = [], [], []
         for i, device in enumerate(towers.devices[:1] if segment.for_all else towers.devices):
@@ -72,6 +72,23 @@ def lay_out(
     done = rollback.end(before[0], finite)
     with tf.control_dependencies([done, *step.end([done], samples=shards.shares[0].total)]):
         return _results(program, values, shards)
+
+
+def _checked_rows(program: Program, shards: Shards) -> list[Any]:
+    """Check that the batch has as many rows as a state or a constant of the step that is divided like it."""
+    total = shards.shares[0].total
+    if len(shards.shares) == 1:
+        return []
+    checks = [
+        tf.debugging.assert_equal(
+            total,
+            rows,
+            f"Expected the global batch size that the inputs of a model with a stateful RNN declare, {rows}, "
+            "as batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own).",
+        )
+        for rows in program.declared
+    ]
+    return [check for check in checks if check is not None]
 
 
 def segment_name(program: Program, number: int) -> str:

@@ -59,7 +59,8 @@ class Towers(TowerState):
         Args:
             step: a function of a batch. Pass the same object each time: a new one is traced anew.
             batch: the global batch, a nested structure of tensors or arrays that share their first axis;
-                split as evenly as it goes, for any number of rows. None and scalars go to every tower.
+                split as evenly as it goes, for any number of rows; one without rows is tower 0's. None and
+                scalars go to every tower.
             per_tower: whether to return what each tower's step returned, uncombined.
 
         Returns:
@@ -69,7 +70,7 @@ class Towers(TowerState):
 
         Raises:
             TypeError: `step` cannot be called.
-            ValueError: the batch has no rows, or not as many in each tensor.
+            ValueError: the batch has no tensor with a first axis, or not as many rows in each.
             NcclSyncError: the towers are closed, the call is inside a `tf.function`, or the step calls a
                 collective inside a loop or a branch.
             Exception: whatever the step raises on any tower. All towers' variables are then equal, and are
@@ -78,21 +79,23 @@ class Towers(TowerState):
         self.require_open()
         if not callable(step):
             raise TypeError(f"Expected a function of a batch. Received: {step!r}")
-        if not tf.executing_eagerly():
-            raise NcclSyncError("Expected Towers.run outside any tf.function. Received: a call inside one.")
+        self.require_eager("Towers.run")
         results = Results.EACH if per_tower else Results.COMBINED
         key = (step, results)
         if key not in self._steps:
             self._steps[key] = _FunctionStep(self, step, results)
             self._warn_of_new_functions(step)
         batch = tf.nest.map_structure(to_tensor, batch)
-        rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), 0)
-        if not rows:
-            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+        rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
+        if rows is None:
+            raise ValueError(
+                "Expected a batch with at least one tensor whose first axis runs over the samples. "
+                f"Received: {batch}"
+            )
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = shard_sizes(rows, len(self))
+        sizes = shard_sizes(rows or 1, len(self))  # a batch without rows is tower 0's
         return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
 
     def explain(self, batch: Any = None) -> Explanation:
@@ -116,6 +119,7 @@ class Towers(TowerState):
                 that `run` has run.
         """
         self.require_open()
+        self.require_eager("Towers.explain")
         if self._explain is not None:
             return self._explain(batch)
         last = [step.last() for step in self._steps.values()]

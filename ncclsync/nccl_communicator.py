@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ncclsync import native, nccl_calls, watchdog
@@ -38,6 +38,7 @@ _KINDS = {
     AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
+_MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _LISTED = 6  # collectives of a group that a message names
 
 
@@ -114,7 +115,8 @@ class NcclCommunicator(Communicator):
             )
         own = _checked_numbers(ranks, "ranks", "ranks of this process")
         ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or max(own) >= world_size:
+        whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+        if not whole or not max(own) < world_size <= _MOST:
             raise ValueError(f"Expected ranks below world_size. Received: {ranks!r}, {world_size!r}")
         if len(own) != len(ordinals) or len(set(own)) != len(own):
             raise ValueError(
@@ -372,9 +374,12 @@ def _fields(
     return _KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
-def _checked_numbers(numbers: Sequence[int], what: str, words: str) -> list[int]:
+def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise TypeError(f"Expected {what} to be a list of {words}. Received: {numbers!r}")
     checked = list(numbers)
-    if not checked or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in checked):
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MOST for n in checked)
+    if not checked or not whole:
         raise ValueError(f"Expected {what} to be {words}, at least one. Received: {numbers!r}")
     return checked
 

@@ -6,7 +6,9 @@ the step is `layout.Rollback`.
 
 import logging
 import os
+import pathlib
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ logger = logging.getLogger("ncclsync")
 
 MODES = ("raise", "skip")
 MOST_FILES = 10  # that one run saves: every step may be skipped
+MOST_KEPT = 50  # of all runs and processes of this user: the newest
 
 
 def finite_flags(watch: Watch) -> tf.Tensor | None:
@@ -60,7 +63,6 @@ class OnNonFinite:
             raise ValueError(f"Expected on_nonfinite to be None or one of {MODES}. Received: {mode!r}")
         self.mode = mode
         self.raised: NonFiniteError | None = None
-        self._folder: str | None = None
         self._files = 0
 
     def tell(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
@@ -87,25 +89,46 @@ class OnNonFinite:
                 bad = tuple(dict.fromkeys(name for name, one in zip(names, flags, strict=True) if not one))
                 found[tower] = (begin, end, bad)
                 indices.extend(range(begin, end))
-        error = NonFiniteError(found, self._save(batch, np.array(indices)))
+        error = NonFiniteError(found, *self._save(batch, np.array(indices)))
         if self.mode == "raise":
             self.raised = error
             raise error
         logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
 
-    def _save(self, batch: Any, indices: np.ndarray) -> str | None:
+    def _save(self, batch: Any, indices: np.ndarray) -> tuple[str | None, str]:
+        """Save rows of a batch; return the file, or None and why there is none."""
         if self._files >= MOST_FILES:
-            return None
-        self._folder = self._folder or tempfile.mkdtemp(prefix="ncclsync-nonfinite-")
+            return None, f"this run has saved {MOST_FILES} files already"
         self._files += 1
-        file = os.path.join(self._folder, f"{self._files}.npz")
-        arrays: dict[str, Any] = {
-            "/".join(map(str, path)): _rows_of(leaf, indices)
-            for path, leaf in keras.tree.flatten_with_path(batch)
-            if leaf is not None
-        }
-        np.savez(file, indices=indices, **arrays)
-        return file
+        try:
+            return _save_rows(batch, indices), ""
+        except Exception as error:  # whatever it is: the step is to be skipped, or to fail by its own error
+            return None, f"{type(error).__name__}: {error}"
+
+
+def _save_rows(batch: Any, indices: np.ndarray) -> str:
+    """Save rows of a batch to a new file, and remove the oldest ones; return its path."""
+    arrays: dict[str, Any] = {
+        "/".join(map(str, path)): _rows_of(leaf, indices)
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if leaf is not None
+    }
+    # One folder for each user: errors tell of a file that is to be there when its process has ended.
+    folder = pathlib.Path(tempfile.gettempdir(), f"ncclsync-nonfinite-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's")
+    descriptor, name = tempfile.mkstemp(".npz", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-", folder)
+    file = pathlib.Path(name)
+    try:
+        with open(descriptor, "wb") as opened:
+            np.savez(opened, indices=indices, **arrays)
+    except BaseException:
+        file.unlink()
+        raise
+    for old in sorted(folder.glob("*.npz"), key=lambda one: one.name)[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)  # another process may do the same
+    return name
 
 
 def _rows_of(leaf: Any, indices: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Collectives as TensorFlow ops, as a user calls them inside a step: "with the other towers".
 
-While a step is traced for towers they are marks (`Context`), and nothing but the tensor itself where a step runs
-alone, since a reduction over one tower is the identity: no step needs them to be right. What joins the towers' tensors
-in the end is `group_ops.py`.
+While a step is traced for towers they are marks (`Context`), and nothing but the tensor itself where a step
+runs
+alone, since a reduction over one tower is the identity: no step needs them to be right. What joins the
+towers' tensors in the end is `group_ops.py`.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ class Collective:
     """One tensor's meeting with its counterparts on the other towers.
 
     Attributes:
-        kind: "all_reduce"; "broadcast" (all get the root's); "all_gather" (all get all towers' rows, in order, as many
-            as there are per sample); "stack" (the same, of a tensor with one row per tower); "reduce_scatter"
-            (of the sum of tensors with one row per tower, each gets its row).
+        kind: "all_reduce"; "broadcast" (all get the root's); "all_gather" (all get all towers' rows, in
+            order, as many as there are per sample); "stack" (the same, of a tensor with one row per tower);
+            "reduce_scatter" (of the sum of tensors with one row per tower, each gets its row).
         op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
         root: the tower that a broadcast starts from.
         empty_too: whether towers without samples take part, with what they kept from earlier batches.
@@ -216,8 +217,8 @@ def all_gather(tensors: Any) -> Any:
 def stack(tensor: tf.Tensor) -> tf.Tensor:
     """Give every tower the counterparts of `tensor` on all towers that have samples: [N, *shape].
 
-    Collective and differentiable, like `all_reduce`: what flows back to a tower is its own row. Outside a step on
-    towers N is 1.
+    Collective and differentiable, like `all_reduce`: what flows back to a tower is its own row. Outside a
+    step on towers N is 1.
     """
     context = current_context()
     row = tensor[tf.newaxis]
@@ -226,13 +227,15 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def stacked(row):
-        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked([upstream], "own row")[0]
+        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked(
+            [upstream], "own row"
+        )[0]
 
     return stacked(row)
 
 
 def to_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Take a tower's own rows out of the batch: what is computed of them is each tower's own; differentiable."""
+    """Take a tower's own rows out of the batch; what is computed of them is its own. Differentiable."""
     return [_both_ways("local", "rows")(tensor) for tensor in tensors]
 
 
@@ -261,9 +264,9 @@ def _both_ways(forward: str, backward: str, of: str = "") -> Any:
 def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     """Let gradients be the batch's here: this is where they are all-reduced.
 
-    Of a sparse one whose indices come from the samples the towers' slices are gathered: an optimizer then sees the
-    very slices that one device would have, repeated rows included. Where `rows_add_up`, their dense sum is taken
-    instead if that moves fewer bytes.
+    Of a sparse one whose indices come from the samples the towers' slices are gathered: an optimizer then
+    sees the very slices that one device would have, repeated rows included. Where `rows_add_up`, their dense
+    sum is taken instead if that moves fewer bytes.
 
     Args:
         gradients: tensors, `tf.IndexedSlices` or None.
@@ -278,7 +281,9 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     if context is None or not context.can_exchange():
         return result
     dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
-    for i, tensor in zip(dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True):
+    for i, tensor in zip(
+        dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True
+    ):
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):

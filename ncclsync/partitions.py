@@ -3,15 +3,13 @@
 An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
 """
 
-import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync import private
 from ncclsync.errors import NcclSyncError
+from ncclsync.holders import Holder
 
 
 class Place(NamedTuple):
@@ -36,14 +34,18 @@ class Place(NamedTuple):
         """Index behind it."""
         return self.begin + self.length
 
+    @property
+    def full(self) -> int:
+        """How many towers hold `length` elements that no tower before them holds."""
+        return self.elements // self.length if self.length else self.towers  # of nothing all hold nothing
+
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
-        full = self.elements // self.length
-        if full == self.towers:
+        if self.full == self.towers:
             return tf.reshape(tensor, [self.towers, self.length])
         flat = tf.reshape(tensor, [-1])
         last = flat[-self.length :]
-        flat = tf.concat([flat[: full * self.length], *[last] * (self.towers - full)], 0)
+        flat = tf.concat([flat[: self.full * self.length], *[last] * (self.towers - self.full)], 0)
         return tf.reshape(flat, [self.towers, self.length])
 
     def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
@@ -53,16 +55,15 @@ class Place(NamedTuple):
 
     def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
         """Return the weight of what the towers hold, [N, length]; the inverse of `rows`."""
-        full, rest = divmod(self.elements, self.length)
-        if full == self.towers:
+        if self.full == self.towers:
             return tf.reshape(rows, shape)
-        flat = tf.reshape(rows[:full], [-1])
-        if rest:
-            flat = tf.concat([flat, rows[full, self.length - rest :]], 0)
+        flat = tf.reshape(rows[: self.full], [-1])
+        if rest := self.elements % self.length:
+            flat = tf.concat([flat, rows[self.full, self.length - rest :]], 0)
         return tf.reshape(flat, shape)
 
 
-class PartitionedSlot:
+class PartitionedSlot(Holder):
     """One of an optimizer's own variables, of which the towers hold the parts.
 
     It takes memory only from when somebody reads or writes it until the next step.
@@ -76,16 +77,15 @@ class PartitionedSlot:
             place: of its weight.
             partitions: [N] the towers' variables.
         """
-        self._variable = weakref.ref(variable)
+        super().__init__(variable)
         self._place = place
         self._partitions = partitions
         self._is_whole = self._is_written = True
-        private.watch_reads(variable, self.make_whole)
-        private.watch_writes(variable, self._watched)
+        self.watch_reads()
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or not self._is_whole:
             return
         if self._is_written:
@@ -99,16 +99,18 @@ class PartitionedSlot:
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
+        self.tell_others()  # who read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""
-        variable = self._variable()
+        variable = self.held
         if variable is None or self._is_whole:
             return
         if not tf.executing_eagerly():
             raise NcclSyncError(
                 f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
-                "written outside of any tf.function. Received: a tf.function that does so."
+                "written outside of any tf.function. Received: a tf.function that does so, or a step on "
+                "other towers, which need shard_optimizer=True as well."
             )
         with tf.device(variable.device):
             held = [tf.identity(partition.value()) for partition in self._partitions]
@@ -119,17 +121,19 @@ class PartitionedSlot:
 
     def release(self) -> None:
         """Give the variable back, whole."""
-        variable = self._variable()
+        variable = self.held
         if variable is None:
             return
         self.make_whole()
-        private.unwatch(variable)
+        self.unwatch()
 
-    def _watched(self, write: Callable) -> Callable:
-        @functools.wraps(write)
-        def watched(*args, **kwargs):
-            self.make_whole()
-            self._is_written = True
-            return write(*args, **kwargs)
+    def before_access(self) -> None:
+        """Before Python reads or writes: let the variable hold the whole."""
+        self.make_whole()
 
-        return watched
+    def note_write(self) -> None:
+        """Take the variable's value at the next step: other towers that divide it make it whole by then."""
+        self._is_whole = self._is_written = True
+
+    def note_shared(self) -> None:
+        """Nothing to prepare: the others are told whenever it is divided."""

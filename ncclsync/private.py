@@ -22,6 +22,7 @@ from tensorflow.python.framework.function_def_to_graph import function_def_to_gr
 from tensorflow.python.ops import (
     gen_random_ops,
     gen_stateful_random_ops,
+    handle_data_util,
 )
 from tensorflow.python.profiler import trace as profiler_trace
 
@@ -62,20 +63,27 @@ def is_stateful(op: tf.Operation) -> bool:
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
-    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares it.
+    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares
+    it.
 
     Args:
         op_type: of a registered op; one that is not known hides nothing.
         repeatable: the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
-    writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+    writers = (
+        "Assign",
+        "ResourceApply",
+        "ResourceScatter",
+        "ResourceSparseApply",
+        "ResourceStridedSliceAssign",
+    )
     known = op_type in repeatable or op_type.startswith(writers)
     return definition is not None and definition.is_stateful and not known
 
 
 def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any:
-    """Return a FunctionDef as a graph with `inputs` and `outputs`; shapes of the inputs, None where unknown."""
+    """Return a FunctionDef as a graph with `inputs`, of these shapes (None: unknown), and `outputs`."""
     with outer.as_default():
         return function_def_to_graph(definition, input_shapes=list(shapes))
 
@@ -92,6 +100,11 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     given = {f"given_{i}": tensor for i, tensor in enumerate(inputs)}
     names = [f"{node.name}:{i}" for i in range(len(op.outputs))]
     return tf.graph_util.import_graph_def(definition, given, names, name="")
+
+
+def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
+    """Let a function's argument that stands for a variable's handle know the variable's shape."""
+    handle_data_util.copy_handle_data(variable.handle, handle)
 
 
 def run_independently(op: tf.Operation) -> None:
@@ -179,6 +192,26 @@ def set_shared(variable: tf.Variable) -> None:
 def is_shared(variable: tf.Variable) -> bool:
     """Return whether `set_shared` was called."""
     return getattr(variable, "_ncclsync_shared", False)
+
+
+def set_written_by_graph(variable: tf.Variable) -> None:
+    """Note that somebody's `tf.function` writes a variable, each time it is called, without telling."""
+    variable._ncclsync_written_by_graph = True
+
+
+def is_written_by_graph(variable: tf.Variable) -> bool:
+    """Return whether `set_written_by_graph` was called."""
+    return getattr(variable, "_ncclsync_written_by_graph", False)
+
+
+def set_watchers(variable: tf.Variable, watchers: Any) -> None:
+    """Keep with a variable what `holders` tells whom by; None: nothing."""
+    variable._ncclsync_watchers = watchers
+
+
+def watchers_of(variable: tf.Variable) -> Any:
+    """Return what `set_watchers` was given last, or None."""
+    return getattr(variable, "_ncclsync_watchers", None)
 
 
 def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:

@@ -4,13 +4,12 @@ Owns the trace and the vocabulary of what it is cut into (`Exchange`, `Bucket`, 
 `cut.py` does the cutting, `layout.py` runs the result on every tower; this module knows no device.
 """
 
-import contextlib
 import dataclasses
 import enum
 import linecache
 import os
 import traceback as stack
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -147,7 +146,9 @@ class Program:
         results: what becomes of the towers' results.
         warnings: what a user should know of the step on towers, in words.
         gathered: what is gathered, so that every tower computes alike.
-        alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be told.
+        declared: numbers of rows, of which the batch must have one that the step was traced for.
+        alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be
+            told.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
@@ -166,6 +167,7 @@ class Program:
     results: Results
     warnings: tuple[str, ...]
     gathered: tuple[Whole, ...]
+    declared: tuple[int, ...]
     alike: float
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
@@ -185,11 +187,11 @@ class Mark:
 
     Attributes:
         name: the op's.
-        purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the batch's.
-            "slices": values and indices of a sparse gradient are. "parts": what each tower adds to them.
-            "slices part": the same of values and indices. "local": each tower's own. "addends": a gradient, of which
-            each tower takes its own addend. "rows": each tower's own are its rows of the batch. "own row": of one
-            row for each tower, its own.
+        purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the
+            batch's. "slices": values and indices of a sparse gradient are. "parts": what each tower adds to
+            them. "slices part": the same of values and indices. "local": each tower's own. "addends": a
+            gradient, of which each tower takes its own addend. "rows": each tower's own are its rows of the
+            batch. "own row": of one row for each tower, its own.
         collective: see "collective".
         conditional: whether its last tensor tells if the collective happens.
         line: the user's that asks for it, or calls what does.
@@ -200,7 +202,7 @@ class Mark:
 
     name: str
     purpose: str
-    collective: Collective = Collective("all_reduce")
+    collective: Collective = dataclasses.field(default_factory=lambda: Collective("all_reduce"))
     conditional: bool = False
     line: str = ""
     rows_add_up: bool = False
@@ -247,7 +249,9 @@ class _Marking:
                 "collective out of it, or leave it away: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
-        results = self.mark([*tensors, *conditions], "collective", collective=collective, conditional=when is not None)
+        results = self.mark(
+            [*tensors, *conditions], "collective", collective=collective, conditional=when is not None
+        )
         results = results[: len(tensors)]
         if collective.changes_rows:
             # On towers there will be other rows, which what is traced from here on must not know.

@@ -54,6 +54,25 @@ def random_data(
     return x, keras.tree.pack_sequence_as(outputs, targets)
 
 
+def check_targets(model: keras.Model, y: Any) -> None:
+    """Raise ValueError for data without targets, of a model whose loss is Keras' to compute from them.
+
+    Keras itself then says that None has no shape, or is not supported.
+
+    Args:
+        model: compiled.
+        y: of a batch, None if there is none.
+    """
+    stock = all(
+        getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss")
+    )
+    if y is None and stock and any(loss is not None for loss in keras.tree.flatten(model.loss)):
+        raise ValueError(
+            f"Expected data with targets, (x, y) or (x, y, sample_weight), since {model.name} was compiled "
+            f"with the loss {model.loss!r}. Received: x alone"
+        )
+
+
 def fixed_batch_size(model: keras.Model) -> int | None:
     """Return the batch size that a model's inputs declare, if one does."""
     return next((one.shape[0] for one in getattr(model, "inputs", None) or () if one.shape[0]), None)

@@ -74,6 +74,9 @@ def build_segment(
         count = len(plan.sources), len(plan.sources) + len(plan.incoming)
         fraction, is_root, *tower = args[count[1] :]
         values = dict(zip(plan.sources, args, strict=False))
+        for name in plan.sources:
+            if name in graph.variable_of:  # else what is read from it has no shape, which some ops ask for
+                private.describe_handle(values[name], graph.variable_of[name])
         values.update(_unpack_all(plan.incoming, args[count[0] : count[1]], fraction, meter, *tower))
         wanted = sorted(name for name in asked_for if name not in values and not name.startswith("@fold_"))
         writers = sorted({name for fold in plan.fold_reads for name in fold.writers} & set(plan.ops))

@@ -2,7 +2,8 @@
 
 Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`).
 A tower for which no row is left gets a copy of the first row and a sample count of zero: it computes on
-something, since an empty tensor has no mean, and the collectives leave its results out.
+something, since an empty tensor has no mean, and the collectives leave its results out. A batch without rows
+is tower 0's, whose results are then one device's.
 """
 
 import dataclasses
@@ -12,6 +13,17 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.ops import Share
+
+_SAME_ROWS = "Expected every tensor of a batch to have the same number of rows. Received:"
+_FIRST_AXIS = (
+    "Towers divide a batch along the first axis of each of its tensors, which has to run over the samples. "
+    "An axis of roles, as in metric learning, goes behind it: (samples, 2, ...) for (2, samples, ...); or "
+    "make each role an input of its own."
+)
+_MERGED = (
+    "Of graphs that are merged into one, give a row per graph, as tf.RaggedTensor, and merge them in the "
+    "model, by merge_dims(0, 1)."
+)
 
 
 def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
@@ -36,7 +48,8 @@ class Shards:
     Attributes:
         batches: [towers] the batch's structure, with the tower's rows.
         sizes: [towers] int32 scalars, the samples of each tower, 0 where it has none.
-        shares: [towers] what part of the batch that is; the fractions add up to 1.
+        shares: [towers] what part of the batch that is; the fractions add up to 1. That of tower 0 is 1 in a
+            batch without rows.
     """
 
     batches: list[Any]
@@ -57,42 +70,30 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
     Raises:
         ValueError: while the graph is built, if static shapes tell that the rows differ in number, or that
             there is no tensor with rows.
-        InvalidArgumentError: when the graph runs, if the rows differ in number or there are none.
+        InvalidArgumentError: when the graph runs, if the rows differ in number.
     """
     leaves = tf.nest.flatten(batch)
-    rowed = [leaf for leaf in leaves if _has_rows(leaf)]
-    if not rowed:
-        raise ValueError(
-            "Expected a batch with at least one tensor whose first axis runs over the samples. "
-            f"Received: {batch}"
-        )
+    rowed = rowed_leaves(batch)
     static = {rows for leaf in rowed if (rows := _static_rows(leaf)) is not None}
-    if len(static) > 1:
-        raise ValueError(
-            "Expected every tensor of a batch to have the same number of rows. "
-            f"Received: {[tuple(leaf.shape.as_list()) for leaf in rowed]}"
-        )
     rows = count_rows(rowed[0])
-    checks = [
-        tf.debugging.assert_positive(rows, "Expected a batch of at least one row. Received: an empty batch.")
-    ]
+    checks = []
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
-        checks += [
-            tf.debugging.assert_equal(
-                rows, count_rows(leaf), "Expected every tensor of a batch to have the same number of rows."
-            )
-            for leaf in rowed[1:]
-        ]
+        counts = [count_rows(leaf) for leaf in rowed]
+        same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
+        checks.append(
+            tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts))
+        )
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
     sizes = share + tf.cast(tf.range(towers) < rest, tf.int32)  # [towers]
     if uneven and towers > 1:
-        last = tf.minimum(rows, towers) - 1  # with samples
+        last = tf.maximum(tf.minimum(rows, towers) - 1, 0)  # with samples
         moves = tf.cast((rest == 0) | (share == 0), tf.int32)
         sizes += moves * (tf.one_hot(0, towers, dtype=tf.int32) - tf.one_hot(last, towers, dtype=tf.int32))
-    # Without samples: a copy of the first row, and a size of zero that keeps it out of every sum.
-    counts = tf.maximum(sizes, 1)
+    # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
+    # sum.
+    counts = tf.maximum(sizes, tf.minimum(rows, 1))
     whole = next(iter(static), None)
     splits: Any = counts
     if whole and whole % towers == 0 and not uneven:
@@ -102,13 +103,33 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
     batches = [
         tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)
     ]
-    fractions = tf.unstack(tf.cast(sizes, tf.float64) / tf.cast(rows, tf.float64), towers)
+    empty = tf.cast(rows == 0, tf.int32)
+    held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
+    fractions = tf.unstack(tf.cast(held, tf.float64) / tf.cast(rows + empty, tf.float64), towers)
     begins = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), towers)
     shares = [
         Share(fractions[tower], tf.constant(tower), tf.maximum(sizes[tower], 1), begins[tower], rows)
         for tower in range(towers)
     ]
     return Shards(batches, tf.unstack(sizes, towers), shares)
+
+
+def rowed_leaves(batch: Any) -> list[Any]:
+    """Return the leaves of a batch, or their specs, that have rows.
+
+    Raises:
+        ValueError: none has; or static shapes tell that the rows differ in number.
+    """
+    rowed = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    if not rowed:
+        raise ValueError(
+            "Expected a batch with at least one tensor whose first axis runs over the samples. "
+            f"Received: {batch}"
+        )
+    if len({_static_rows(leaf) for leaf in rowed} - {None}) > 1:
+        shapes = [tuple(leaf.shape.as_list()) for leaf in rowed]
+        raise ValueError(f"{_SAME_ROWS} {shapes}. {_FIRST_AXIS} {_MERGED}")
+    return rowed
 
 
 def shard_specs(batch: Any, towers: int) -> Any:

@@ -4,6 +4,7 @@ It knows where it stands, to the sample; `backup.py` stores that and brings it b
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -51,8 +52,8 @@ class Shuffled(private.SameDataset):
 
         Args:
             x, y, sample_weight: arrays or dense tensors of any dtype, or nested structures of them, which
-                share their first dimension, the samples. A batch is `(x,)`, `(x, y)` or
-                `(x, y, sample_weight)`.
+                share their first dimension, the samples; None within one stays None, for an optional input.
+                A batch is `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             batch_size: samples of a batch; the global batch, if there are towers.
             seed: a whole number from 0.
 
@@ -71,11 +72,18 @@ class Shuffled(private.SameDataset):
             raise ValueError("Expected y where sample_weight is given. Received: y=None")
         given = tuple(part for part in (x, y, sample_weight) if part is not None)
         with tf.device("/CPU:0"):
-            arrays = tf.nest.map_structure(tf.convert_to_tensor, keras.tree.lists_to_tuples(given))
+            arrays = _map_arrays(tf.convert_to_tensor, keras.tree.lists_to_tuples(given))
             self.rows = _rows_of(arrays)
             self._epoch, self._first = 0, 0  # of the pass that runs, or will: its number, where it begins
             self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of it, with those before
             super().__init__(self._pipeline(arrays))
+        self._arrays = arrays
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
+        arrays = tf.nest.map_structure(lambda array: array.numpy(), self._arrays)
+        place = self._epoch, self._first, int(self._seen.numpy())
+        return _restored, (type(self), arrays, self.batch_size, self.seed, place)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
@@ -124,15 +132,15 @@ class Shuffled(private.SameDataset):
 
             def batch_of(begin):
                 indices = order[begin : begin + self.batch_size]
-                return tf.nest.map_structure(lambda array: tf.gather(array, indices), arrays)
+                return _map_arrays(lambda array: tf.gather(array, indices), arrays)
 
             begins = tf.data.Dataset.range(0, tf.size(order, tf.int64), self.batch_size)
             return begins.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
 
         def counted(*batch):
-            rows = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+            rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
             with tf.control_dependencies([self._seen.assign_add(rows)]):
-                return tf.nest.map_structure(tf.identity, batch)
+                return _map_arrays(tf.identity, batch)
 
         passes = tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
         # Counted behind the prefetch: what that holds has not been handed out. TensorFlow is to add no other.
@@ -146,8 +154,27 @@ class Shuffled(private.SameDataset):
         return self.order(self._epoch)[self._first :]
 
 
+def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
+    """Call `function` on each array of a nested structure; None stays None."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), arrays)
+
+
+def _arrays_of(structure: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
+
+
+def _restored(
+    cls: type[Shuffled], arrays: tuple[Any, ...], batch_size: int, seed: int, place: tuple[int, int, int]
+) -> Shuffled:
+    """Return what was pickled, where it stood."""
+    data = cls(*arrays, batch_size=batch_size, seed=seed)
+    data._epoch, data._first, seen = place
+    data._seen.assign(seen)
+    return data
+
+
 def _rows_of(arrays: Any) -> int:
-    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(arrays)]
+    shapes = [tuple(leaf.shape) for leaf in _arrays_of(arrays)]
     if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) != 1 or not shapes[0][0]:
         raise ValueError(
             f"Expected arrays of the same number of samples, at least one. Received: shapes {shapes}"

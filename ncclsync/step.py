@@ -26,7 +26,7 @@ from ncclsync.program import Program, Results, trace
 from ncclsync.recovery import KeptBatch, Rollback
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.shard import components_of, open_specs
+from ncclsync.shard import components_of, open_specs, rowed_leaves
 from ncclsync.towers import TowerState
 from ncclsync.watch import Watch
 from ncclsync.watchdog import interruptible
@@ -42,6 +42,18 @@ class _Plan:
     rollback: Rollback
     kept: KeptBatch
     meter: Meter | None
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Ids of tower 0's variables that the program may write."""
+        variables = dict(self.program.variables)
+        written: set[str] = set()
+        for segment in self.program.segments:
+            graph = segment.function.graph
+            handles = set().union(*(private.written_handles(op) for op in graph.get_operations()))
+            sources = zip(segment.sources, graph.inputs, strict=False)
+            written.update(name for name, tensor in sources if tensor.name in handles and name in variables)
+        return frozenset(id(variables[name]) for name in written)
 
 
 class TowerStep(abc.ABC):
@@ -163,7 +175,13 @@ class TowerStep(abc.ABC):
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch of tensors; return its results. Raises what `run_on_iterator` does."""
+        """Run one step on a batch of tensors; return its results.
+
+        Raises:
+            ValueError: the batch has no rows, or not as many in each tensor.
+            Exception: what `run_on_iterator` raises.
+        """
+        rowed_leaves(batch)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         results = self._run(open_specs(batch), False, leaves_of(batch))
         self.count(None)
@@ -176,7 +194,10 @@ class TowerStep(abc.ABC):
 
     def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step."""
+        # Before anything is kept: the variables of another function's graph would be found by later steps.
+        self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
+        plan: _Plan | None = None
         if not watchers:
             graph, plan = self._graph_of(batch_specs, iterated, None)
             return self.guarded(functools.partial(graph, *arguments), plan)
@@ -241,8 +262,8 @@ class TowerStep(abc.ABC):
                 raise
             program = self.make_program(specs, meter)
             self.towers.warn_once(
-                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: every tower "
-                f"computes the whole batch. Without that number: {error}"
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                f"every tower computes the whole batch. Without that number: {error}"
             )
         return self._programs.setdefault(key, program)
 
@@ -275,6 +296,9 @@ class TowerStep(abc.ABC):
             if plan is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(plan)
             raise
+        finally:
+            if plan is not None and self.towers.shared:
+                self.towers.tell_of_writes(plan.written)
 
     def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
         """Called by the graph of a step, whose batch is kept."""
@@ -350,8 +374,12 @@ def python_step(step: Callable) -> Callable:
 
 
 def without_optionals(batch: Any) -> Any:
-    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does."""
-    missing = (tf.experimental.Optional, tf.OptionalSpec)
+    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+
+    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
+    `tf.data.Dataset`, whose spec of it is another.
+    """
+    missing = (tf.experimental.Optional, tf.OptionalSpec, tf.NoneTensorSpec)
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
 

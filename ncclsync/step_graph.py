@@ -91,6 +91,9 @@ class StepGraph:
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.open_axes: dict[
+            str, int
+        ] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self._result_of: dict[tuple[str, Collective, str | None], str] = {}
@@ -171,7 +174,12 @@ class StepGraph:
         if name in self.exchanges:
             return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
-        return tf.TensorSpec([] if tensor.dtype == tf.resource else tensor.shape, tensor.dtype)
+        shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
+        if name in self.open_axes:
+            lengths = shape.as_list()
+            lengths[self.open_axes[name]] = None
+            shape = tf.TensorShape(lengths)
+        return tf.TensorSpec(shape, tensor.dtype)
 
     def producer_type(self, name: str) -> str | None:
         """The type of the op that a tensor comes from; None for the result of an exchange."""
@@ -186,14 +194,20 @@ class StepGraph:
         self.writes[op.name] = set()
         self.by_name[op.name] = op
 
+    def stands_for(self, op: str, other: str) -> None:
+        """Let whatever waits for one op wait for another, which does its work."""
+        for name, controls in self.controls.items():
+            if op in controls:
+                self.controls[name] = [other if control == op else control for control in controls]
+        definitions = self.tf_graph.as_graph_def().library.function
+        self.functions.update((f.signature.name, f) for f in definitions)
+
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 
-    def exchange(
-        self, source: str, collective: Collective, when: str | None = None, line: str = ""
-    ) -> str:
+    def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
         """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
 
         Args:

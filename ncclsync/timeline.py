@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ncclsync.files import replacing
 from ncclsync.meter import COMMUNICATION, STEPS, Measured, TimedSpan
 from ncclsync.watcher import StepWatcher
 
@@ -44,7 +45,8 @@ class Timeline(StepWatcher):
     All other steps run the graph that they run without this callback.
 
     The file is written, in one piece, when all these steps are recorded, when `fit` ends or a step fails, and
-    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file.
+    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file. If
+    it cannot be written then, that is logged, and training goes on.
     """
 
     def __init__(self, path: str | os.PathLike, steps: tuple[int, int] = (1, 100)) -> None:
@@ -70,7 +72,7 @@ class Timeline(StepWatcher):
         weakref.finalize(self, self._trace.save)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare, and see that the file can be written.
+        """Prepare, and see that the file can be written, before anything is trained.
 
         Raises:
             ValueError: it cannot; or the model cannot be watched, see `StepWatcher`.
@@ -91,12 +93,7 @@ class Timeline(StepWatcher):
         """Keep what is asked for."""
         self._trace.add(self._done + 1, measured)
         self._done += measured.completed
-        if measured.failed:
-            try:
-                self._trace.save()
-            except OSError:  # the step's own error must be told
-                logger.exception("Timeline: the trace could not be written")
-        elif self._done >= self._last:
+        if measured.failed or self._done >= self._last:
             self._trace.save()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -138,14 +135,20 @@ class _Trace:
             ) from error
 
     def save(self) -> None:
-        """Write the file, unless it holds everything already; an older one stays until it is complete."""
+        """Write the file, unless it holds everything already; an older one stays until it is complete.
+
+        A disk that is full by then is logged: no training ends for its trace. The next call tries again.
+        """
         if self._saved == len(self._calls):
             return
         events = [*self._rows(), *(_event(step, one) for step, one in self._spans())]
         content = {"traceEvents": events, "displayTimeUnit": "ms"}
-        part = self._path.with_name(f"part-{self._path.name}")
-        part.write_text(json.dumps(content), encoding="utf-8")
-        part.replace(self._path)
+        try:
+            with replacing(self._path) as part:
+                part.write_text(json.dumps(content), encoding="utf-8")
+        except OSError:
+            logger.exception("Timeline: the trace could not be written to %s. Training goes on", self._path)
+            return
         self._saved = len(self._calls)
 
     def _spans(self) -> Iterator[tuple[int, TimedSpan]]:

@@ -47,6 +47,7 @@ class TowerState:
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
         noise: how much the towers' gradients differ, if somebody asks.
+        shared: ids of the variables that other towers of the process hold copies of, too.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class TowerState:
         self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
         self._closed = False
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
-        self._pending: set[int] = set()
+        self._pending: set[int] = set()  # ids of those to be sent before the next step
+        self.shared: set[int] = set()  # ids of those of which other towers hold copies, too
         self._warned: set[str] = set()
         self._watchers: list[Callable[[Measured], None]] = []
         self._save: Callable[[], None] | None = None
@@ -138,6 +140,18 @@ class TowerState:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled and copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "Expected towers to stay in the process that made them: they hold devices, a communicator and "
+            f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is "
+            "then a plain one, or its factory, and call the decorated factory or Towers(...) anew."
+        )
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
@@ -151,10 +165,12 @@ class TowerState:
         self._closed = True
         if self.sharding is not None:
             self.sharding.release()
-        for replicas in self._replicas.values():
+        for replicas in list(self._replicas.values()):
+            replicas.gather_parts()
             replicas.unwatch()
         self._replicas.clear()
         self._pending.clear()
+        self.shared.clear()
         self.communicator.close()
 
     def get_weights(self, tower: int) -> list[np.ndarray]:
@@ -171,6 +187,7 @@ class TowerState:
     def broadcast(self) -> None:
         """Send tower 0's variables to all towers, now. Collective."""
         self.require_open()
+        self.require_eager("Towers.broadcast")
         self._send(list(self._replicas))
 
     def divergence(self) -> float:
@@ -182,7 +199,7 @@ class TowerState:
         """
         self.sync()
         largest = 0.0
-        for replicas in self._replicas.values():
+        for replicas in list(self._replicas.values()):
             if replicas.role is Role.SAME:
                 reference = replicas.variable.numpy()
                 for copy in replicas.copies:
@@ -253,6 +270,18 @@ class TowerState:
                 "on towers; saving and calling it still work."
             )
 
+    def require_eager(self, what: str) -> None:
+        """Raise NcclSyncError within a tf.function: what is made there is gone when its graph is complete.
+
+        Args:
+            what: was called, for the message.
+        """
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
+                "Python: a step on towers is a graph of its own."
+            )
+
     def copies(self, variable: tf.Variable) -> list[tf.Variable]:
         """Return [N] what stands for tower 0's `variable` on each tower, itself first.
 
@@ -260,8 +289,6 @@ class TowerState:
         seed from one of the tower's own).
         """
         self.require_open()
-        if len(self) == 1:
-            return [variable]
         replicas = self._replicas.get(id(variable))
         role = role_of(variable, self.batch_invariant_random)
         if replicas is None:
@@ -269,24 +296,41 @@ class TowerState:
             for tower, value in self._values(variable, role):
                 with tf.device(self._device_of(variable, tower)):
                     copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
-            replicas = self._replicas[id(variable)] = Replicas(variable, role, copies, self._pending)
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
-            weakref.finalize(variable, self._replicas.pop, id(variable), None).atexit = False
+            forget = functools.partial(_forget, weakref.ref(self), id(variable))
+            replicas = Replicas(variable, role, copies, self._pending, self.shared, forget)
+            self._replicas[id(variable)] = replicas
+            if private.is_written_by_graph(variable):
+                self._pending.add(id(variable))
         elif replicas.role is not role:
             replicas.take_role(role)
         return [variable, *replicas.copies]
 
     def sync(self) -> None:
-        """Send to all towers what Python wrote into tower 0 since the last step.
+        """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
 
         Joins them anew if a collective had failed.
+
+        Raises:
+            NcclSyncError: the towers are closed, or the call is inside a `tf.function`.
         """
         self.require_open()
+        self.require_eager("towers to be read and trained")
         self.communicator.reopen()
         if self._pending:
-            self._send([key for key in self._pending if key in self._replicas])
+            self._send([key for key in tuple(self._pending) if key in self._replicas])
         if self.sharding is not None:
             self.sharding.divide()
+
+    def tell_of_writes(self, written: frozenset[int]) -> None:
+        """Tell other towers that hold copies of the same variables that a step on these has written them.
+
+        Args:
+            written: ids of all variables that the step may have written.
+        """
+        for key in self.shared & written:
+            if not self._replicas[key].tell_others():
+                self.shared.discard(key)  # the others are closed
 
     def warn_once(self, message: str) -> None:
         """Log a warning, unless it was logged before."""
@@ -296,7 +340,7 @@ class TowerState:
 
     def distrust(self) -> None:
         """Note that a step failed: every variable is sent again before the next one."""
-        for replicas in self._replicas.values():
+        for replicas in list(self._replicas.values()):
             replicas.gather_parts()
         self._pending.update(self._replicas)
 
@@ -337,8 +381,10 @@ class TowerState:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
-            if replicas.role in (Role.PARTIAL, Role.PARTITION):
-                replicas.gather_parts()
+            if not replicas.copies or replicas.role in (Role.PARTIAL, Role.PARTITION):
+                # Whoever holds parts of it, these towers or others, adds them up when it is read.
+                replicas.variable.value()
+                self._pending.discard(key)
                 continue
             self._pending.add(key)
             # Freed before its successor is made: a variable's copies never take memory twice.
@@ -347,7 +393,7 @@ class TowerState:
                     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
             for tower, value in self._values(replicas.variable, replicas.role):
                 tf.raw_ops.AssignVariableOp(resource=replicas.copies[tower - 1].handle, value=value)
-            if not replicas.written_by_graph:
+            if not private.is_written_by_graph(replicas.variable):
                 self._pending.discard(key)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
@@ -357,6 +403,8 @@ class TowerState:
         Towers that share memory share tower 0's until one of them writes; TensorFlow copies it then.
         """
         value = variable.value()
+        if len(self) == 1:
+            return
         if role is Role.SAME and self.share_memory:
             yield from ((tower, value) for tower in range(1, len(self)))
             return
@@ -370,7 +418,8 @@ class TowerState:
             for tower in range(1, len(self)):
                 yield tower, start_value(value, role, tower)
             return
-        buffers = [value]
+        with tf.device(placed[0]):
+            buffers = [tf.identity(value)]  # no copy, unless other towers have their tower 0 elsewhere
         for device in placed[1:]:
             with tf.device(device):
                 buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
@@ -387,3 +436,11 @@ class TowerState:
         if "CPU" in variable.device and "CPU" not in self.devices[tower]:
             return variable.device
         return f"/{self.devices[tower]}"
+
+
+def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
+    """Let towers, if they are there, free the copies of a variable that was deleted."""
+    towers = borrowed()
+    if towers is not None:
+        towers._replicas.pop(key, None)
+        towers.shared.discard(key)

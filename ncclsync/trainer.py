@@ -19,12 +19,13 @@ from ncclsync.devices import default_device
 from ncclsync.errors import NcclSyncError
 from ncclsync.exactness import find_inexact
 from ncclsync.explanation import Explanation, explain_program, rows_of
+from ncclsync.files import replacing
 from ncclsync.loop import Towers
 from ncclsync.meter import Meter
 from ncclsync.program import Program, Results
-from ncclsync.random_data import fixed_batch_size, random_data
-from ncclsync.step import TowerStep, to_tensor, without_optionals
+from ncclsync.random_data import check_targets, fixed_batch_size, random_data
 from ncclsync.semantics.normalization import synchronize_batch_norm
+from ncclsync.step import TowerStep, to_tensor, without_optionals
 
 _BATCH_SIZE = 32  # Keras' own
 
@@ -52,6 +53,10 @@ def attach(
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: private_keras.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
+    # From here on, and not from the first step: a write must find somebody watching. On one tower too, whose
+    # weights other towers may share.
+    for variable in model.weights:
+        towers.copies(private.backend_variable(variable))
     plain = towers.on_nonfinite.mode is None
     if plain and len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
@@ -73,9 +78,6 @@ def attach(
 
     if sync_batch_norm:
         synchronize_batch_norm(model)
-    # From here on, and not from the first step: a write must find somebody watching.
-    for variable in model.weights:
-        towers.copies(private.backend_variable(variable))
     model.make_train_function = make_train_function
     model.make_test_function = make_test_function
     model.make_predict_function = make_predict_function
@@ -101,6 +103,11 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
         batch = random_data(model, batch, batch_size=batch)
     if not isinstance(batch, (tuple, list)):
         raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+    if not 1 <= len(batch) <= 3:
+        raise ValueError(
+            f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements"
+        )
+    check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
     specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
     return explain_program(step.program_of(specs), towers, rows_of(batch))
@@ -111,12 +118,11 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     model = borrowed()
     if model is None:
         return
-    part = path.with_name(f"part-{path.name}")
-    if path.name.endswith(".weights.h5"):
-        model.save_weights(part, overwrite=True)
-    else:
-        model.save(part, overwrite=True)
-    part.replace(path)
+    with replacing(path) as part:
+        if path.name.endswith(".weights.h5"):
+            model.save_weights(part, overwrite=True)
+        else:
+            model.save(part, overwrite=True)
     _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
@@ -182,7 +188,7 @@ class ModelStep(TowerStep):
         return results
 
     def _run_eagerly(self, batch: Any) -> Any:
-        """Run the step as one device does, on tower 0, to debug it line by line; all towers get what it writes."""
+        """Run the step as one device does, on tower 0, line by line; all towers get what it writes."""
         variables = private_keras.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:

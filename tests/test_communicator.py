@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import threading
+import types
 
 import ml_dtypes
 import numpy as np
@@ -402,6 +403,22 @@ def read_only(count):
     return array
 
 
+class Untold:
+    """Has a capsule, and no device."""
+
+    def __dlpack__(self):
+        return None
+
+
+class Texts(Untold):
+    """TensorFlow's tensor of strings, which ends the process when it is asked for a capsule."""
+
+    dtype = types.SimpleNamespace(name="string")
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
 ZEROS = np.zeros(4, np.float32)
 PAIR = [np.zeros(4, np.float32), np.zeros(4, np.float32)]
 BASE = np.zeros(8, np.float32)
@@ -411,6 +428,21 @@ REFUSALS = {
     "list": ([ZEROS, [1.0]], PAIR, TypeError, r"sends\[1\].* Received: list"),
     "bad tuple": ([ZEROS, (1, 2)], PAIR, TypeError, r"sends\[1\].*tuple"),
     "null pointer": ([ZEROS, (0, 4, "float32")], PAIR, ValueError, r"sends\[1\].*pointer"),
+    "pointer of 2^80": ([ZEROS, (2**80, 4, "float32")], PAIR, ValueError, r"sends\[1\].*below address 2\^64"),
+    "count of 2^80": ([ZEROS, (64, 2**80, "float32")], PAIR, ValueError, r"sends\[1\].*below address 2\^64"),
+    "beyond the end": ([ZEROS, (2**64 - 15, 4, "float32")], PAIR, ValueError, r"sends\[1\] to begin and to"),
+    "float pointer": ([ZEROS, (64.0, 4, "float32")], PAIR, TypeError, r"sends\[1\] to be a tuple \(pointer"),
+    "text as count": ([ZEROS, (64, "4", "float32")], PAIR, TypeError, r"sends\[1\] to be a tuple \(pointer"),
+    "bool pointer": ([ZEROS, (True, 4, "float32")], PAIR, TypeError, r"sends\[1\] to be a tuple \(pointer"),
+    "no dtype": ([ZEROS, (64, 4, None)], PAIR, TypeError, r"sends\[1\] of a dtype that .* Received: None"),
+    "dict": (dict(enumerate(PAIR)), PAIR, TypeError, "sends to be a list of buffers, .* Received: dict"),
+    "text": (PAIR, "ab", TypeError, "recvs to be a list of buffers, one per rank. Received: str"),
+    "number": (3, PAIR, TypeError, "sends to be a list of buffers, one per rank. Received: int"),
+    "iterator": (iter(PAIR), PAIR, TypeError, "sends to be a list of buffers, .* Received: list_iterator"),
+    "no DLPack": ([ZEROS, Untold()], PAIR, TypeError, r"sends\[1\] to tell its memory by __dlpack_device__"),
+    "no capsule": ([ZEROS, Dlpack(None)], PAIR, TypeError, r"sends\[1\] to tell its memory by .*Dlpack \("),
+    "refused DLPack": ([ZEROS, Dlpack(read_only(4))], PAIR, TypeError, r"sends\[1\] to tell its memory"),
+    "text within": ([ZEROS, Texts()], PAIR, TypeError, r"sends\[1\] of a dtype that NCCL.* Received: string"),
     "length": ([ZEROS, ZEROS[:3]], PAIR, ValueError, r"sends\[1\] to be like sends\[0\].* 3 × "),
     "dtype": (PAIR, [ZEROS, np.zeros(4)], ValueError, r"recvs\[1\].* Received: 4 × float64"),
     "sends unlike recvs": (PAIR, [np.zeros(4)] * 2, ValueError, r"recvs\[0\].* like sends\[0\]"),
@@ -436,12 +468,13 @@ REFUSALS = {
 def test_bad_buffers_are_refused_by_rank_before_anything_is_written(case):
     """The message says what was expected and what was received; recvs stay as they were."""
     sends, recvs, error, message = REFUSALS[case]
-    for recv in recvs:
+    arrays = [recv for recv in recvs if isinstance(recv, np.ndarray)]
+    for recv in arrays:
         if recv.flags.writeable:
             recv[:] = 5
     with pytest.raises(error, match=f"Expected .*{message}"):
         CpuCommunicator(2).all_reduce(sends, recvs)
-    for recv in recvs:
+    for recv in arrays:
         assert (recv == (5 if recv.flags.writeable else 0)).all()
 
 
@@ -455,6 +488,31 @@ def test_bad_broadcasts_are_refused():
     for root in (-1, 2):
         with pytest.raises(ValueError, match=f"Expected root to be a rank, 0 to 1. Received: {root}"):
             comm.broadcast(PAIR, root)
+    for root in ("0", 1.0, None, True, {}):
+        with pytest.raises(TypeError, match=f"Expected root to be the number of a rank. Received: {root!r}"):
+            comm.broadcast(PAIR, root)
+    with pytest.raises(TypeError, match=r"Expected label to be a str. Received: 3"):
+        comm.broadcast(PAIR, label=3)
+    comm.broadcast(PAIR, np.int64(1))
+
+
+def test_groups_are_of_collectives():
+    """Anything else is told, before anything is written; any iterable of them is run, once."""
+    sends, recvs = [np.ones(4, np.float32)] * 2, [np.zeros(4, np.float32)] * 2
+    made = AllReduce(sends, recvs)
+    comm = CpuCommunicator(2)
+    kinds = "AllReduce, Broadcast, ReduceScatter or AllGather"
+    for group in ([made, 3], [3], [(sends, recvs)], ["all_reduce"], [None]):
+        with pytest.raises(TypeError, match=rf"Expected each collective to be {kinds}. Received: "):
+            comm.run_group(group)
+    for group, received in ((3, "int"), (None, "NoneType"), (made, "AllReduce")):
+        with pytest.raises(
+            TypeError, match=f"Expected collectives to be a list of {kinds}. Received: {received}"
+        ):
+            comm.run_group(group)
+    assert not recvs[0].any()
+    comm.run_group(iter([made]))
+    assert recvs[0].tolist() == [2, 2, 2, 2]
 
 
 EIGHT = [np.zeros(8, np.float32), np.zeros(8, np.float32)]
@@ -508,10 +566,12 @@ def test_bad_blocks_are_refused(name, case):
 
 def test_bad_sizes_and_operations_are_refused():
     """Only whole numbers of ranks, only NCCL's five operations."""
-    for size in (0, -1, 1.5, "2"):
+    for size in (0, -1, 1.5, "2", True, None):
         with pytest.raises(ValueError, match="Expected size"):
             CpuCommunicator(size)
-    for op in ("mean", "SUM", None):
+    with pytest.raises(TypeError, match=r"Expected pool to be a native.Pool or None. Received: 3"):
+        CpuCommunicator(2, pool=3)
+    for op in ("mean", "SUM", None, 3, {}, ["sum"]):
         with pytest.raises(ValueError, match="Expected op to be one of sum, prod, max, min, avg"):
             CpuCommunicator(2).all_reduce(PAIR, PAIR, op)
         with pytest.raises(ValueError, match="Expected op to be one of sum, prod, max, min, avg"):
@@ -544,3 +604,16 @@ def test_empty_aligned_begins_at_64_bytes(shape):
         assert array.shape == np.empty(shape).shape and array.dtype == dtype
         assert array.size == 0 or array.ctypes.data % 64 == 0
         assert array.flags.c_contiguous and array.flags.writeable
+
+
+def test_empty_aligned_refuses():
+    """Shapes of no whole numbers, and dtypes whose memory would hold pointers."""
+    for shape in (1.5, "3", None, True, (2, "1")):
+        with pytest.raises(TypeError, match=r"Expected shape to be a whole number, or several. Received: "):
+            empty_aligned(shape, np.float32)
+    for shape in (-1, (2, -1)):
+        with pytest.raises(ValueError, match=r"Expected shape to be of numbers from 0. Received: "):
+            empty_aligned(shape, np.float32)
+    for dtype in ("nothing", object):
+        with pytest.raises(TypeError, match=r"Expected a dtype .* Received: "):
+            empty_aligned(3, dtype)

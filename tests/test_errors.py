@@ -1,6 +1,7 @@
 """What ncclsync refuses, each by its message: models, towers, devices, backends, batches."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import tensorflow as tf
 from parity import data, mlp, on_towers
 
-from ncclsync import NcclSyncError, NcclUnavailableError, devices, nccl_parallel
+from ncclsync import NcclSyncError, NcclUnavailableError, Towers, devices, nccl_parallel
 from ncclsync.devices import choose_placement
 
 X, Y = data()
@@ -152,6 +153,17 @@ def test_model_made_under_a_strategy(strategy, under_scope):
         ),
         (dict(devices="GPU:0"), TypeError, r"Expected devices to be a list of names .* Received: 'GPU:0'"),
         (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]"),
+        (
+            dict(towers=257),
+            ValueError,
+            "Expected towers to be at most 256, more than .* Received: towers=257",
+        ),
+        (
+            dict(towers=10**6),
+            ValueError,
+            r"Received: towers=1000000. A batch size belongs to fit\(batch_size",
+        ),
+        (dict(devices=["CPU:0"] * 10**6), ValueError, "devices to name at most 256, .* Received: 1000000"),
         (dict(bucket_bytes=0), ValueError, r"Expected bucket_bytes to be a positive int. Received: 0"),
         (dict(bucket_bytes=1.5), ValueError, r"Expected bucket_bytes to be a positive int. Received: 1.5"),
         (
@@ -165,6 +177,52 @@ def test_bad_argument(arguments, error, message):
     """A bad argument is refused where it is written: when the decorator is applied, not at the first call."""
     with pytest.raises(error, match=message):
         nccl_parallel(**arguments)
+
+
+def test_bad_number_of_towers_for_a_loop():
+    """The same, at once."""
+    with pytest.raises(ValueError, match=r"Expected towers to be at most 256, .* Received: towers=1000000"):
+        Towers(10**6)
+    with pytest.raises(ValueError, match=r"Expected devices to name at most 256, .* Received: 257"):
+        Towers(["CPU:0"] * 257)
+
+
+METHODS = {
+    "fit": lambda model: model.fit(X, Y, verbose=0),
+    "evaluate": lambda model: model.evaluate(X, Y, verbose=0),
+    "predict": lambda model: model.predict(X, verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(X, Y),
+    "test_on_batch": lambda model: model.test_on_batch(X, Y),
+    "predict_on_batch": lambda model: model.predict_on_batch(X),
+    "divergence": lambda model: model.towers.divergence(),
+    "get_weights": lambda model: model.towers.get_weights(1),
+    "broadcast": lambda model: model.towers.broadcast(),
+    "explain": lambda model: model.towers.explain(8),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_within_a_function(trained):
+    """Whatever runs a step or reads towers is refused there, and leaves nothing for later fits to meet."""
+    model, alone = on_towers(mlp, 2), mlp()
+    if trained:
+        model.fit(X, Y, verbose=0)
+        alone.fit(X, Y, verbose=0)
+    for name, method in METHODS.items():
+        with pytest.raises(NcclSyncError, match=r"Expected .* outside any tf.function. Received: a call ins"):
+            tf.function(method)(model)
+        if name == "predict_on_batch":
+            with pytest.raises(NcclSyncError, match="fit, evaluate, predict and the _on_batch methods"):
+                tf.data.Dataset.range(2).map(lambda _: METHODS["fit"](model))
+    np.testing.assert_allclose(
+        model.fit(X, Y, verbose=0, shuffle=False).history["loss"],
+        alone.fit(X, Y, verbose=0, shuffle=False).history["loss"],
+        rtol=1e-5,
+    )
+    assert model.towers.divergence() == 0.0 and model.towers.explain().shards
+    np.testing.assert_allclose(model.predict(X, verbose=0), alone.predict(X, verbose=0), atol=1e-5)
+    # What a function may do with a model is call it.
+    np.testing.assert_allclose(tf.function(model)(X), alone(X), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["TPU:0", "CPU:9", "GPU:77", "cuda:0", "", 0, None])
@@ -276,14 +334,19 @@ def join():
 
 
 def test_inputs_of_different_length_known_while_tracing():
-    """Static shapes tell: a ValueError with the shapes."""
+    """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
     model = on_towers(join, 4)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected every tensor of a batch to have the same number of rows. "
-        r"Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]",
-    ):
+    words = (
+        r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    )
+    words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
+    with pytest.raises(ValueError, match=words):
         model.fit(uneven(static=True), verbose=0)
+    for call in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(ValueError, match=words):
+            call({"left": X[:20], "right": X[:19]}, X[:20, :1])
+    with pytest.raises(ValueError, match=r"Received: \[\(20, 12\), \(3, 12\)\]. Towers divide"):
+        model.predict_on_batch({"left": X[:20], "right": X[:3]})
 
 
 def test_inputs_of_different_length_known_while_running():
@@ -291,33 +354,46 @@ def test_inputs_of_different_length_known_while_running():
     model = on_towers(join, 4)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit(uneven(static=False), verbose=0)
-    assert "Expected every tensor of a batch to have the same number of rows" in str(caught.value)
-    assert "20" in str(caught.value) and "19" in str(caught.value)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
-        model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:3, :1])
+    words = r"the same number of rows. Received:\] \[20 19 20\] \[Towers divide a batch .* as tf.RaggedTensor"
+    assert re.search(words, str(caught.value))
     before = model.get_weights()
     loss = model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:20, :1])
     assert np.isfinite(loss) and not np.array_equal(before[0], model.get_weights()[0])
     assert model.towers.divergence() == 0.0
 
 
-def test_empty_batch():
-    """No row means no mean: refused, whatever calls it, and the weights stay."""
-    model = on_towers(mlp, 3)
-    before = model.get_weights()
-    empty = tf.data.Dataset.from_tensors((X, Y)).map(lambda x, y: (x[:0], y[:0]))
-    for call in (
-        lambda: model.train_on_batch(X[:0], Y[:0]),
-        lambda: model.fit(empty, verbose=0),
-        lambda: model.evaluate(empty, verbose=0),
-        lambda: model.predict_on_batch(X[:0]),
-    ):
-        with pytest.raises(
-            tf.errors.InvalidArgumentError, match=r"Expected a batch of at least one row. Received: an empty"
-        ):
-            call()
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+@pytest.mark.parametrize("towers", [2, 3])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_roles_on_an_axis(axis, towers):
+    """A step that takes anchors and positives off an axis trains as one device does; off the first one
+    too."""
+
+    class Pairs(keras.Sequential):
+        def __init__(self, axis):
+            super().__init__([keras.Input((12,)), keras.layers.Dense(5)])
+            self.axis = axis
+
+        def train_step(self, batch):
+            (x,) = batch
+            with tf.GradientTape() as tape:
+                one, other = (self(tf.gather(x, role, axis=self.axis), training=True) for role in (0, 1))
+                loss = tf.reduce_mean((one - other) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def factory(axis):
+        model = Pairs(axis)
+        model.compile("sgd")
+        return model
+
+    pairs = np.stack([X[:20], X[20:40]], axis=axis)
+    model, alone = on_towers(lambda: factory(axis), towers), factory(axis)
+    alone.set_weights(model.get_weights())
+    for one in (model, alone):
+        one.fit(tf.data.Dataset.from_tensors((pairs,)), epochs=2, verbose=0)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_closed_towers():

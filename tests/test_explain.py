@@ -55,7 +55,7 @@ def test_variables_and_lines_of_a_step():
     before = model.get_weights()
     found = model.towers.explain(8)
     rows = rows_of(found)
-    assert rows["table/embeddings"].rule == "gather: the rows of all towers"
+    assert rows["table/embeddings"].rule == "all-gather: the rows of all towers"
     assert rows["one/kernel"].rule == rows["two/kernel"].rule == rows["last/bias"].rule == PARTS
     assert rows["norm/moving_mean"].rule == "all-reduce: mean over the samples"
     assert rows["one/kernel"].size_bytes == 64
@@ -124,9 +124,34 @@ def test_one_tower_and_a_loop():
 
 
 @pytest.mark.parametrize(
-    "batch, error", [(0, "at least one row. Received: 0"), ("x", "a batch size, or a batch .* 'x'")]
+    "batch, error",
+    [
+        (0, "at least one row. Received: 0"),
+        ("x", "a batch size, or a batch .* 'x'"),
+        ((X,), "data with targets, .* since sequential.* was compiled with the loss .* Received: x alone"),
+        ([X], "data with targets, .* Received: x alone"),
+        ((X, None), "data with targets, .* Received: x alone"),
+        ((), r"a batch \(x,\), \(x, y\) or \(x, y, sample_weight\). Received: 0 elements"),
+        ((X, Y, Y, Y), "Received: 4 elements"),
+    ],
 )
 def test_bad_batch(batch, error):
     """Refused by what it is."""
     with pytest.raises((TypeError, ValueError), match=error):
         on_towers(mlp, 2).towers.explain(batch)
+
+
+def test_batch_of_inputs_alone():
+    """Of a model whose own loss asks for no targets."""
+
+    class Encoder(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.ops.square(y_pred))
+
+    def build():
+        inputs = keras.Input((12,))
+        model = Encoder(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", loss="mse")
+        return model
+
+    assert on_towers(build, 2).towers.explain((X,)).shards[-1].end == len(X)

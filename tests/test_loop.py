@@ -143,8 +143,8 @@ def test_new_functions_for_each_step_are_told_of(caplog):
     "step, batch, error, message",
     [
         (None, X, TypeError, r"Expected a function of a batch. Received: None"),
-        (tf.reduce_sum, X[:0], ValueError, r"Expected a batch of at least one row"),
-        (tf.reduce_sum, 3.0, ValueError, r"Expected a batch of at least one row"),
+        (tf.reduce_sum, 3.0, ValueError, r"Expected a batch with at least one tensor whose first axis"),
+        (tf.reduce_sum, None, ValueError, r"Expected a batch with at least one tensor whose first axis"),
         (lambda b: b[0], (X[:3], X[:4]), (ValueError, tf.errors.OpError), r"the same number of rows"),
     ],
 )
@@ -152,6 +152,39 @@ def test_bad_argument(step, batch, error, message):
     """Refused before anything runs."""
     with ncclsync.Towers(2) as towers, pytest.raises(error, match=message):
         towers.run(step, batch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_batch_without_rows(count):
+    """As on one device: the mean of nothing is NaN, its sum 0; rows are none; updates are what they are."""
+    weight, alone = tf.Variable(2.0), tf.Variable(2.0)
+
+    def step(batch, weight=weight):
+        x, ragged, sparse = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(x * weight)
+        weight.assign_add(tf.math.multiply_no_nan(tape.gradient(loss, weight), 0.0) + 1.0)
+        rows = tf.shape(x)[0]
+        return {"mean": loss, "rows": x * 2.0, "count": rows, "ragged": ragged + 1.0, "sparse": sparse}
+
+    def batch(rows):
+        ragged = tf.RaggedTensor.from_row_lengths(tf.range(2.0 * rows), [2] * rows)
+        return tf.ones([rows, 3]), ragged, tf.sparse.from_dense(tf.ones([rows, 3]))
+
+    with ncclsync.Towers(count) as towers:
+        for rows in (4, 0, 1):
+            told = towers.run(step, batch(rows))
+            expected = step(batch(rows), alone)
+            for name in ("mean", "rows", "count"):
+                np.testing.assert_array_equal(told[name], expected[name], err_msg=f"{name} of {rows}")
+            assert told["ragged"].to_list() == expected["ragged"].to_list()
+            sparse, whole = (tf.sparse.to_dense(one["sparse"]) for one in (told, expected))
+            np.testing.assert_array_equal(sparse, whole)
+        assert weight.numpy() == alone.numpy() == 5.0
+        for gathered, rows in ((towers.run(ncclsync.ops.all_gather, X[:n]), n) for n in (4, 0)):
+            assert gathered.shape == (rows, X.shape[1])
+        first, *others = towers.run(tf.reduce_sum, X[:0], per_tower=True)
+        assert first.numpy() == 0.0 and others == [None] * (count - 1)
 
 
 def test_where_it_cannot_run():

@@ -105,11 +105,17 @@ def test_process_that_does_not_come(standin):
         ((bytes(128), 2, [1, 1], [0, 1]), "Expected different ranks, each with a device"),
         ((bytes(128), 2, [-1], [0]), "Expected ranks to be ranks of this process"),
         ((bytes(128), 2, [0], []), "Expected devices to be CUDA ordinals"),
+        ((bytes(128), 2, [0], [2**31]), "Expected devices to be CUDA ordinals"),
+        ((bytes(128), 2, [2**40], [0]), "Expected ranks to be ranks of this process"),
+        ((bytes(128), 2**31, [0], [0]), "Expected ranks below world_size"),
+        ((bytes(128), 2, 0, [0]), "Expected ranks to be a list of ranks of this process. Received: 0"),
+        ((bytes(128), 2, [0], 0), "Expected devices to be a list of CUDA ordinals. Received: 0"),
+        ((bytes(128), 2, [0], "0"), "Expected devices to be a list of CUDA ordinals. Received: '0'"),
     ],
 )
 def test_bad_shares_are_refused(standin, arguments, message):
     """Before NCCL is asked."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         NcclCommunicator.from_unique_id(*arguments)
 
 

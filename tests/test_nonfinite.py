@@ -1,7 +1,11 @@
 """`@nccl_parallel(on_nonfinite=...)`: a gradient with a NaN or an infinity is named, and its step undone."""
 
 import logging
+import os
 import pickle
+import re
+import stat
+import tempfile
 
 import keras
 import numpy as np
@@ -9,7 +13,15 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import NcclSyncError, NonFiniteError, Towers
+from ncclsync import NcclSyncError, NonFiniteError, Towers, nonfinite
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path, monkeypatch):
+    """Where rows are saved."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
 
 X, Y = data(rows=60)
 BAD = X.copy()
@@ -57,6 +69,92 @@ def test_raise_names_and_saves():
     fit(alone, first=40)
     assert_close(state(model), state(alone))
     assert_towers_agree(model)
+
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    return "FileNotFoundError"
+
+
+def others_folder(monkeypatch, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"ncclsync-nonfinite-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    return "PermissionError: .* is another user's"
+
+
+def full_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(np, "savez", full)
+    return "OSError: .*No space left on device"
+
+
+def no_memory(monkeypatch, tmp_path):
+    def dense(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+
+    monkeypatch.setattr(nonfinite, "_rows_of", dense)
+    return "ResourceExhaustedError: .*OOM"
+
+
+@pytest.mark.parametrize("trouble", [no_folder, others_folder, full_disk, no_memory])
+def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
+    """Told by the error and by the warning; no file is left half."""
+    why = trouble(monkeypatch, tmp_path)
+    batch, told = (tf.constant(X[:2]),), np.array([[False], [True]])
+    with pytest.raises(NonFiniteError, match=rf"tower 0, rows 0 to 0, .* not saved: {why}") as caught:
+        nonfinite.OnNonFinite("raise").tell(told, ["w"], batch, 2)
+    assert caught.value.file is None
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.file) == (str(caught.value), None)
+    with caplog.at_level(logging.WARNING, logger="ncclsync"):
+        nonfinite.OnNonFinite("skip").tell(told, ["w"], batch, 2)
+    assert re.search(rf"not saved: {why}.* The step was skipped", caplog.records[-1].getMessage())
+    assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_steps_are_undone_where_rows_cannot_be_saved(monkeypatch, tmp_path):
+    """ "raise" raises its own error, "skip" skips, as where there is a file."""
+    no_folder(monkeypatch, tmp_path)
+    model, alone = on_towers(mlp, 3, on_nonfinite="raise"), mlp()
+    with pytest.raises(NonFiniteError, match=r"tower 1, rows 7 to 13, .* not saved: FileNotFoundError"):
+        fit(model, BAD)
+    skipping = on_towers(mlp, 3, on_nonfinite="skip")
+    fit(skipping, BAD)
+    fit(alone, last=20)
+    assert_close(state(model), state(alone))
+    fit(alone, first=40)
+    assert_close(state(skipping), state(alone))
+
+
+def test_files_are_bounded(monkeypatch, tmp_path):
+    """One folder, the user's own, for all runs: so many files of each, the newest of all; others' stay."""
+    monkeypatch.setattr(nonfinite, "MOST_FILES", 3)
+    monkeypatch.setattr(nonfinite, "MOST_KEPT", 5)
+    batch = (tf.constant(X[:2]),)
+    told = np.array([[False], [True]])
+
+    def files_of_a_run():
+        found, run = [], nonfinite.OnNonFinite("raise")
+        for _ in range(4):
+            with pytest.raises(NonFiniteError) as caught:
+                run.tell(told, ["w"], batch, 2)
+            found.append(caught.value.file)
+        assert "not saved: this run has saved 3 files already" in str(caught.value)
+        return found[:3]
+
+    first = files_of_a_run()
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "mine.txt").touch()
+    for file in first:
+        os.rename(file, folder / f"19700101-{os.path.basename(file)}")
+    second = files_of_a_run()
+    assert [*tmp_path.iterdir()] == [folder]
+    left = {file.name for file in folder.iterdir()}
+    assert len(left) == 6 and left > {"mine.txt", *map(os.path.basename, second)}
 
 
 @pytest.mark.parametrize("steps", [1, 3])

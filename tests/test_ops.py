@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
+import ncclsync
 from ncclsync import group_ops, native, ops
 from ncclsync.communicator import AllGather, AllReduce, CpuCommunicator, ReduceScatter
 
@@ -55,38 +56,35 @@ def test_indexed_slices_become_dense():
     np.testing.assert_array_equal(ops.all_reduce([slices], "sum")[0], [[2.0], [0.0], [5.0]])
 
 
-class Recording:
-    """A step on one tower of several alike, of which this one tells what it would send."""
-
-    def __init__(self, towers):
-        self.towers, self.sent = towers, []
-
-    def exchange(self, tensors, collective, when=None):
-        if tensors[0].shape.rank == 0:
-            return [tensor * self.towers for tensor in tensors]
-        self.sent += [(collective.kind, *tensor.shape) for tensor in tensors]
-        return list(tensors)
-
-
 @pytest.mark.parametrize("slices, dense", [(1, False), (24, False), (25, True), (90, True)])
-def test_rule_for_sparse_gradients(slices, dense):
+def test_rule_for_sparse_gradients(slices, dense, py_ops):
     """Gathered or added up, whichever moves fewer bytes: 5 * `slices` of 12 + 4, or 2 * 80 rows of 12."""
-    rng = np.random.default_rng(slices)
-    indices = tf.constant(rng.integers(0, 80, slices), tf.int32)
-    values = tf.constant(rng.normal(size=(slices, 3)), tf.float32)
-    given = tf.IndexedSlices(values, indices, tf.constant([80, 3]))
-    context = Recording(5)
-    with ops.running_in(context):
-        summed = ops.add_gradients([given], rows_add_up=True)[0]
-    kept = 0 if dense else slices
-    everywhere = 80 if dense else 0
-    assert context.sent == [("all_gather", kept, 3), ("all_gather", kept), ("all_reduce", everywhere, 3)]
-    np.testing.assert_allclose(tf.convert_to_tensor(summed), tf.convert_to_tensor(given), rtol=1e-6)
-    context = Recording(5)
-    with ops.running_in(context):
-        gathered = ops.add_gradients([given])[0]
-    assert context.sent == [("all_gather", slices, 3), ("all_gather", slices)]
-    np.testing.assert_array_equal(gathered.indices, indices)
+    indices = np.random.default_rng(slices).integers(0, 80, (5 * slices, 1)).astype("int32")
+
+    def run(towers):
+        keras.utils.set_random_seed(1)
+        table = keras.layers.Embedding(80, 3)
+        table.build()
+        optimizer = keras.optimizers.SGD(0.1)
+
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(table(batch)))
+            optimizer.apply(tape.gradient(loss, table.trainable_variables), table.trainable_variables)
+
+        step(indices) if towers is None else towers.run(step, indices)
+        return table.embeddings.numpy()
+
+    with ncclsync.Towers(5) as towers:
+        run_group, sizes = towers.communicator.run_group, []
+        towers.communicator.run_group = lambda group: (
+            sizes.extend(one.sends[0].size for one in group if isinstance(one, AllReduce)),
+            run_group(group),
+        )
+        found = run(towers)
+        towers.communicator.run_group = run_group
+    assert (80 * 3 in sizes) == dense, sizes
+    np.testing.assert_allclose(found, run(None), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +132,12 @@ class Step(keras.Model):
         }
 
 
-def run(function, **compile_arguments):
+def run(function):
     """What `function(model, x)` returns on each of four towers: {name: [N, ...]}."""
 
     def factory():
         model = Step(function)
-        model.compile("sgd", **compile_arguments)
+        model.compile("sgd")
         return model
 
     return on_towers(factory, TOWERS).train_on_batch(X, return_dict=True)
@@ -149,12 +147,7 @@ def on_every_tower(value):
     return np.stack([value] * TOWERS)
 
 
-@pytest.fixture(params=[False, True], ids=["graph", "eager"], scope="module")
-def eagerly(request):
-    return request.param
-
-
-def test_reductions_of_every_dtype(eagerly):
+def test_reductions_of_every_dtype():
     """sum, prod, max and min, and of floats the mean by samples: closed forms over unequal shards."""
     cases = [(d, op) for d in native.DTYPES for op in ops.REDUCE_OPS if op != "mean" or d in FLOATS]
 
@@ -163,7 +156,7 @@ def test_reductions_of_every_dtype(eagerly):
         results = [ops.all_reduce([tf.cast(tf.stack([excess, 2.0]), dtype)], op)[0] for dtype, op in cases]
         return {"all": tf.stack([tf.cast(result, tf.float64) for result in results])}
 
-    results = run(function, run_eagerly=eagerly)["all"]  # [N, cases, 2]
+    results = run(function)["all"]  # [N, cases, 2]
     mean = np.dot([2, 2, 1, 1], SIZES) / ROWS
     expected = {"sum": [6, 8], "prod": [4, 16], "max": [2, 2], "min": [1, 2], "mean": [mean, 2]}
     for i, (dtype, op) in enumerate(cases):
@@ -172,7 +165,7 @@ def test_reductions_of_every_dtype(eagerly):
         )
 
 
-def test_scalars_structures_and_none(eagerly):
+def test_scalars_structures_and_none():
     """A nested structure of mixed dtypes, scalars among them, comes back as it was given."""
 
     def function(model, x):
@@ -181,100 +174,72 @@ def test_scalars_structures_and_none(eagerly):
         assert result["a"][1] is None and isinstance(result["a"], tuple) and isinstance(result["b"], list)
         return {"sum": result["a"][0], "rows": result["b"][0], "first": result["b"][1]}
 
-    results = run(function, run_eagerly=eagerly)
+    results = run(function)
     assert_close(results["sum"], on_every_tower(X.sum(dtype=np.float64)))
     assert_close(results["rows"], on_every_tower(ROWS))
     assert_close(results["first"], on_every_tower(sum(shard[0] for shard in SHARDS)))
 
 
-def test_broadcast_from_the_third_tower(eagerly):
+def test_broadcast_from_the_third_tower():
     """Every tower gets tower 2's."""
-    results = run(lambda model, x: {"first": ops.broadcast(x[0], root=2)}, run_eagerly=eagerly)
+    results = run(lambda model, x: {"first": ops.broadcast(x[0], root=2)})
     assert_close(results["first"], on_every_tower(SHARDS[2][0]))
 
 
-def test_broadcast_from_a_tower_that_is_not_there(eagerly):
+def test_broadcast_from_a_tower_that_is_not_there():
     """The error names both numbers."""
     with pytest.raises(ValueError, match=r"Expected root to be below the number of towers, 4. Received: 4"):
-        run(lambda model, x: {"first": ops.broadcast(x[0], root=4)}, run_eagerly=eagerly)
+        run(lambda model, x: {"first": ops.broadcast(x[0], root=4)})
 
 
-def gradient_of(collective):
-    """A step that returns the gradient of sum(c * collective(mean of x * kernel)) with c = 1 + the tower's
-    first element.
-    """
+COLLECTIVES = {
+    "mean": lambda rows: tf.square(ops.all_reduce(tf.reduce_mean(rows, 0))),
+    "sum": lambda rows: tf.square(ops.all_reduce(tf.reduce_sum(rows, 0), "sum")),
+    "max": lambda rows: tf.square(ops.all_reduce(tf.reduce_max(rows, 0), "max")),
+    "rows": lambda rows: tf.matmul(ops.all_gather(rows), ops.all_gather(rows), transpose_b=True),
+    "rows twice": lambda rows: tf.cumsum(ops.all_gather(tf.repeat(rows, 2, axis=0))) ** 2,
+}
 
-    def function(model, x):
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_gradient_through_a_collective(name):
+    """It is one device's, to which a collective is nothing: with respect to variables and to the rows."""
+    kernel = tf.Variable(np.linspace(0.5, 1.5, 12).astype("float32"))
+
+    def step(x):
         with tf.GradientTape() as tape:
-            inner = tf.reduce_mean(x, 0) * model.kernel
-            loss = tf.reduce_sum((1.0 + x[0, 0]) * collective(inner))
-        return {"gradient": tape.gradient(loss, model.kernel)}
+            tape.watch(x)
+            loss = tf.reduce_mean(COLLECTIVES[name](x * kernel))
+        return tape.gradient(loss, [kernel, x])
 
-    return function
-
-
-def test_gradient_of_a_collective(eagerly):
-    """Every tower gets the gradient of the batch's loss, which is the mean of the towers' by their samples:
-    with c that mean of the c_i and m_i a shard's mean, c * sum(m), c * mean(m), c * m_root.
-    """
-    means = np.stack([shard.mean(0) for shard in SHARDS])
-    factor = np.dot([1.0 + shard[0, 0] for shard in SHARDS], SIZES) / ROWS
-    for collective, expected in (
-        (lambda t: ops.all_reduce(t, "sum"), factor * means.sum(0)),
-        (ops.all_reduce, factor * np.dot(SIZES, means) / ROWS),
-        (lambda t: ops.broadcast(t, root=1), factor * means[1]),
-        (lambda t: tf.reduce_max(ops.stack(t), 0), factor * means.max(0)),
-    ):
-        result = run(gradient_of(collective), run_eagerly=eagerly)["gradient"]
-        assert_close(result, on_every_tower(expected), what=str(collective))
+    with ncclsync.Towers(TOWERS) as towers:
+        assert_close(towers.run(step, tf.constant(X)), step(tf.constant(X)))
 
 
-def test_gradient_of_all_gather(eagerly):
-    """Each row's gradient is what all towers together have for it, as often as the row was repeated."""
-
-    def function(model, x):
-        with tf.GradientTape() as tape:
-            rows = ops.all_gather(tf.repeat(x * model.kernel, 2, axis=0))
-            weights = tf.cast(tf.range(tf.shape(rows)[0]), tf.float32)
-            loss = (1.0 + x[0, 0]) * tf.reduce_sum(rows * weights[:, None])
-        return {"gradient": tape.gradient(loss, model.kernel)}
-
-    factor = np.dot([1.0 + shard[0, 0] for shard in SHARDS], SIZES) / ROWS
-    weights = np.arange(2 * ROWS)[:, None]
-    result = run(function, run_eagerly=eagerly)["gradient"]
-    assert_close(result, on_every_tower(factor * (np.repeat(X, 2, axis=0) * weights).sum(0)))
-
-
-def test_all_gather(eagerly):
+def test_all_gather():
     """Every tower gets the batch: all rows in order, of any dtype, however many of them each tower has."""
 
     def function(model, x):
         rows = ops.all_gather({"x": x, "text": tf.as_string(x), "twice": tf.repeat(x, 2, axis=0)})
         return {**rows, "text": tf.strings.to_number(rows["text"])}
 
-    results = run(function, run_eagerly=eagerly)
+    results = run(function)
     whole = np.concatenate(SHARDS)
     assert_close(results["x"], on_every_tower(whole))
     assert_close(results["twice"], on_every_tower(np.repeat(whole, 2, axis=0)))
     assert_close(results["text"], on_every_tower(whole))
 
 
-def test_all_gather_of_a_scalar_is_an_error(eagerly):
+def test_all_gather_of_a_scalar_is_an_error():
     """It has no rows."""
     with pytest.raises(ValueError, match=r"Expected tensors whose first axis runs over the samples"):
-        run(lambda model, x: {"all": ops.all_gather(x[0, 0])}, run_eagerly=eagerly)
+        run(lambda model, x: {"all": ops.all_gather(x[0, 0])})
 
 
-def test_gradient_of_max_is_an_error(eagerly):
-    """It has none that is a collective of its own; the error names the way out."""
-    with pytest.raises(ValueError, match=r"Expected op 'mean' or 'sum' .*Received: op='max'.*stop_gradient"):
-        run(gradient_of(lambda t: ops.all_reduce(t, "max")), run_eagerly=eagerly)
-
-
-def test_shapes_that_differ_are_an_error(eagerly):
+def test_shapes_that_differ_are_an_error():
     """Towers that bring tensors of different shapes get an error, no hang and no wrong sum."""
     with pytest.raises((ValueError, tf.errors.OpError), match=r"(?i)expected|shape|same"):
-        run(lambda model, x: {"sum": tf.reduce_sum(ops.all_reduce(x, "sum"))}, run_eagerly=eagerly)
+        run(lambda model, x: {"sum": tf.reduce_sum(ops.all_reduce(x, "sum"))})
 
 
 @pytest.mark.parametrize("rows", [64, 61])

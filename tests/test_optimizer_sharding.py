@@ -72,7 +72,7 @@ def test_same_as_one_device():
     assert len(sharding_of(model).groups) > 1
 
 
-@pytest.mark.parametrize("elements", [1, 2, 5, 7, 8, 9, 24])
+@pytest.mark.parametrize("elements", [0, 1, 2, 5, 7, 8, 9, 24])
 @pytest.mark.parametrize("towers", [2, 3, 8])
 def test_place(elements, towers):
     """Rows, parts and the whole agree, for any number of elements and towers."""
@@ -84,6 +84,38 @@ def test_place(elements, towers):
     for tower in range(towers):
         np.testing.assert_array_equal(rows[tower], place.part(tensor, tower))
     np.testing.assert_array_equal(place.whole(rows, tensor.shape), tensor)
+
+
+class Nothing(keras.layers.Layer):
+    """Weights of no elements, as of a table that has no rows yet."""
+
+    def build(self, _):
+        self.table = self.add_weight(shape=[0, 5])
+        self.vector = self.add_weight(shape=[0])
+
+    def call(self, x):
+        return x + tf.reduce_sum(self.table, 0)[:1] + tf.reduce_sum(self.vector)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside others", "alone"])
+@pytest.mark.parametrize("ops", ["of the host", "py_ops"])
+def test_weights_without_elements(alone, ops, request):
+    """Nothing is divided of them, and the others' numbers are those of one device; so are checkpoints."""
+    if ops == "py_ops":
+        request.getfixturevalue("py_ops")
+
+    def build():
+        keras.utils.set_random_seed(1)
+        layers = [Nothing()] if alone else [keras.layers.Dense(7), Nothing(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((12,)), *layers])
+        model.compile(keras.optimizers.AdamW(0.01), SPARSE_LOSS)
+        return model
+
+    model, plain = on_towers(build, 3, shard_optimizer=True), build()
+    assert_close(fit(model), fit(plain))
+    assert_close(state(model), state(plain))
+    assert sharding_of(model).groups
+    assert_towers_agree(model)
 
 
 def test_state_is_divided():

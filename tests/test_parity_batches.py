@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import Case, check, data, fit, mlp, on_towers, spread, state
+from parity import Case, assert_close, check, data, fit, mlp, on_towers, spread, state
 
 X, Y = data()
 WEIGHTS = np.linspace(0.1, 2.0, len(X)).astype("float32")
@@ -150,6 +150,59 @@ CASES |= {
 def test_batches(name, towers):
     """Same numbers as on one device."""
     check(CASES[name], towers)
+
+
+def in_sizes(*sizes):
+    """Batches of these numbers of rows."""
+
+    def batches():
+        ends = np.cumsum(sizes)
+        yield from ((X[rows], Y[rows]) for rows in map(slice, ends - sizes, ends))
+
+    signature = tf.TensorSpec([None, 12]), tf.TensorSpec([None], tf.int64)
+    found = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    return found.apply(tf.data.experimental.assert_cardinality(len(sizes)))
+
+
+def empty_among_others(model):
+    """Batches without rows first, last and in the middle, wherever a model takes batches."""
+    history = model.fit(in_sizes(20, 0, 20, 1, 0), epochs=2, shuffle=False, verbose=0).history
+    told = model.evaluate(in_sizes(0, 20, 0, 5), verbose=0, return_dict=True)
+    rows = model.predict(in_sizes(20, 0, 5).map(lambda x, y: x), verbose=0)
+    calls = model.train_on_batch(X[:0], Y[:0]), model.test_on_batch(X[:0], Y[:0])
+    return history, told, rows, calls, model.predict_on_batch(X[:0]), state(model)
+
+
+def normalised():
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(5)]
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((12,)), *layers])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+EMPTY = {
+    "graph": Case(mlp, empty_among_others),
+    "several_steps_a_call": Case(lambda: mlp(steps_per_execution=2), empty_among_others),
+    "eager": Case(lambda: mlp(run_eagerly=True), empty_among_others),
+    "divided_optimizer": Case(mlp, empty_among_others, options={"shard_optimizer": True}),
+    "accumulating": Case(
+        lambda: mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), empty_among_others
+    ),
+    "watched": Case(mlp, empty_among_others, options={"on_nonfinite": "raise"}),
+    # Moments of no rows are NaN, also on one device.
+    "normalised": Case(normalised, empty_among_others, options={"sync_batch_norm": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "towers"), spread(EMPTY))
+def test_batches_without_rows(name, towers):
+    """They go by as on one device, as a step that has nothing to train on."""
+    case = EMPTY[name]
+    model = on_towers(case.build, towers, **case.options)
+    assert_close(case.run(model), case.run(case.build()))
+    assert model.towers.divergence() == 0.0
+    model.towers.close()
 
 
 def test_shuffled_by_keras():

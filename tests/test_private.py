@@ -1,6 +1,7 @@
 """One test per function of `private` and its like, against the installed TensorFlow and Keras: what broke."""
 
 import contextlib
+import copy
 import functools
 
 import keras
@@ -466,8 +467,14 @@ def test_accumulators_emptied():
 
 
 def test_partial_and_shared():
-    """A mark on this one variable, that goes with it."""
+    """A mark on this one variable, that goes with it; so is what its watchers are told by."""
     one, other = tf.Variable(1.0), tf.Variable(1.0)
+    private.set_written_by_graph(one)
+    assert (private.is_written_by_graph(one), private.is_written_by_graph(other)) == (True, False)
+    watchers = object()
+    private.set_watchers(one, watchers)
+    assert (private.watchers_of(one), private.watchers_of(other)) == (watchers, None)
+    assert private.watchers_of(copy.deepcopy(one)) is None
     private.set_partial(one)
     private.set_shared(other)
     assert (private.is_partial(one), private.is_partial(other)) == (True, False)

@@ -116,12 +116,30 @@ def test_rows_that_differ():
             split((x, short))
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("towers", [1, 3])
-def test_no_rows(towers):
-    """Nothing to train on is an error, before any tower computes."""
-    split = tf.function(lambda x: shard_batch(x, towers).batches, input_signature=[tf.TensorSpec([None, 2])])
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"at least one row. Received: an empty batch"):
-        split(tf.zeros([0, 2]))
+def test_no_rows(towers, known, uneven):
+    """Of a batch without rows every tower gets none, and tower 0's results are the batch's."""
+    batch = {"dense": tf.zeros([0, 2]), "text": tf.constant([], tf.string), "scalar": tf.constant(7.0)}
+    batch["ragged"] = tf.RaggedTensor.from_row_lengths(tf.zeros([0]), tf.zeros([0], tf.int64))
+    batch["sparse"] = tf.sparse.from_dense(tf.zeros([0, 3]))
+    specs = tf.nest.map_structure(tf.type_spec_from_value, batch) if known else open_specs(batch)
+
+    @tf.function(input_signature=[specs])
+    def split(given):
+        shards = shard_batch(given, towers, uneven)
+        return shards.batches, shards.sizes, shards.shares
+
+    shards = Shards(*split(batch))
+    assert [int(size) for size in shards.sizes] == [0] * towers
+    assert [float(share.fraction) for share in shards.shares] == [1.0] + [0.0] * (towers - 1)
+    assert all(int(share.begin) == int(share.total) == 0 for share in shards.shares)
+    for shard in shards.batches:
+        assert float(shard.pop("scalar")) == 7.0
+        assert isinstance(shard["ragged"], tf.RaggedTensor) and isinstance(shard["sparse"], tf.SparseTensor)
+        for leaf in shard.values():
+            assert dense(leaf).shape[0] == 0
 
 
 def test_nothing_with_rows():

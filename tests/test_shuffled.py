@@ -1,5 +1,7 @@
 """`Shuffled`: one order per pass, from the seed alone, divided among the towers."""
 
+import copy
+import pickle
 import time
 
 import keras
@@ -141,3 +143,29 @@ def test_no_such_place():
         with pytest.raises(ValueError, match=f"0 to 10 samples. Received: {place[0]} and {place[1]}"):
             one.seek(*place)
     assert one.upcoming == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [lambda data: pickle.loads(pickle.dumps(data)), copy.deepcopy, copy.copy],
+    ids=["pickle", "deepcopy", "copy"],
+)
+def test_duplicates_stand_where_it_stands(duplicate):
+    """Also in the middle of a pass; then each goes on by itself."""
+    numbers = np.arange(10, dtype="float32")
+    words = np.array([str(number) for number in range(10)])
+    data = Shuffled({"a": numbers, "b": [words]}, numbers, numbers / 2, batch_size=4, seed=3)
+    list(data)
+    iterator = iter(data)
+    next(iterator)
+    twin = duplicate(data)
+    assert (twin.batch_size, twin.seed, twin.rows) == (4, 3, 10) and type(twin) is Shuffled
+    assert twin.position == data.position == (1, 4) and twin.upcoming == data.upcoming == (1, 0)
+    twin.seek(*twin.position)
+    rest, expected = list(twin), list(iterator)
+    for one, other in zip(rest, expected, strict=True):
+        for left, right in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
+            np.testing.assert_array_equal(left, right)
+    assert twin.position == (2, 0) and data.position == (2, 0)
+    list(twin)
+    assert twin.position == (3, 0) and data.position == (2, 0)

@@ -3,7 +3,9 @@
 import collections
 import gc
 import json
+import pathlib
 import re
+import weakref
 
 import keras
 import numpy as np
@@ -13,7 +15,7 @@ from parity import data, mlp, on_towers
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import ncclsync
-from ncclsync import Throughput, Timeline
+from ncclsync import Throughput, Timeline, trainer
 from ncclsync.buffers import CUDA, HOST
 from ncclsync.communicator import NcclCommunicator
 
@@ -295,3 +297,45 @@ def test_refusals_before_training(tmp_path):
         for one, other in zip(before, trained.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
     assert not good.exists()
+
+
+def test_a_trace_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    """A disk that is full by then is logged; training goes on, and the next call tries again."""
+    file = tmp_path / "trace.json"
+    file.write_text("older")
+    model, alone = on_towers(mlp, 2), mlp()
+    timeline = Timeline(file, steps=(1, 2))
+    write = pathlib.Path.write_text
+
+    def full(path, *arguments, **options):
+        write(path, "half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level("ERROR", logger="ncclsync"):
+        patched.setattr(pathlib.Path, "write_text", full)
+        fit(model, timeline)
+        fit(alone)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    told = [record for record in caplog.records if record.name == "ncclsync"]
+    assert told and all(str(file) in record.getMessage() for record in told)
+    assert "No space left" in told[0].exc_text
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == "older"
+    fit(model, timeline, epochs=1)
+    assert sorted(spans_of(file)) == [1, 2]
+
+
+def test_flushed_before_it_takes_the_name(tmp_path, disk_events):
+    """The trace and what is saved when a collective has failed: the file first, then the folder's names."""
+    model = on_towers(mlp, 2)
+    fit(model, Timeline(tmp_path / "trace.json", steps=(1, 1)), epochs=1)
+    names = ["trace.json", "model.keras", "model.weights.h5"]
+    for name in names[1:]:
+        trainer._save(weakref.ref(model), tmp_path / name)
+    assert disk_events == [
+        event
+        for name in names
+        for event in (("fsync", f"part-{name}"), ("replace", f"part-{name}"), ("fsync", tmp_path.name))
+    ]
+    for name in names:
+        assert (tmp_path / name).stat().st_size

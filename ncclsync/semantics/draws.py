@@ -23,7 +23,7 @@ def check_draws(function: Any, batch_invariant: bool) -> None:
         NcclSyncError: for a draw from hidden state, if `batch_invariant`.
     """
     definition = function.graph.as_graph_def()
-    nodes = [(node, None) for node in definition.node]
+    nodes: list[tuple[Any, str | None]] = [(node, None) for node in definition.node]
     nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
     for node, within in nodes:
         if "seed2" not in node.attr:

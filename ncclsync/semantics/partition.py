@@ -1,9 +1,11 @@
 """Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
 
-The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which it is
-computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's values: its
-inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows of a whole tensor, the
-batch's count of rows, …) are ordinary ops of the same graph; collectives become `Exchange`s.
+The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
+it is
+computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's
+values: its inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows
+of a whole tensor, the batch's count of rows, …) are ordinary ops of the same graph; collectives become
+`Exchange`s.
 """
 
 import contextlib
@@ -40,15 +42,20 @@ logger = logging.getLogger("ncclsync")
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
 # Stateful ops whose results are equal on all towers if their inputs are.
-REPEATABLE = frozenset(
-    "Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print "
-    "PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp "
-    "VariableShape While EnsureShape TensorListPopBack StringFormat RngReadAndSkip".split()
+REPEATABLE = rules.names(
+    """
+    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp
+    PartitionedCall Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall
+    VarHandleOp VarIsInitializedOp VariableShape While Empty EnsureShape TensorListPopBack StringFormat
+    RngReadAndSkip
+    """
 )
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-_ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
+_ADDING = frozenset(
+    {"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"}
+)
 
 
 class Unshared(Exception):
@@ -76,6 +83,7 @@ class _Call:
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
         self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
+        self.lenient = self.placer.lenient
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
@@ -86,7 +94,7 @@ class _Call:
         self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
-    def constant(self, index: int) -> np.ndarray | None:
+    def constant(self, index: int) -> Any:
         """See `rules.Call`."""
         return self.placer.constant(self.op.inputs[index])
 
@@ -99,9 +107,11 @@ class _Call:
 class _Placer:
     """What placing a step and placing a function have in common."""
 
+    lenient = False
+
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
-        self._constants: dict[int, np.ndarray | None] = {}
+        self._constants: dict[int, Any] = {}
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Return a tensor as it must be placed for `op`."""
@@ -111,7 +121,7 @@ class _Placer:
         """Give an op the batch's values; return how its results are placed."""
         raise NotImplementedError
 
-    def constant(self, tensor: tf.Tensor) -> np.ndarray | None:
+    def constant(self, tensor: tf.Tensor) -> Any:
         """Return a tensor's value if it is known while the step is placed."""
         key = id(tensor)
         if key not in self._constants:
@@ -124,12 +134,13 @@ class _Placer:
         if op.type in rules.DRAWS:
             return self._draw(call)
         if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
-            return [items(None)]
+            shape = call.constant(0)
+            return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
             return [items(call.inputs[0] if call.inputs else None)]
         if kinds <= {Kind.REPLICATE}:
             return [REPLICATE] * len(op.outputs)
-        if op.type in _LOOPS or op.type in _BRANCHES or op.type in _CALLS or self.functions.calls(op.type):
+        if self._is_function(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
             if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
@@ -141,10 +152,18 @@ class _Placer:
         if made is None:
             call.begin_anew()
             return self.whole(call)
+        alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
+        if alike and not call.own and not any(placed.blocks for placed in alike):
+            # Of rows that are all alike comes one result, for as many rows.
+            each = alike[0].each
+            made = [shard(p.axis, 0, each) if p == shard(p.axis, 1, each) else p for p in made]
         if call.own:
             own = _own_of(call.given[1])
             made = [own if placed.whole else placed for placed in made]
         return list(made)
+
+    def _is_function(self, op: tf.Operation) -> bool:
+        return op.type in {*_LOOPS, *_BRANCHES, *_CALLS} or self.functions.calls(op.type)
 
     def _by_rule(self, call: _Call) -> Sequence[Placement] | None:
         kind = call.op.type
@@ -165,21 +184,25 @@ class _Placer:
                         call.require(i, REPLICATE)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
+        if kind not in rules.ELEMENTWISE and kind != "Sum":
+            call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
 
     def _draw(self, call: _Call) -> list[Placement]:
-        """Random numbers: of one seed, whole and alike; else each tower's own for its rows, and one for all."""
+        """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
         seeded = call.op.type.startswith("State")
         if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
             return self.whole(call)
         counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
         of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
         found = [i for i, count in enumerate(counts) if count]
-        if len(found) == 1 and not any(p.kind in (Kind.PARTIAL, Kind.AXES) for p in call.inputs):
-            if not of_rows or (len(of_rows) == 1 and self._parameters_fit(call, found[0])):
-                return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
-        return self.alike(call)
+        plain = not any(placed.kind in (Kind.PARTIAL, Kind.AXES) for placed in call.inputs)
+        if len(found) != 1 or not plain or len(of_rows) > 1:
+            return self.alike(call)
+        if of_rows and not self._parameters_fit(call, found[0]):
+            return self.alike(call)
+        return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
 
     @staticmethod
     def _parameters_fit(call: _Call, axis: int) -> bool:
@@ -202,7 +225,10 @@ class _Placer:
         except _Refused as reason:
             logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
-            handles = any(p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True))
+            handles = any(
+                p.kind is Kind.LOCAL and t.dtype == tf.resource
+                for p, t in zip(call.inputs, call.tensors, strict=True)
+            )
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
                 return [_own_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
@@ -214,6 +240,8 @@ class _Placer:
             for i, one in enumerate(placed):
                 if one.kind is not Kind.ITEMS:
                     call.require(i, one)
+                elif call.inputs[i] != one and call.inputs[i].of is not None:
+                    raise _Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
             return placed
         if op.type in _BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
@@ -235,21 +263,28 @@ class _Placer:
         placed = list(call.inputs)
         body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
         for _ in range(8):
-            made = self._body(body, call.op.inputs, placed)
+            # A state that is whole when the loop begins may have to be divided: the body tells.
+            made = self._body(body, call.op.inputs, placed, lenient=True)
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
                 if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
-                    raise _Refused
+                    raise _Refused("whether the loop goes on depends on rows")
+                self._body(body, call.op.inputs, placed)
                 return placed
             placed = joined
-        raise _Refused
+        raise _Refused("the loop's variables are placed anew each time")
 
-    def _body(self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement]) -> list[Placement]:
-        return _FunctionPlacer(self.functions).place_function(self.functions.graph(name, inputs), placed)
+    def _body(
+        self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement], lenient: bool = False
+    ) -> list[Placement]:
+        graph = self.functions.graph(name, inputs)
+        return _FunctionPlacer(self.functions, lenient).place_function(graph, placed)
 
 
 def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func]
+    return [
+        (key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func
+    ]
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:
@@ -258,7 +293,7 @@ def _joined(begin: Placement, made: Placement) -> Placement:
         return begin
     kinds = begin.kind, made.kind
     if kinds == (Kind.ITEMS, Kind.ITEMS):
-        return made if begin.of is None else begin
+        return made if begin.of is None or begin.of.whole else begin
     if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
         return made
     if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
@@ -287,7 +322,14 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class _FunctionPlacer(_Placer):
-    """Places a function's tensors, where nothing can be put in between: refuses what would need it."""
+    """Places a function's tensors, where nothing can be put in between: refuses what would need it.
+
+    If `lenient`, what is whole may be taken for anything: to see what it would have to be.
+    """
+
+    def __init__(self, functions: Functions, lenient: bool = False) -> None:
+        super().__init__(functions)
+        self.lenient = lenient
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed.
@@ -306,11 +348,14 @@ class _FunctionPlacer(_Placer):
                 made = given
             elif op.type == "ReadVariableOp":
                 made = [given[0]]
-            elif private.written_handles(op) & writes and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS):
+            elif private.written_handles(op) & writes and not self._is_function(op):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
-                if any(one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",) for one in given[:1]):
+                if any(
+                    one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",)
+                    for one in given[:1]
+                ):
                     raise _Refused
             else:
                 if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
@@ -331,7 +376,13 @@ class _FunctionPlacer(_Placer):
         """See `_Placer`."""
         if before == after or (before == REPLICATE and after == MEAN) or after.kind is Kind.LOCAL:
             return tensor
-        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+        if (
+            before.kind is after.kind is Kind.SHARD
+            and before.axis == after.axis
+            and rules.same_rows(before, after)
+        ):
+            return tensor
+        if self.lenient and before.whole:
             return tensor
         if before == REPLICATE and after == SUM:
             value = self.constant(tensor)
@@ -350,7 +401,7 @@ class _FunctionPlacer(_Placer):
         raise _Refused
 
 
-def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None]) -> np.ndarray | None:
+def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     """Fold what shapes and axes are computed by; of small integers alone."""
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return None
@@ -358,10 +409,22 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     if value is not None:
         return np.asarray(value)
     op = tensor.op
-    numbers = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "FloorMod": np.mod}
-    numbers |= {"FloorDiv": np.floor_divide, "Maximum": np.maximum, "Minimum": np.minimum, "Neg": np.negative}
-    if not tensor.dtype.is_integer or op.type not in {*numbers, "Range", "Cast", "Identity", "Reshape", "Prod", "Pack",
-                                                      "ConcatV2", "GatherV2", "ExpandDims", "Squeeze"}:
+    numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
+    numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
+    numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
+    if not tensor.dtype.is_integer or op.type not in {
+        *numbers,
+        "Range",
+        "Cast",
+        "Identity",
+        "Reshape",
+        "Prod",
+        "Pack",
+        "ConcatV2",
+        "GatherV2",
+        "ExpandDims",
+        "InvertPermutation",
+    }:
         return None
     given = [constant(one) for one in op.inputs]
     if any(one is None for one in given):
@@ -375,13 +438,17 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
     if op.type == "Reshape":
         return np.reshape(given[0], given[1])
     if op.type == "Prod":
-        return np.asarray(np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims")))
+        return np.asarray(
+            np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims"))
+        )
     if op.type == "Pack":
         return np.stack(given, axis=op.get_attr("axis"))
     if op.type == "ConcatV2":
         return np.concatenate(given[:-1], axis=int(given[-1]))
     if op.type == "GatherV2" and not op.get_attr("batch_dims"):
         return np.take(given[0], given[1], axis=int(given[2]))
+    if op.type == "InvertPermutation":
+        return np.argsort(given[0])
     if op.type == "ExpandDims":
         return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
     return None
@@ -409,6 +476,7 @@ class Partition(_Placer):
         self._own: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' tensors: what exchanges give
+        self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
         self._order: list[tf.Operation] = []
         self._appended: set[str] = set()
         self._differs: set[str] = set()
@@ -431,8 +499,8 @@ class Partition(_Placer):
         _find_folds(self.graph, self._sums)
 
     @property
-    def alike(self) -> float:
-        """The share of the step's arithmetic that every tower does for all rows; of which ops are counted, `_cost`."""
+    def share_alike(self) -> float:
+        """The share of the step's arithmetic that every tower does for all rows, as `_cost` counts it."""
         return self._costs[1] / (sum(self._costs) or 1.0)
 
     # One op.
@@ -460,13 +528,16 @@ class Partition(_Placer):
                     self._altered.add(output.name)
             return
         made = self._made(call)
-        altered = any(one is not other for one, other in zip(call.tensors, tensors, strict=True))
+        altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
         if any(not placed.whole for placed in (*call.given[1], *made)):
             self._costs[0] += _cost(op)
-        elif any(output.shape.rank is None or None in output.shape.as_list() for output in (*op.inputs, *op.outputs)):
+        elif any(
+            output.shape.rank is None or None in output.shape.as_list()
+            for output in (*op.inputs, *op.outputs)
+        ):
             self._costs[1] += _cost(op)
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
@@ -477,7 +548,7 @@ class Partition(_Placer):
 
     def _made(self, call: _Call) -> list[Placement]:
         op, graph = call.op, self.graph
-        if graph.writes[op.name] and op.type not in (*_LOOPS, *_BRANCHES, *_CALLS) and not self.functions.calls(op.type):
+        if graph.writes[op.name] and not self._is_function(op):
             return self._write(call)
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
@@ -485,10 +556,14 @@ class Partition(_Placer):
             self._assert(call)
             return []
         hidden = private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS)
-        if hidden:
+        if hidden or op.type in ("Print", "PrintV2"):
             return self._hidden(call)
         draws = op.type in rules.DRAWS and not op.type.startswith("State")
-        if op.type not in rules.DRAWS and self._draws_unseen(op) and all(placed.whole for placed in call.inputs):
+        if (
+            op.type not in rules.DRAWS
+            and self._draws_unseen(op)
+            and all(placed.whole for placed in call.inputs)
+        ):
             return self.alike(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
@@ -518,6 +593,8 @@ class Partition(_Placer):
 
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
+        if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
+            self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
         if not placed.whole:
             self._differs.add(self._name(tensor))
 
@@ -582,7 +659,11 @@ class Partition(_Placer):
         """See `_Placer`."""
         if before == after or (before.whole and after == MEAN):
             return tensor
-        if before.kind is after.kind is Kind.SHARD and before.axis == after.axis and rules.same_rows(before, after):
+        if (
+            before.kind is after.kind is Kind.SHARD
+            and before.axis == after.axis
+            and rules.same_rows(before, after)
+        ):
             return tensor
         if after.kind is Kind.LOCAL:
             return tensor
@@ -602,14 +683,16 @@ class Partition(_Placer):
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
-            return self._own_rows(tensor, after)
+            return self._own_rows(tensor, rules.counted(after))
         if after == SUM:
             value = self.constant(tensor) if tensor.name not in self._received else None
             if value is not None and not np.any(value):
                 return tensor
             with self._building():
                 return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
-        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
+        raise NcclSyncError(
+            f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}"
+        )
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         if before.kind is Kind.ITEMS:
@@ -637,7 +720,9 @@ class Partition(_Placer):
                 if all(before.counts):
                     return counted
                 chosen = tf.constant([bool(count) for count in before.counts])
-                return tf.where(tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor)
+                return tf.where(
+                    tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor
+                )
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
@@ -664,8 +749,8 @@ class Partition(_Placer):
         op = tensor.op
         if private.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
-                f"Expected a loop that can be run again for the whole batch. Received: {op.type}, which writes a variable, "
-                f"at {user_line(op.traceback)}. Write it outside the loop"
+                "Expected a loop that can be run again for the whole batch. Received: "
+                f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
             )
         given = [self.placed[name] for name in self._traced_inputs(op)]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
@@ -702,20 +787,15 @@ class Partition(_Placer):
         """A tower's rows of what all have. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         with self._building():
-            length, total = tf.shape(tensor)[after.axis], self.share.total
+            length, total = tf.shape(tensor)[after.axis], tf.maximum(self.share.total, 1)
             each = length // (total * after.blocks)
             if known is None:
                 broadcast = tf.equal(length, 1)
                 begin = tf.where(broadcast, 0, self.share.begin * each)
                 size = tf.where(broadcast, 1, self.share.rows * each)
             else:
-                fits = tf.debugging.Assert(
-                    tf.equal(length, each * total * after.blocks),
-                    ["Expected the global batch size that the model or the step declares, a divisor of", length, "rows, as "
-                     "batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own). Received:", total],
-                )
-                with tf.control_dependencies([fits]):
-                    begin, size = tf.identity(self.share.begin * each), tf.identity(self.share.rows * each)
+                self.declared.add((known, after.blocks * max(after.each, 1)))
+                begin, size = self.share.begin * each, self.share.rows * each
             if after.blocks > 1:
                 starts = tf.range(after.blocks) * (length // after.blocks) + begin
                 places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
@@ -767,7 +847,12 @@ class Partition(_Placer):
         before = len(self.graph.exchanges)
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
-        gathers = [e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"]
+        logger.debug(
+            "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
+        )
+        gathers = [
+            e for e in list(self.graph.exchanges.values())[before:] if e.collective.kind == "all_gather"
+        ]
         if gathers:
             size = sum(_row_bytes(exchange) for exchange in gathers)
             self.gathered.append(Whole(call.op.type, gathers[0].line, size))
@@ -796,17 +881,54 @@ class Partition(_Placer):
             self._put(output, self._followed(output, op), REPLICATE)
 
     def _hidden(self, call: _Call) -> list[Placement]:
-        """What cannot be known to be computed alike: Python, an iterator, a state that no variable holds."""
-        op = call.op
-        if op.type not in _BRANCHES and op.type not in _LOOPS:
+        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
+
+        The other towers receive its results, of any shape.
+        """
+        op, graph = call.op, self.graph
+        for i in range(len(call.inputs)):
+            self._require_whole(call, i)
+        outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
+        if len(outputs) < len(op.outputs) or self._is_function(op):
+            # It may write variables, which every tower must: all run it, and what it does besides it does N
+            # times.
             self.warned.append(
-                f"{op.type}, at {user_line(op.traceback)}, is run by every tower, with the batch's values; tower 0's results "
-                "are taken. What it changes outside the step, it changes once for each tower"
+                f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
+                "Python, or prints, or draws without a seed): every tower does it, with the batch's values, "
+                "and tower 0's results are taken"
             )
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is not Kind.LOCAL:
-                self._require_whole(call, i)
-        self._follow(call)
+            self._follow(call)
+            return [REPLICATE] * len(op.outputs)
+
+        def run():
+            made = private.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
+            if not outputs:
+                return made or [tf.constant(0)]
+            return [part for one in made for part in (tf.reshape(one, [-1]), tf.shape(one))]
+
+        def receive():
+            if not outputs:
+                return [tf.constant(0)]
+            return [part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32))]
+
+        before = len(self._order)
+        with self._building():
+            sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+        for made in self._order[before:]:
+            graph.controls[made.name] += [name for name in graph.controls[op.name] if made.type in _BRANCHES]
+            if made.type in _BRANCHES:
+                graph.must_run.add(made.name)
+                graph.stands_for(op.name, made.name)
+        self._appended.add(op.name)  # it is run there
+        if not outputs:
+            return []
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
+            for one in (flat, shape):
+                one.set_shape([None])
+            values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
+            with self._building():
+                whole = tf.ensure_shape(tf.reshape(values, lengths), output.shape)
+            self._put(output, whole, REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
     def _require_whole(self, call: _Call, index: int) -> None:
@@ -884,7 +1006,10 @@ class Partition(_Placer):
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
         if mark.purpose == "slices part":
-            return (tensor, LOCAL) if placed.kind is Kind.SHARD else (self.convert(tensor, placed, SUM, op), LOCAL)
+            indices = tensor.dtype.is_integer
+            if placed.kind is Kind.SHARD or (indices and placed.whole):
+                return tensor, LOCAL
+            return self.convert(tensor, placed, REPLICATE if indices else SUM, op), LOCAL
         if mark.purpose == "rows":
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
@@ -913,7 +1038,12 @@ class Partition(_Placer):
         if name in self._own:
             return self._own[name]
         op = self.graph.tf_graph.get_tensor_by_name(name).op
-        kept = not op.inputs or op.name in self.graph.marks or op.name in self.graph.passing or private.is_stateful(op)
+        kept = (
+            not op.inputs
+            or op.name in self.graph.marks
+            or op.name in self.graph.passing
+            or private.is_stateful(op)
+        )
         if kept:
             return tensor
         inputs = [self._own_value(one) for one in self._traced_inputs(op)]
@@ -928,11 +1058,14 @@ class Partition(_Placer):
         return self.graph.traced_inputs[op.name]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
-        """The slices of a sparse gradient that one device would have, or, if that is fewer bytes, their sum."""
+        """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
         if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
-            return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
+            return [
+                self.convert(t, placed, REPLICATE, op)
+                for t, placed in zip(call.tensors, call.inputs, strict=True)
+            ]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
         with self._building():
@@ -977,9 +1110,21 @@ def indices_size(indices: tf.Tensor) -> int:
 
 def _cost(op: tf.Operation) -> float:
     """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
-    sizes = [_elements(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in (tf.resource, tf.variant)]
+    sizes = [
+        _elements(tensor)
+        for tensor in (*op.inputs, *op.outputs)
+        if tensor.dtype not in (tf.resource, tf.variant)
+    ]
     cost = float(sum(sizes))
-    if op.type in ("MatMul", "Conv2D", "Conv3D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "BatchMatMulV2", "Einsum"):
+    if op.type in (
+        "MatMul",
+        "Conv2D",
+        "Conv3D",
+        "Conv2DBackpropInput",
+        "Conv2DBackpropFilter",
+        "BatchMatMulV2",
+        "Einsum",
+    ):
         cost += float(np.prod(sorted(sizes)[-2:]))
     return cost
 
@@ -1024,7 +1169,9 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
         source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
         line = user_line(graph.by_name[names[-1]].traceback)
         collective = Collective("all_reduce", "sum")
-        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
+        graph.exchanges[result] = Exchange(
+            source, result, collective, variable.shape, variable.dtype, line=line
+        )
         graph.folds.append(Fold(handle, source, result, tuple(names), True))
 
 

@@ -29,22 +29,26 @@ class Placement:
     Attributes:
         kind:
             REPLICATE: it is the batch's.
-            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the other,
-                and each block has `each` rows for every sample (0: as many for each sample, not known how many).
+            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the
+                other, and each block has `each` rows for every sample (0: as many for each sample, not known
+                how many). If all rows are alike, `blocks` is 0: their order does not matter.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
-            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'. `counts`
-                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an element
-                that counts no rows and is the same on all towers.
-            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it, or,
-                of random state, what tower 0 has: `op` is "mean" or "tower 0".
-            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the operand.
+            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
+                `counts`
+                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an
+                element that counts no rows and is the same on all towers.
+            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
+                it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0".
+            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
+                operand, and `axis` that of the gradient's rows.
             PENDING: rows in a shape that the next reshape tells; then it is placed as `of`.
-            ITEMS: a list of tensors that are placed as `of`; None: it is empty still.
+            ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
+                the shape `counts`, in which -1 is any length.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
-        axis, blocks, each: see SHARD.
+        axis, blocks, each: see SHARD; `axis` also AXES.
         op: see PARTIAL and LOCAL.
-        counts: see ROWS.
+        counts: see ROWS and ITEMS.
         of: see AXES, PENDING and ITEMS.
         place: of a PIECE: which of the batch's leaves it belongs to, and which component of it.
     """
@@ -60,7 +64,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.kind is Kind.SHARD:
-            return f"Shard({self.axis})" if self.blocks == 1 else f"Shard({self.axis}, blocks={self.blocks})"
+            return f"Shard({self.axis})" if self.blocks < 2 else f"Shard({self.axis}, blocks={self.blocks})"
         if self.kind is Kind.PARTIAL:
             return f"Partial({self.op})"
         return self.kind.value.capitalize()
@@ -93,9 +97,9 @@ def rows(counts: tuple[int, ...]) -> Placement:
     return Placement(Kind.ROWS, counts=counts) if any(counts) else REPLICATE
 
 
-def axes(of: Placement) -> Placement:
-    """The axes that an operand of this placement was broadcast along."""
-    return Placement(Kind.AXES, of=of)
+def axes(of: Placement, axis: int) -> Placement:
+    """The axes that an operand of this placement was broadcast along, to rows along `axis`."""
+    return Placement(Kind.AXES, of=of, axis=axis)
 
 
 def pending(of: Placement) -> Placement:
@@ -103,6 +107,6 @@ def pending(of: Placement) -> Placement:
     return Placement(Kind.PENDING, of=of)
 
 
-def items(of: Placement | None) -> Placement:
-    """A list of tensors of this placement."""
-    return Placement(Kind.ITEMS, of=of)
+def items(of: Placement | None, shape: tuple[int, ...] = ()) -> Placement:
+    """A list of tensors of this placement, or an empty one for tensors of a shape."""
+    return Placement(Kind.ITEMS, of=of, counts=shape)

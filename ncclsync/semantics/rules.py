@@ -1,11 +1,12 @@
 """The rules: which placements an op takes, and which it gives.
 
-One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a `Call`, may ask
-for other placements of its inputs, and returns those of its outputs; or None: then all inputs are made whole, and every
-tower computes alike. A rule may be missing; it must not be wrong (`tests/semantics/test_ops.py` runs all of them).
+One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a
+`Call`, may ask for other placements of its inputs, and returns those of its outputs; or None: then all inputs
+are made whole, and every tower computes alike. A rule may be missing; it must not be wrong
+(`tests/semantics/test_ops.py` runs all of them).
 
-Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are, unless it is in
-`COUNTING`. What is each tower's own counts as whole meanwhile.
+Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are,
+unless it is in `COUNTING`. What is each tower's own counts as whole meanwhile.
 """
 
 import math
@@ -37,18 +38,26 @@ class Call(Protocol):
     Attributes:
         op: as it was traced.
         inputs: the placements of what it will get; a rule changes them by `require`.
+        lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins
+            it.
     """
 
     op: tf.Operation
     inputs: list[Placement]
+    lenient: bool
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
         ...
 
-    def constant(self, index: int) -> np.ndarray | None:
+    def constant(self, index: int) -> Any:
         """Return the value of input `index` if it is known now."""
         ...
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text, op types."""
+    return frozenset(text.split())
 
 
 Rule = Callable[[Call], Sequence[Placement] | None]
@@ -79,11 +88,13 @@ def _linear(*types: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def _shape(tensor: tf.Tensor) -> list[int | None] | None:
+def _shape(tensor: tf.Tensor) -> Any:
+    """Return the lengths of a traced tensor's axes, None where open; None if its rank is."""
     return None if tensor.shape.rank is None else tensor.shape.as_list()
 
 
-def _rank(call: Call, index: int) -> int | None:
+def _rank(call: Call, index: int) -> Any:
+    """Return an input's rank; None if it is open."""
     return call.op.inputs[index].shape.rank
 
 
@@ -97,32 +108,61 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 def same_rows(one: Placement, other: Placement) -> bool:
     """Whether two shards have the same rows along their axes."""
-    return one.blocks == other.blocks and (one.each == other.each or 0 in (one.each, other.each))
+    return together(one, other) is not None
+
+
+def together(one: Placement, other: Placement) -> Placement | None:
+    """Return the placement of what has the rows of both, along the first's axis; None if they differ."""
+    if one.blocks == other.blocks:
+        known = max(one.each, other.each)
+        return shard(one.axis, one.blocks, known) if min(one.each, other.each) in (0, known) else None
+    if 0 not in (one.blocks, other.blocks):
+        return None
+    alike, counted = (one, other) if one.blocks == 0 else (other, one)
+    fits = 0 in (alike.each, counted.each) or alike.each == counted.each * counted.blocks
+    return shard(one.axis, counted.blocks, counted.each) if fits else None
+
+
+def counted(placed: Placement) -> Placement:
+    """Return the placement of rows that are all alike as that of one block of them."""
+    return shard(placed.axis, 1, placed.each) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
 # Element by element: each row of the result comes from the same row of each operand.
 
-UNARY = frozenset(
-    "Abs Acos Acosh AdjustContrastv2 Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 "
-    "BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast Ceil CheckNumerics CheckNumericsV2 "
-    "ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos "
-    "FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg "
-    "OnesLike PlaceholderWithDefault PreventGradient Real Reciprocal RegexFullMatch RegexReplace Relu Relu6 Rint Round Rsqrt "
-    "Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace "
-    "StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong "
-    "StringToNumber StringUpper Tan Tanh ZerosLike".split()
+UNARY = names(
+    """
+    Abs Acos Acosh AdjustContrastv2 Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
+    BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast
+    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
+    Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite
+    IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
+    PreventGradient Real Reciprocal RegexFullMatch RegexReplace Relu Relu6 Rint Round Rsqrt Selu Sigmoid
+    Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace
+    StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
+    """
 ) - {"AdjustContrastv2", "RegexFullMatch", "RegexReplace"}
-BROADCASTING = frozenset(
-    "Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan Equal "
-    "FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual Igamma IgammaGradA Igammac LeftShift Less LessEqual "
-    "LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift "
-    "SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta".split()
+BROADCASTING = names(
+    """
+    Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div
+    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual Igamma
+    IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan
+    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference Sub
+    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+    """
 )
 # Of operands of one shape: an activation's gradient, a sum.
-ALIKE = frozenset(
-    "AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad "
-    "SoftsignGrad SqrtGrad TanhGrad Select".split()
+ALIKE = names(
+    """
+    AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad
+    SoftplusGrad SoftsignGrad SqrtGrad TanhGrad Select
+    """
 )
+
+
+# What keeps rows that are all alike so.
+ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 
 
 @_rule(*UNARY)
@@ -163,19 +203,26 @@ def align(
         if placed.axis >= ranks[i] - tails:
             return None
         here = shard(axis, placed.blocks, placed.each)
-        if chosen is None or (here.axis == chosen.axis and same_rows(here, chosen)):
-            chosen = here if chosen is None or not chosen.each else chosen
+        if chosen is None:
+            chosen = here
             continue
         if here.axis == chosen.axis:
-            return None  # rows that are counted otherwise
+            chosen = together(chosen, here)
+            if chosen is None:
+                return None  # rows that are counted otherwise
+            continue
         call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
     if chosen is None:
         return None
+    divided = []
     for i in heads:
         axis = chosen.axis - (rank - ranks[i])
-        placed = call.inputs[i]
-        if placed.kind is Kind.REPLICATE and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
-            call.require(i, shard(axis, chosen.blocks, chosen.each))
+        if call.inputs[i].whole and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
+            divided.append((i, axis))
+    if divided:  # whose rows are not alike
+        chosen = counted(chosen)
+    for i, axis in divided:
+        call.require(i, shard(axis, chosen.blocks, chosen.each))
     return chosen
 
 
@@ -183,11 +230,25 @@ def align(
 
 
 @_linear(
-    "Identity", "StopGradient", "PreventGradient", "Snapshot", "PlaceholderWithDefault", "Neg", "Conj", "Real", "Imag"
+    "Identity",
+    "StopGradient",
+    "PreventGradient",
+    "Snapshot",
+    "PlaceholderWithDefault",
+    "Neg",
+    "Conj",
+    "Real",
+    "Imag",
 )
 def _passing(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    plain = call.op.type in ("Identity", "StopGradient", "PreventGradient", "Snapshot", "PlaceholderWithDefault")
+    plain = call.op.type in (
+        "Identity",
+        "StopGradient",
+        "PreventGradient",
+        "Snapshot",
+        "PlaceholderWithDefault",
+    )
     return [placed] if plain or placed.op in ("sum", "mean") else None
 
 
@@ -207,13 +268,19 @@ def _moved_partial(call: Call) -> Sequence[Placement] | None:
 @_linear("Sum", "Mean")
 def _sum_partial(call: Call) -> Sequence[Placement] | None:
     placed, over = call.inputs
-    return [placed] if placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole else None
+    linear = call.op.type == "Sum" or call.op.inputs[0].dtype.is_floating  # a mean of integers is cut off
+    fits = linear and placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole
+    return [placed] if fits else None
 
 
 @_linear("Add", "AddV2", "Sub", "AddN")
 def _add_partial(call: Call) -> Sequence[Placement] | None:
     shape = _shape(call.op.outputs[0])
-    if any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs) or shape is None or None in shape:
+    if (
+        any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs)
+        or shape is None
+        or None in shape
+    ):
         return None
     ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
     # What is whole may be added to a mean on every tower, and to a sum on one.
@@ -225,7 +292,9 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     if not ops <= {"sum", "mean"}:
         return None
     for i in range(len(call.inputs)):
-        if shape:  # so that each tower's part of a gradient has its part of a regularisation
+        if (
+            shape and call.op.outputs[0].dtype.is_floating
+        ):  # so that each tower's part of a gradient has its part of a regularisation
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
@@ -271,15 +340,22 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD:
         return None
     if summed.kind is Kind.AXES and call.op.type == "Sum":
+        if placed.axis != summed.axis:
+            return None
         operand = summed.of or REPLICATE
-        return [SUM] if operand.kind is not Kind.SHARD else [pending(operand)]
-    over = call.constant(1)
+        kept = operand.kind is Kind.SHARD
+        return [pending(shard(operand.axis, placed.blocks, placed.each))] if kept else [SUM]
+    placed, over = counted(placed), call.constant(1)
     if rank is None or over is None:
         return None
     over = {int(axis) % rank for axis in np.ravel(over)}
     keeps = call.op.get_attr("keep_dims")
     if placed.axis not in over:
-        return [shard(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each)]
+        return [
+            shard(
+                placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each
+            )
+        ]
     dtype = call.op.inputs[0].dtype
     if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
         return None
@@ -291,6 +367,8 @@ def _count_of(call: Call) -> Sequence[Placement] | None:
     counts = call.inputs[0].counts
     if call.op.type != "Prod" or sum(map(bool, counts)) != 1 or call.op.get_attr("keep_dims"):
         return None
+    if call.op.inputs[0].shape.rank == 0:
+        return [call.inputs[0]]
     return [rows((_product(counts, call.op.inputs[0]),))]
 
 
@@ -301,8 +379,8 @@ def _product(counts: Sequence[int], shape: tf.Tensor) -> int:
     return -1 if None in others or each < 0 else each * math.prod(others)
 
 
-def _elements(vector: tf.Tensor) -> list[int | None]:
-    """What is known of the elements of an integer vector."""
+def _elements(vector: tf.Tensor) -> list[Any]:
+    """Return what is known of the elements of an integer vector; None for others."""
     known = tf.get_static_value(vector, partial=True)
     if known is None:
         shape = _known_shape(vector)
@@ -375,9 +453,14 @@ def _roll(call: Call) -> Sequence[Placement] | None:
 
 _LAST = dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "FFT", "IFFT", "RFFT", "IRFFT"), 1)
 _LAST |= dict.fromkeys(
-    "Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve "
-    "MatrixSquareRoot SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D "
-    "BandedTriangularSolve MatrixLogarithm MatrixExponential TridiagonalSolve".split(),
+    names(
+        """
+        Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve
+        MatrixTriangularSolve MatrixSquareRoot SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
+        MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
+        MatrixExponential TridiagonalSolve
+        """
+    ),
     2,
 )
 _LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1, "MatrixDiagV3": 1, "InvertPermutation": 1}
@@ -418,10 +501,13 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
         if placed.kind is not Kind.SHARD:
             continue
         name = names[placed.axis]
-        if chosen is None or (name == chosen[0] and same_rows(placed, chosen[1])):
-            chosen = (name, placed) if chosen is None or not chosen[1].each else chosen
+        if chosen is None:
+            chosen = name, placed
         elif name == chosen[0]:
-            return None
+            both = together(chosen[1], placed)
+            if both is None:
+                return None
+            chosen = name, both
         else:
             call.require(i, REPLICATE)
     if chosen is None:
@@ -481,7 +567,10 @@ def _einsum(call: Call) -> Sequence[Placement] | None:
             begin = names.index("...")
             dots = spare[longest - count : longest] if count else []
             # One of length 1 is broadcast, whatever the others have there.
-            dots = [str(i) if shape[begin + j] == 1 and not call.inputs[i].kind is Kind.SHARD else c for j, c in enumerate(dots)]
+            dots = [
+                str(i) if shape[begin + j] == 1 and call.inputs[i].kind is not Kind.SHARD else c
+                for j, c in enumerate(dots)
+            ]
             letters[i] = names.replace("...", "".join(dots))
     result = result.replace("...", "".join(spare[:longest]))
     if any(len(set(names)) < len(names) for names in (*letters, result)):
@@ -506,10 +595,30 @@ def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()
     return placed
 
 
-@_rule("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Dilation2D", "RGBToHSV", "HSVToRGB", "LRN", "ResizeBilinear",
-       "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "AdjustContrastv2", "AdjustHue", "AdjustSaturation",
-       "ExtractImagePatches", "ExtractVolumePatches", "SpaceToDepth", "DepthToSpace", "ScaleAndTranslate", "RegexReplace",
-       "RegexFullMatch")
+@_rule(
+    "Conv",
+    "Conv2D",
+    "Conv3D",
+    "DepthwiseConv2dNative",
+    "Dilation2D",
+    "RGBToHSV",
+    "HSVToRGB",
+    "LRN",
+    "ResizeBilinear",
+    "ResizeNearestNeighbor",
+    "ResizeBicubic",
+    "ResizeArea",
+    "AdjustContrastv2",
+    "AdjustHue",
+    "AdjustSaturation",
+    "ExtractImagePatches",
+    "ExtractVolumePatches",
+    "SpaceToDepth",
+    "DepthToSpace",
+    "ScaleAndTranslate",
+    "RegexReplace",
+    "RegexFullMatch",
+)
 def _images(call: Call) -> Sequence[Placement] | None:
     if call.inputs[0].kind is not Kind.SHARD:
         return None
@@ -521,8 +630,15 @@ def _images(call: Call) -> Sequence[Placement] | None:
     return None if placed is None else [placed]
 
 
-@_rule("ResizeBilinearGrad", "ResizeNearestNeighborGrad", "ResizeBicubicGrad", "LRNGrad", "Dilation2DBackpropInput",
-       "ScaleAndTranslateGrad", counting=False)
+@_rule(
+    "ResizeBilinearGrad",
+    "ResizeNearestNeighborGrad",
+    "ResizeBicubicGrad",
+    "LRNGrad",
+    "Dilation2DBackpropInput",
+    "ScaleAndTranslateGrad",
+    counting=False,
+)
 def _images_back(call: Call) -> Sequence[Placement] | None:
     if call.op.type == "LRNGrad":
         by_rows, whole = [0, 1, 2], []
@@ -680,7 +796,9 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
 def _slice_counts(call: Call) -> Sequence[Placement] | None:
     counts = np.array(call.inputs[0].counts)
     begin, end, strides = (call.constant(i) for i in (1, 2, 3))
-    masks = [call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")]
+    masks = [
+        call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    ]
     if any(value is None or value.size != 1 for value in (begin, end, strides)) or masks[2] or masks[3]:
         return None
     if masks[4]:
@@ -692,12 +810,15 @@ def _slice_counts(call: Call) -> Sequence[Placement] | None:
 
 def _slice_spec(call: Call, first: int) -> list[Any] | None:
     """Say of each axis of the operand, and of each new one, whether it is "all", "some", "one" or "new"."""
-    begin, end, strides = (call.constant(first + i) for i in range(3))
+    begin, _, strides = (call.constant(first + i) for i in range(3))
     rank = _rank(call, 0) if first == 1 else int(call.op.inputs[0].shape[0])
     length = call.op.inputs[first].shape[0]
     if length is None or rank is None:
         return None
-    bits = {name: call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    bits = {
+        name: call.op.get_attr(f"{name}_mask")
+        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
     spec: list[Any] = []
     for i in range(length):
         bit = 1 << i
@@ -716,7 +837,7 @@ def _slice_spec(call: Call, first: int) -> list[Any] | None:
     return spec
 
 
-def _sliced_axis(spec: list[Any], axis: int) -> int | None:
+def _sliced_axis(spec: list[Any], axis: int) -> Any:
     """Where an axis of the operand ends up; None: it is not there as a whole."""
     place = seen = 0
     for one in spec:
@@ -733,7 +854,11 @@ def _sliced_axis(spec: list[Any], axis: int) -> int | None:
 @_rule("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, placed = call.inputs[0], call.inputs[4]
-    if shape.kind is not Kind.ROWS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
+    if (
+        shape.kind is not Kind.ROWS
+        or placed.kind is not Kind.SHARD
+        or any(not p.whole for p in call.inputs[1:4])
+    ):
         return None
     axis = _only(shape.counts)
     spec = None if axis is None else _slice_spec(call, 1)
@@ -742,8 +867,8 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     return [shard(axis, placed.blocks, placed.each)]
 
 
-def _only(counts: Sequence[int]) -> int | None:
-    """The only element that counts rows."""
+def _only(counts: Sequence[int]) -> Any:
+    """Return the index of the only element that counts rows; None if there are others, or none."""
     found = [i for i, count in enumerate(counts) if count]
     return found[0] if len(found) == 1 else None
 
@@ -756,7 +881,9 @@ def _pack(call: Call) -> Sequence[Placement] | None:
     if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
         return None
     placed = call.inputs[_sharded(call)[0]]
-    if any(call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)):
+    if any(
+        call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)
+    ):
         return None
     rank = (_rank(call, 0) or 0) + 1
     axis = call.op.get_attr("axis") % rank
@@ -780,7 +907,7 @@ def _unpack(call: Call) -> Sequence[Placement] | None:
 
 @_rule("ConcatV2", counting=True)
 def _concat(call: Call) -> Sequence[Placement] | None:
-    *parts, last = call.inputs
+    parts = call.inputs[:-1]
     axis = call.constant(len(parts))
     kinds = {placed.kind for placed in parts}
     if axis is None:
@@ -797,7 +924,7 @@ def _concat(call: Call) -> Sequence[Placement] | None:
         return [rows(tuple(counts))]
     if not kinds <= {Kind.SHARD, Kind.REPLICATE} or Kind.SHARD not in kinds:
         return None
-    placed = parts[[i for i, p in enumerate(parts) if p.kind is Kind.SHARD][0]]
+    placed = next(p for p in parts if p.kind is Kind.SHARD)
     shards = [p for p in parts if p.kind is Kind.SHARD]
     rank = _rank(call, 0)
     if rank is None or any(p.axis != placed.axis for p in shards):
@@ -870,7 +997,9 @@ def _stitch(call: Call) -> Sequence[Placement] | None:
     half = len(call.inputs) // 2
     places = [call.constant(i) for i in range(half)]
     values = call.inputs[half:]
-    if any(place is None for place in places) or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values):
+    if any(place is None for place in places) or any(
+        p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values
+    ):
         return None
     counts: dict[int, int] = {}
     for place, placed in zip(places, values, strict=True):
@@ -881,10 +1010,13 @@ def _stitch(call: Call) -> Sequence[Placement] | None:
 
 @_rule("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
-    """Of each operand's shape: an element that counts rows keeps them; of one without, the rows are added up."""
+    """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
     if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
         return None
-    lengths = [int(tensor.shape[0]) if tensor.shape.rank == 1 and tensor.shape[0] is not None else None for tensor in call.op.inputs]
+    lengths = [
+        int(tensor.shape[0]) if tensor.shape.rank == 1 and tensor.shape[0] is not None else None
+        for tensor in call.op.inputs
+    ]
     if None in lengths:
         return None
     found = []
@@ -902,14 +1034,11 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
             element = _elements(call.op.inputs[i])[length + place]
             if element != 1:
                 return None
-    made = []
-    for placed, place in zip(call.inputs, found, strict=True):
-        if place is None:
-            made.append(axes(REPLICATE))
-        else:
-            axis = _only(placed.counts)
-            made.append(axes(shard(axis, 1, 0)))
-    return made
+    operands = [
+        REPLICATE if one is None else shard(_only(placed.counts), 1, 0)
+        for placed, one in zip(call.inputs, found, strict=True)
+    ]
+    return [axes(operand, max(lengths) + place) for operand in operands]
 
 
 @_rule("Reshape", counting=True)
@@ -962,10 +1091,9 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
 
 
 def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
-    axis = _only(shape.counts)
-    if shape.kind is not Kind.ROWS or axis is None:
+    if shape.kind is not Kind.ROWS or placed.of is None or _only(shape.counts) != placed.of.axis:
         return None
-    return [shard(axis, 1, max(shape.counts[axis], 0))]
+    return [placed.of]
 
 
 @_rule("Transpose", "ConjugateTranspose")
@@ -1032,7 +1160,7 @@ def _fill(call: Call) -> Sequence[Placement] | None:
     axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
     if axis is None or not value.whole:
         return None
-    return [shard(axis, 1, max(dims.counts[axis], 0))]
+    return [shard(axis, 0, max(dims.counts[axis], 0))]
 
 
 @_rule("BroadcastTo", counting=True)
@@ -1056,7 +1184,7 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     count = max(shape.counts[axis], 0)
     if here >= 0 and before[here] != 1:
         return None
-    return [shard(axis, 1, count)]
+    return [shard(axis, 0, count)]
 
 
 @_rule("Tile", counting=True)
@@ -1069,11 +1197,15 @@ def _tile(call: Call) -> Sequence[Placement] | None:
         axis = _only(times.counts)
         if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
             return None
-        return [shard(axis, 1, max(times.counts[axis], 0))]
+        return [shard(axis, 0, max(times.counts[axis], 0))]
     if placed.kind is not Kind.SHARD:
         return None
     count = _constant_element(call, 1, placed.axis)
-    return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
+    return (
+        [shard(placed.axis, placed.blocks * count, placed.each)]
+        if count and (count == 1 or placed.each)
+        else None
+    )
 
 
 @_rule("GatherV2", counting=True)
@@ -1149,9 +1281,9 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     rank = _rank(call, 1)
     if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
         return None
-    if ids.kind is Kind.SHARD and data.kind is Kind.SHARD:
-        if data.axis != ids.axis or not same_rows(data, ids):
-            return None
+    both = ids.kind is data.kind is Kind.SHARD
+    if both and (data.axis != ids.axis or not same_rows(data, ids)):
+        return None
     placed = data if data.kind is Kind.SHARD else ids
     if placed.axis >= rank:
         return None
@@ -1180,7 +1312,7 @@ def _scatter_nd(call: Call) -> Sequence[Placement] | None:
 
 @_rule("Bincount", "DenseBincount")
 def _bincount(call: Call) -> Sequence[Placement] | None:
-    values, size, weights = call.inputs
+    values, size, _ = call.inputs
     if values.kind is not Kind.SHARD or not size.whole or values.axis:
         return None
     empty = _shape(call.op.inputs[2]) == [0]
@@ -1213,7 +1345,7 @@ def _ensure_shape(call: Call) -> Sequence[Placement] | None:
 
 def _counting_product(call: Call) -> Sequence[Placement] | None:
     one, other = call.inputs
-    if not {one.kind, other.kind} == {Kind.ROWS, Kind.REPLICATE}:
+    if {one.kind, other.kind} != {Kind.ROWS, Kind.REPLICATE}:
         return None
     at = 0 if one.kind is Kind.ROWS else 1
     counts = call.inputs[at].counts
@@ -1222,8 +1354,12 @@ def _counting_product(call: Call) -> Sequence[Placement] | None:
     factor = call.constant(1 - at)
     if call.op.type == "Mul":
         known = factor is not None and int(factor) > 0 and counts[0] > 0
-        return [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
-    divides = at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
+        return (
+            [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
+        )
+    divides = (
+        at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
+    )
     return [rows((counts[0] // int(factor),))] if divides else None
 
 
@@ -1233,24 +1369,31 @@ def _counting_cast(call: Call) -> Sequence[Placement] | None:
 
 
 # What counts rows and is no row itself: by op type.
-COUNTS: dict[str, Rule] = {"Cast": _counting_cast, "Identity": lambda call: [call.inputs[0]], "Mul": _counting_product}
+COUNTS: dict[str, Rule] = {
+    "Cast": _counting_cast,
+    "Identity": lambda call: [call.inputs[0]],
+    "Mul": _counting_product,
+}
 COUNTS |= {"FloorDiv": _counting_product, "StopGradient": lambda call: [call.inputs[0]]}
 
 
 # Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
 
-DRAWS = frozenset(
-    "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt "
-    "StatelessRandomUniformFullInt StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2 "
-    "StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform RandomStandardNormal TruncatedNormal "
-    "RandomUniformInt StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniformInt "
-    "StatefulUniformFullInt StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson "
-    "RandomGamma RandomPoisson RandomPoissonV2 StatefulRandomBinomial".split()
+DRAWS = names(
+    """
+    StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt
+    StatelessRandomUniformFullInt StatelessRandomUniformV2 StatelessRandomNormalV2
+    StatelessTruncatedNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform
+    RandomStandardNormal TruncatedNormal RandomUniformInt StatefulUniform StatefulStandardNormalV2
+    StatefulTruncatedNormal StatefulUniformInt StatefulUniformFullInt StatelessRandomGammaV2
+    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson RandomGamma RandomPoisson
+    RandomPoissonV2 StatefulRandomBinomial
+    """
 )
 
 
-# Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows where the
-# tensors have them.
+# Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows
+# where the tensors have them.
 
 
 @_rule("TensorListFromTensor")
@@ -1282,7 +1425,9 @@ def _list_begin(call: Call) -> Sequence[Placement] | None:
 @_rule("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS or any(p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]):
+    if placed.kind is not Kind.ITEMS or any(
+        p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]
+    ):
         return None
     of = placed.of or REPLICATE
     return [of] if call.op.type == "TensorListGetItem" else [placed, of]
@@ -1294,7 +1439,10 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
         return None
-    if placed.of is None or placed.of == call.inputs[at]:
+    item = call.inputs[at]
+    if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
+        return None  # it takes tensors of so many rows alone
+    if placed.of is None or placed.of == item or (placed.of.whole and call.lenient):
         return [items(call.inputs[at])]
     if placed.of.kind is Kind.SHARD and call.inputs[at].kind is Kind.SHARD:
         same = placed.of.axis == call.inputs[at].axis and same_rows(placed.of, call.inputs[at])

@@ -32,7 +32,7 @@ def vector_encoder(width=6, name="encoder"):
 
 
 class ContrastiveModel(keras.Model):
-    """SimCLR as in the example on semi-supervised pretraining: two augmented views, NT-Xent, a linear probe."""
+    """SimCLR as in the example on semi-supervised training: two augmented views, NT-Xent, a linear probe."""
 
     def __init__(self, temperature=0.1):
         super().__init__()

@@ -341,7 +341,7 @@ def sinusoidal_embedding(x):
 
 @program("https://keras.io/examples/generative/ddim/", options=INVARIANT, towers=(4, 3))
 def ddim():
-    """Noise and diffusion times per row; after each step an average of the weights, kept as a second network."""
+    """Noise and diffusion times per row; after each step an average of the weights, a second network."""
 
     class DiffusionModel(keras.Model):
         def __init__(self):

@@ -182,7 +182,7 @@ def message_passing():
 
 @program("https://keras.io/examples/graph/mpnn-molecular-graphs/", towers=(4, 3))
 def merged_graphs():
-    """Graphs of a batch merged into one within the step: `boolean_mask`, offsets by `cumsum`, segment means."""
+    """Graphs of a batch merged into one within the step: `boolean_mask`, `repeat`, segment means."""
 
     class Merged(keras.Model):
         def __init__(self):

@@ -1,8 +1,8 @@
-"""Programs that others have published, in small: how one is declared, run on one device and on towers, compared.
+"""Published programs, in small: how one is declared, run on one device and on towers, and compared.
 
-A module of programs holds functions decorated by `program`. Each is written as a user would write it, without a
-word of ncclsync, and returns `(build, run)`: what makes the model, and what trains it and returns all that must
-be equal. `test_public_programs.py` runs every one of them.
+A module of programs holds functions decorated by `program`. Each is written as a user would write it, without
+a word of ncclsync, and returns `(build, run)`: what makes the model, and what trains it and returns all that
+must be equal. `test_public_programs.py` runs every one of them.
 
 Programs compute in float64, so that a wrong factor stands a thousand times above rounding.
 """
@@ -23,11 +23,11 @@ import ncclsync
 
 PROGRAMS: dict[str, "Program"] = {}
 
-# What may be logged of a program that is equal to one device: that it is exact and slow, and what is not about
-# numbers. Any other warning is a false alarm.
+# What may be logged of a program that is equal to one device: that it is exact and slow, and what is not
+# about numbers. Any other warning is a false alarm.
 HARMLESS = re.compile(r"^Exact\b|\bexact, but\b|run an op on one thread|Python ops for their collectives")
 
-# Of how many tolerances every trained variable moves, so that a factor on its gradient cannot pass for rounding.
+# By how many tolerances every trained variable moves: a factor on its gradient cannot pass for rounding.
 SEEN = 1000
 
 
@@ -37,8 +37,8 @@ class Program:
 
     Attributes:
         name: of the function that makes it.
-        make: returns `(build, run)`: `build()` makes the model or, of a loop, the `Loop`; `run(model)` trains it
-            and returns all that must be equal, nested.
+        make: returns `(build, run)`: `build()` makes the model or, of a loop, the `Loop`; `run(model)` trains
+            it and returns all that must be equal, nested.
         source: where the program was published.
         outcome: "equal"; "warned": `pattern` must be found in a warning, then numbers may differ; "refused":
             in the error.
@@ -219,13 +219,13 @@ def on_one_device(name: str) -> Any:
     """Run a program plainly; return what it gives.
 
     Raises:
-        AssertionError: it would not show a wrong factor: a trained variable hardly moves, or a loss is 0 or NaN.
+        AssertionError: it would hide a wrong factor: a trained variable hardly moves, or a loss is 0 or NaN.
     """
     return run_plainly(PROGRAMS[name], eagerly=True)
 
 
 def run_plainly(made: Program, *, eagerly: bool) -> Any:
-    """The same, without keeping the result; eagerly, since the trace of a step takes longer than three steps."""
+    """The same, without keeping the result; eagerly, since a trace takes longer than three steps."""
     with computing_in(made.floatx):
         build, run = made.make()
         keras.utils.set_random_seed(1)

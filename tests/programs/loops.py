@@ -219,7 +219,7 @@ def deep_q_network():
 
 @program("https://www.tensorflow.org/tutorials/customization/custom_training_walkthrough")
 def summed_loop():
-    """A loss that is a sum of squares, divided by a count that is a constant, under a `tf.Variable` of one's own."""
+    """A loss that is a sum of squares, divided by a constant, and gradients clipped by their global norm."""
 
     @a_loop
     def build():
@@ -241,7 +241,7 @@ def summed_loop():
 
 @program("https://github.com/maziarraissi/PINNs", towers=(4, 3), still="dense.*/bias")
 def physics_informed():
-    """A PINN: derivatives of the network with respect to its inputs, their mean square, beside a boundary's."""
+    """A PINN: derivatives of the network with respect to its inputs, their mean square, and a boundary's."""
 
     @a_loop
     def build():

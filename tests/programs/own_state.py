@@ -105,7 +105,7 @@ def compute_sum():
 
 @program("https://keras.io/guides/making_new_layers_and_models_via_subclassing/")
 def simple_running_mean():
-    """A moving mean and variance, read before they are written, as a BatchNormalization's: exact, no alarm."""
+    """A moving mean and variance, read before they are written, as by BatchNormalization: exact, no alarm."""
 
     class RunningMean(Statistics):
         def call(self, x, training=False):
@@ -416,7 +416,7 @@ def clipped_per_sample():
 
 @program("https://arxiv.org/abs/2006.07733", still="online/dense.*/bias")
 def byol():
-    """An online and a target network, whose weights follow by a moving average; synchronised normalisation."""
+    """An online and a target network, which follows by a moving average; synchronised normalisation."""
 
     class BYOL(keras.Model):
         def __init__(self):

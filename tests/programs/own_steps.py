@@ -170,7 +170,7 @@ def gradient_accumulation_of_keras():
 
 @program("https://www.tensorflow.org/neural_structured_learning/tutorials/adversarial_keras_cnn_mnist")
 def adversarial_regularisation():
-    """Inputs are moved along the normalised gradient of the loss with respect to themselves, then trained on."""
+    """Inputs are moved along the normalised gradient of their loss, then trained on."""
 
     class Adversarial(keras.Sequential):
         def train_step(self, data):
@@ -256,7 +256,7 @@ def virtual_adversarial_training():
 
 @program("https://arxiv.org/abs/1703.03400", towers=(4, 3), coupled=True)
 def maml():
-    """One inner step on the support, by a gradient with respect to weights, through which the outer one goes."""
+    """One inner step on the support, by a gradient through which the outer one goes."""
 
     class MAML(keras.Model):
         def __init__(self):
@@ -504,7 +504,7 @@ def activity_summed():
 
 @program("https://keras.io/examples/vision/masked_image_modeling/", options=INVARIANT, towers=(4, 3))
 def masked_autoencoder():
-    """Patches chosen by `argsort` of random numbers per row, looked up by `batch_dims`; position embeddings."""
+    """Patches chosen by `argsort` of random numbers per row, gathered by `batch_dims`; learned positions."""
 
     patches, kept, width = 4, 2, 9
 

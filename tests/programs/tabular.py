@@ -165,7 +165,7 @@ def deep_fm():
 
 @program("https://keras.io/examples/structured_data/collaborative_filtering_movielens/")
 def collaborative_filtering():
-    """The example's `tensordot(user, movie, 2)`: a contraction over the rows too, one number for the batch."""
+    """The example's `tensordot(user, movie, 2)`: a contraction over rows too, one number per batch."""
 
     class RecommenderNet(keras.Model):
         def __init__(self, num_users, num_movies, embedding_size):
@@ -361,7 +361,7 @@ def quantile_and_order():
 
 @program("https://github.com/havakv/pycox/blob/master/pycox/models/loss.py", coupled=True)
 def cox_partial_likelihood():
-    """DeepSurv: rows sorted by their durations, a cumulative sum of risks, a ratio of sums over the events."""
+    """DeepSurv: rows sorted by their durations, a cumulative sum of risks, a ratio of sums."""
 
     def cox_ph_loss(y_true, y_pred):
         durations, events = y_true[:, 0], y_true[:, 1]

@@ -1,5 +1,7 @@
 """Text and speech: transformers, masked losses that are ratios of sums, CTC, recurrent networks."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -160,10 +162,8 @@ def translator(rate):
             x = self.decoder(self.dropout(self.target(x) * 2.0 + self.pos_encoding))
             x = self.layernorm(self.add([x, self.cross(query=x, key=context, value=context)]))
             logits = self.final_layer(x)
-            try:
+            with contextlib.suppress(AttributeError):
                 del logits._keras_mask  # as the tutorial does, so that Keras does not scale what is masked
-            except AttributeError:
-                pass
             return logits
 
     def build():

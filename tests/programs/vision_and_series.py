@@ -250,7 +250,7 @@ def detection_losses():
 
 @program("https://keras.io/examples/vision/oxford_pets_image_segmentation/")
 def dice_over_the_batch():
-    """A soft dice of all pixels of the batch: a ratio of sums, and Keras' own losses of that kind beside it."""
+    """A soft dice of all pixels of the batch: a ratio of sums, and a loss of Keras' of that kind."""
 
     def soft_dice(y_true, y_pred):
         overlap = ops.sum(y_true * y_pred)

@@ -23,10 +23,11 @@ from semantics.op_table import EXAMPLES, UNREACHABLE, WITHIN, Example, Input
 
 TOWERS = 3
 ROWS, FEW = 7, 2  # shards of 3, 2 and 2 rows; of 1, 1 and none
-# What a step may be without becoming slow to optimise.
-MOST_CASES = 400
-# How many combinations of placements of an example are run: if not all, then a sample.
-MOST_COMBINATIONS, SAMPLED = 64, 3
+# Cases of one step: as many as are quick to optimise.
+MOST_CASES = 100
+# All combinations of placements of an example, up to so many; else a sample of them: an op's first example by
+# all samples on the first axis and by one more, each other example by one.
+MOST_COMBINATIONS = 64
 ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 ORDERED = ("f8", "f4", "distinct", "distinct4", "positive")  # kinds that can be a maximum over the rows
 # How many culprits are looked for in a step that fails as a whole.
@@ -35,7 +36,6 @@ MOST_CULPRITS = int(os.environ.get("NCCLSYNC_MOST_CULPRITS", "3"))
 TOLERANCES = dict.fromkeys(["float64", "complex128"], (1e-9, 1e-10)) | dict.fromkeys(
     ["float32", "complex64"], (1e-4, 1e-5)
 )
-FAMILIES = list(dict.fromkeys(example.family for example in EXAMPLES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +90,14 @@ def cases_of(example: Example, rows: int) -> list[Case]:
         cases += [Case(example, whole, "P"), Case(example, whole, "S0")]
     elif whole in others:
         cases.append(Case(example, whole))
-    random.Random(example.name).shuffle(cases)
-    # Of some rows on fewer towers: what the first example of an op shows.
-    few = 1 if example.index == 0 else 0
-    most = MOST_COMBINATIONS if ALL else few if rows == FEW else SAMPLED
-    return [Case(example, samples), *cases][:most]
+    rng = random.Random(f"{example.name} {rows}")
+    rng.shuffle(cases)
+    cases = [Case(example, samples), *cases]
+    if ALL:
+        return cases[:MOST_COMBINATIONS]
+    if rows == FEW:
+        return cases[:1] if example.index == 0 and rng.random() < 0.3 else []
+    return cases[:2] if example.index == 0 else rng.sample(cases, 1)
 
 
 class Sources:
@@ -248,28 +251,30 @@ class Outcome:
 
 
 def compare(cases, rows):
-    """Run cases on towers and on one device; return the `Outcome`."""
-    outcome, left = Outcome(), list(cases)
-    while left:
-        step, batch = step_of(left, rows)
+    """Run cases on towers and on one device; return the `Outcome`. A step that fails is halved, and so on."""
+    outcome, waiting, culprits = Outcome(), [list(cases)], 0
+    while waiting:
+        some = waiting.pop()
+        step, batch = step_of(some, rows)
         expected = plainly(step, batch, outcome.traced)
         try:
             found = run_on_towers(step, batch, outcome.gathering)
         except Exception as error:  # whatever it is, it is a problem
-            if sum(symptom.startswith("error") for symptom, _ in outcome.problems) >= MOST_CULPRITS:
-                message = f"{len(left)} cases were not compared; in one of them: {told_by(error)}"
+            if len(some) == 1:
+                culprits += 1
+                outcome.problems.append(
+                    (f"error: {type(error).__name__}", f"{some[0].name}: {told_by(error)}")
+                )
+            elif culprits < MOST_CULPRITS:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                message = f"one of {some[0].name} to {some[-1].name}: {told_by(error)}"
                 outcome.problems.append(("error: not told apart", message))
-                return outcome
-            culprit, cause = find_culprit(left, rows, error)
-            outcome.problems.append((f"error: {type(cause).__name__}", f"{culprit.name}: {told_by(cause)}"))
-            left = [case for case in left if case.example is not culprit.example]
             continue
-        differing = (difference(found[name], expected[name], name) for name in expected if name != "scale")
+        differing = [difference(found[name], expected[name], name) for name in expected if name != "scale"]
+        if not any(differing) and "scale" in expected:  # else it is wrong on account of one of them
+            differing.append(difference(found["scale"], expected["scale"], f"scale of {len(some)} cases"))
         outcome.problems += [one for one in differing if one]
-        if not outcome.problems:  # else it is wrong on account of one of them
-            scales = difference(found.get("scale", {}), expected.get("scale", {}), "scale")
-            outcome.problems += [scales] if scales else []
-        return outcome
     return outcome
 
 
@@ -287,7 +292,9 @@ def difference(found, expected, name):
                 if not np.array_equal(one, other):
                     return f"{symptom}: values", f"{name}: {key}[{i}] has other values"
                 continue
-            relative, absolute = TOLERANCES[one.dtype.name]
+            # The gradient of the scale is float64, and adds up what ops of single precision give.
+            single = name.startswith("scale of ")
+            relative, absolute = TOLERANCES["float32" if single else one.dtype.name]
             largest = np.max(np.abs(other), initial=0.0)
             assert np.isfinite(largest), f"Expected finite numbers of one device. Received: {name}, {other}"
             apart = np.max(np.abs(one - other), initial=0.0)
@@ -325,29 +332,6 @@ def _array(tensor):
     return np.asarray(value, object if tensor.dtype == tf.string else None)
 
 
-def find_culprit(cases, rows, error):
-    """Halve a step that fails until one case is left; return it and its own error."""
-    while len(cases) > 1:
-        halves = cases[: len(cases) // 2], cases[len(cases) // 2 :]
-        for half in halves:
-            failed = failure(half, rows)
-            if failed is not None:
-                cases, error = half, failed
-                break
-        else:
-            break  # each half runs by itself: whichever case it is, the first stands for them
-    return cases[0], error
-
-
-def failure(cases, rows):
-    """Return what a step of these cases raises on towers; None if nothing."""
-    try:
-        run_on_towers(*step_of(cases, rows), set())
-    except Exception as error:
-        return error
-    return None
-
-
 def told_by(error):
     """What an error says, without the traceback that TensorFlow adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -357,29 +341,27 @@ def told_by(error):
     return f"{type(error).__name__}: {' '.join(told[-2:])[:300]}"
 
 
-def steps_of(family, rows):
-    """The cases of a family, apart by step."""
-    cases = [case for example in EXAMPLES if example.family == family for case in cases_of(example, rows)]
-    return [cases[i : i + MOST_CASES] for i in range(0, len(cases), MOST_CASES)]
+def steps(rows):
+    """Yield a parameter of pytest for each step: its cases, of one family."""
+    for family in dict.fromkeys(example.family for example in EXAMPLES):
+        cases = [case for example in EXAMPLES if example.family == family for case in cases_of(example, rows)]
+        for i, begin in enumerate(range(0, len(cases), MOST_CASES)):
+            yield pytest.param(cases[begin : begin + MOST_CASES], rows, id=f"{family}-{rows}-{i}")
 
 
-@pytest.mark.parametrize("rows", [ROWS, FEW])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ops_in_every_placement(family, rows, record_property):
+@pytest.mark.parametrize(("cases", "rows"), [*steps(ROWS), *steps(FEW)])
+def test_ops_in_every_placement(cases, rows, record_property):
     """Forward and backward, equal to one device. The examples hold the op types that they stand for."""
-    outcomes = [(cases, compare(cases, rows)) for cases in steps_of(family, rows)]
-    gathering = set().union(*(outcome.gathering for _, outcome in outcomes))
-    record_property("ops: examples", sorted({case.example.op for cases, _ in outcomes for case in cases}))
-    record_property("ops: examples of which some gather", sorted(gathering))
-    problems = [problem for _, outcome in outcomes for problem in outcome.problems]
-    if problems:
-        counts = dict(collections.Counter(symptom for symptom, _ in problems))
-        messages = "\n".join(f"[{symptom}] {message}" for symptom, message in problems)
-        pytest.fail(f"{len(problems)} problems, {counts}:\n{messages}", pytrace=False)
-    for cases, outcome in outcomes:
-        ops = {case.example.op for case in cases}
-        held = {op for op in ops if hasattr(tf.raw_ops, op)} | {op for op, of in WITHIN.items() if of in ops}
-        assert held <= outcome.traced, f"no example holds {sorted(held - outcome.traced)}"
+    outcome = compare(cases, rows)
+    ops = {case.example.op for case in cases}
+    record_property("ops: examples", sorted(ops))
+    record_property("ops: examples of which some gather", sorted(outcome.gathering))
+    if outcome.problems:
+        counts = dict(collections.Counter(symptom for symptom, _ in outcome.problems))
+        messages = "\n".join(f"[{symptom}] {message}" for symptom, message in outcome.problems)
+        pytest.fail(f"{len(outcome.problems)} problems, {counts}:\n{messages}", pytrace=False)
+    held = {op for op in ops if hasattr(tf.raw_ops, op)} | {op for op, of in WITHIN.items() if of in ops}
+    assert held <= outcome.traced, f"no example holds {sorted(held - outcome.traced)}"
 
 
 def test_every_op_with_a_gradient_has_an_example(record_property):

@@ -1,0 +1,72 @@
+"""Write a file so that it is there whole, or as it was before: also behind a crash of the machine."""
+
+import contextlib
+import errno
+import os
+import pathlib
+from collections.abc import Iterator
+
+# What file systems answer that cannot sync a folder, such as some of a network's, and what a folder answers
+# that may be written, not read. All others are errors: the disk's own.
+_NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yield another path of the same folder and suffix, to be written; then let that take `path`'s place.
+
+    The file is flushed to the disk before it takes the name, and its folder behind that: after a crash of the
+    machine the name stands for the old content or for the new one, never for a part. If the body raises, the
+    old file stays, and what was written is removed.
+
+    Args:
+        path: of a file that may be there already.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = pathlib.Path(path)
+    part = path.with_name(f"part-{path.name}")
+    try:
+        yield part
+        _sync(part)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to be told
+            part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def make_folders(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those that it lies in, unless they are there; flush each new one's name to the disk.
+
+    Raises:
+        OSError: it cannot be made, or is a file.
+    """
+    path = pathlib.Path(path).absolute()
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Flush to the disk which files a folder has, where its file system can do so.
+
+    Raises:
+        OSError: the disk's own errors.
+    """
+    try:
+        _sync(path)
+    except OSError as error:
+        if error.errno not in _NO_SYNC_OF_FOLDERS:
+            raise
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,191 @@
+"""What a model is given: None for an optional input; data whose length nobody knows."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, assert_towers_agree, data, on_towers, state
+
+import ncclsync
+from ncclsync import Towers, verify
+
+X, _ = data(rows=26, features=5)
+MORE, _ = data(rows=26, features=3, seed=1)
+Y, _ = data(rows=26, features=1, seed=2)
+
+
+class MaybeBoth(keras.layers.Layer):
+    """Projects one input, or two and adds them up."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(4), keras.layers.Dense(4)
+
+    def build(self, one_shape, other_shape=None):
+        self.one.build((None, 5))
+        self.other.build((None, 3))
+
+    def call(self, one, other=None):
+        return self.one(one) if other is None else self.one(one) + self.other(other)
+
+    def compute_output_shape(self, one_shape, other_shape=None):
+        return one_shape[0], 4
+
+
+def optional(steps=1, eagerly=False, named=False):
+    """A functional model whose second input may be None; its inputs a list, or a dictionary."""
+    keras.utils.set_random_seed(1)
+    one, other = keras.Input((5,), name="one"), keras.Input((3,), name="other", optional=True)
+    outputs = keras.layers.Dense(1)(MaybeBoth()(one, other))
+    model = keras.Model({"one": one, "other": other} if named else [one, other], outputs)
+    options = {"steps_per_execution": steps, "run_eagerly": eagerly, "metrics": ["mae"]}
+    model.compile(keras.optimizers.SGD(0.02), "mse", **options)
+    return model
+
+
+def inputs(other, named=False, at=slice(None)):
+    pair = (X[at], None if other is None else other[at])
+    return dict(zip(("one", "other"), pair, strict=True)) if named else pair
+
+
+def generator(other, named=False):
+    for begin in range(0, 26, 4):
+        at = slice(begin, begin + 4)
+        yield inputs(other, named, at), Y[at]
+
+
+def every_call(model, named, other=None):
+    """All that Keras trains, evaluates and predicts by, on arrays, `tf.data` and a generator."""
+    x = inputs(other, named)
+    options = {"batch_size": 4, "verbose": 0}
+    slices = tf.data.Dataset.from_tensor_slices((x, Y)).batch(4)
+    return {
+        "fit": model.fit(x, Y, shuffle=False, validation_data=(x, Y), **options).history,
+        "fit weighted": model.fit(
+            x, Y, sample_weight=np.arange(26.0) / 26.0, shuffle=False, **options
+        ).history,
+        "fit tf.data": model.fit(slices, verbose=0).history,
+        "fit generator": model.fit(generator(other, named), verbose=0).history,
+        "train_on_batch": model.train_on_batch(x, Y),
+        "evaluate": model.evaluate(x, Y, **options),
+        "evaluate generator": model.evaluate(generator(other, named), verbose=0),
+        "test_on_batch": model.test_on_batch(x, Y),
+        "predict": model.predict(x, **options),
+        "predict tf.data": model.predict(slices, verbose=0),
+        "predict_on_batch": model.predict_on_batch(x),
+        "weights": model.get_weights(),
+    }
+
+
+@pytest.mark.parametrize(
+    "steps, eagerly, named, towers", [(1, False, True, 3), (3, False, False, 2), (1, True, False, 2)]
+)
+def test_none_as_an_input(steps, eagerly, named, towers):
+    """By every way into a model; the same numbers as on one device. With the input given, too."""
+    alone = optional(steps, eagerly, named)
+    model = on_towers(lambda: optional(steps, eagerly, named), towers)
+    for other in (None, MORE) if steps == 1 and not eagerly else (None,):
+        assert_close(every_call(model, named, other), every_call(alone, named, other))
+    assert_towers_agree(model)
+
+
+def test_none_beside_callbacks_and_verify(tmp_path):
+    """`Timeline`, `on_nonfinite`, `Shuffled`, `explain` and `verify` take it as any other batch."""
+    model = on_towers(optional, 2, on_nonfinite="raise")
+    watching = [ncclsync.Throughput(), ncclsync.Timeline(tmp_path / "trace.json")]
+    pairs = ncclsync.Shuffled(inputs(None), Y, batch_size=8, seed=1)
+    assert [[x[1] for x, _ in pairs], pairs.rows] == [[None] * 4, 26]
+    model.fit(pairs, verbose=0, callbacks=watching)
+    assert (tmp_path / "trace.json").exists() and model.towers.divergence() == 0.0
+    assert model.towers.explain((inputs(None), Y)).shards[1].begin == 13
+    bad = (np.full_like(X, np.nan), None)
+    with pytest.raises(ncclsync.NonFiniteError, match="tower 0, rows 0 to 3, for"):
+        model.fit(bad, Y, batch_size=8, verbose=0)
+    assert verify(optional, (inputs(None), Y), towers=2, steps=2).ok
+
+
+def test_none_in_a_step_of_ones_own():
+    """`Towers.run` hands it on; another structure is another trace."""
+    with Towers(3) as towers:
+
+        def step(batch):
+            return batch["x"] * (2.0 if batch["scale"] is None else batch["scale"])
+
+        for scale in (None, np.float32(3.0), None):
+            doubled = towers.run(step, {"x": X, "scale": scale})
+            np.testing.assert_array_equal(doubled, X * (scale or np.float32(2.0)))
+
+
+class Told(keras.callbacks.Callback):
+    """What callbacks are told, and `iterations` at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.iterations = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.calls.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(("end", batch))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append(("epoch", epoch, self.params["steps"]))
+        self.iterations.append(int(self.model.optimizer.iterations))
+
+
+def batches(length):
+    """Seven batches, of a length that is known or not, or from a generator."""
+    if length == "generator":
+        return ((X[at : at + 4], Y[at : at + 4]) for at in range(0, 26, 4))
+    known = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    unknown = known.filter(lambda x, y: True)
+    return unknown if length == "unknown" else unknown.apply(tf.data.experimental.assert_cardinality(7))
+
+
+def regression(steps=1, **options):
+    """With Adam, whose updates depend on `iterations`."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, metrics=["mae"], **options)
+    return model
+
+
+def fitted(model, length, **options):
+    told = Told()
+    epochs = 1 if length == "generator" else 3
+    history = model.fit(batches(length), epochs=epochs, verbose=0, callbacks=[told], **options).history
+    return told, {"history": history, "evaluate": model.evaluate(batches(length), verbose=0), **state(model)}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    "length, steps, options",
+    [("unknown", 1, {}), ("unknown", 3, {}), ("unknown", 1, {"steps_per_epoch": 9}), ("generator", 1, {})],
+)
+def test_data_of_unknown_length(length, steps, options):
+    """Epochs, steps and what callbacks are told are Keras'; weights, optimizer and `iterations` those of one
+    device that knows the length. Keras itself counts the step that finds no batch, unless XLA compiles it,
+    or a call makes several steps.
+    """
+    model = on_towers(lambda: regression(steps), 2)
+    told, results = fitted(model, length, **options)
+    keras_told, _ = fitted(regression(steps), length, **options)
+    assert told.calls == keras_told.calls
+    expected, right = fitted(regression(steps), "known")
+    if length == "unknown":
+        assert_close(results, right)
+    assert told.iterations == expected.iterations[: len(told.iterations)]
+    surplus = [one - other for one, other in zip(keras_told.iterations, told.iterations, strict=True)]
+    # Keras' step fails while it counts: TensorFlow does not promise which of the two comes first.
+    most = range(1, 4) if steps == 1 else (0, 0, 0)
+    assert all(0 <= one <= limit for one, limit in zip(surplus, most, strict=False))
+    assert_towers_agree(model)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_keras_counts_no_step_without_a_batch_by_xla():
+    """Nor eagerly: where Keras does not count one, towers and Keras agree on data of unknown length."""
+    for options in ({"jit_compile": True}, {"run_eagerly": True}):
+        told, _ = fitted(regression(**options), "unknown")
+        assert told.iterations == [7, 14, 21]

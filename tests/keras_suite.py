@@ -36,9 +36,6 @@ START_LIMIT_S, TEST_LIMIT_S = 300.0, 300.0  # without news from a process: until
 # What a file has that compiles models: `run_layer_test` of Keras' TestCase does for a layer.
 COMPILES = re.compile(r"compile\(|run_layer_test\(|compile_from_config\(|load_model\(")
 
-# Options of `nccl_parallel` beside `towers`, by a pattern of a test's name, where the test needs them.
-OPTIONS: dict[str, dict[str, Any]] = {}
-
 # Tests that pass plainly and fail on towers, by a pattern of their names, and why that is right.
 KNOWN: dict[str, str] = {
     "callbacks/swap_ema_weights_test.py::SwapEMAWeightsTest::test_swap_ema_weights_with_tf_distribute": (
@@ -112,7 +109,7 @@ class Plugin:
         Args:
             request: "told", where to write to, a line for each event; "file", the name of what is run;
                 "only", the tests to run, None: all; "done", those not to run; "towers", how many, None: a
-                plain run; "options" as `OPTIONS`.
+                plain run.
         """
         self._request = request
         self._test = Test(PASSED)
@@ -168,9 +165,9 @@ class Plugin:
             if getattr(model, "towers", None) is not None:
                 return
             if isinstance(model, keras.Model):
-                nccl_parallel(lambda: model, towers=towers, **self._options())()
+                nccl_parallel(lambda: model, towers=towers)()
             else:  # of Keras' own making: a layer that is a Trainer too, which the decorator does not take
-                trainer.attach(model, Towers(towers, **self._options()))
+                trainer.attach(model, Towers(towers))
             self._test.attached += 1
 
         def run_counted(step, iterator):
@@ -183,14 +180,6 @@ class Plugin:
 
         find, trainer.find_inexact = trainer.find_inexact, find_inexact
         owner.compile, trainer.ModelStep.run = compile_on_towers, run_counted
-
-    def _options(self) -> dict[str, Any]:
-        options = self._request["options"].items()
-        return dict(
-            collections.ChainMap(
-                *[given for pattern, given in options if fnmatch.fnmatch(self._name, pattern)]
-            )
-        )
 
 
 def _last_line(longrepr: Any) -> str:
@@ -260,7 +249,6 @@ def run_file(
                 "only": only,
                 "done": [*tests],
                 "towers": towers,
-                "options": OPTIONS,
             }
             asked = pathlib.Path(folder, "request")
             asked.write_text(json.dumps(request), encoding="utf-8")

@@ -187,6 +187,28 @@ def test_batch_without_rows(count):
         assert first.numpy() == 0.0 and others == [None] * (count - 1)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda sparse, _: tf.cast(sparse.dense_shape, tf.int32)[0],  # as Keras counts a batch's rows
+        lambda sparse, _: tf.cast(sparse.indices, tf.int32)[::-1],
+        lambda sparse, _: tf.reduce_sum(tf.square(sparse.indices)),
+        lambda _, ragged: tf.reduce_sum(tf.square(ragged.row_splits)),
+        lambda sparse, _: tf.sort(tf.exp(sparse.values)),
+    ],
+)
+def test_components_of_sparse_rows(read):
+    """What is computed of the shape, the places and the lengths is that of the whole batch's."""
+    dense = tf.constant(np.arange(24.0).reshape(8, 3) % 4)
+    batch = (
+        tf.sparse.from_dense(dense),
+        tf.RaggedTensor.from_row_lengths(tf.range(10.0), [1, 0, 2, 1, 2, 1, 2, 1]),
+    )
+    with ncclsync.Towers(2) as towers:
+        told = towers.run(lambda batch: read(*batch), batch)
+    np.testing.assert_array_equal(told, read(*batch))
+
+
 def test_where_it_cannot_run():
     """Inside a tf.function, and on closed towers."""
     towers = ncclsync.Towers(2)

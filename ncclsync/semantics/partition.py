@@ -735,9 +735,9 @@ class Partition(_Placer):
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
             return self._followed(tensor, op)
-        if before.kind is Kind.PIECE:
+        if before.kind is Kind.PIECE and tensor.name in self.graph.argument_placements:
             return self._whole_piece(tensor, before, op)
-        if before.kind in (Kind.AXES, Kind.PENDING):
+        if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE):  # such as a cast of the rows' places
             return self._anew(tensor)
         raise _Refused
 

@@ -231,20 +231,23 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     return stacked(row)
 
 
-def to_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Take a tower's own rows out of the batch: what is computed of them is each tower's own; differentiable."""
-    return [_both_ways("local", "rows")(tensor) for tensor in tensors]
+def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
+    """Take a tower's own rows out of the batch: what is computed of them is each tower's own; differentiable.
+
+    `by_choice` if the step then gives other numbers than one device's.
+    """
+    return [_both_ways("local", "rows", by_choice)(tensor) for tensor in tensors]
 
 
-def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
     """Let what each tower has computed of its own take part in the step; differentiable.
 
     What flows back to a tower is its own addend of the batch's gradient.
     """
-    return [_both_ways("local", "addends")(tensor) for tensor in tensors]
+    return [_both_ways("local", "addends", by_choice)(tensor) for tensor in tensors]
 
 
-def _both_ways(forward: str, backward: str, of: str = "") -> Any:
+def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> Any:
     """A mark that is another mark for what flows back, to any order."""
 
     @tf.custom_gradient
@@ -252,8 +255,8 @@ def _both_ways(forward: str, backward: str, of: str = "") -> Any:
         context = current_context()
         if context is None or not context.can_exchange():
             return tf.identity(tensor), lambda upstream: upstream
-        (result,) = context.mark([tensor], forward, of=of)
-        return result, lambda upstream: _both_ways(backward, forward, result.op.name)(upstream)
+        (result,) = context.mark([tensor], forward, of=of, by_choice=by_choice)
+        return result, lambda upstream: _both_ways(backward, forward, by_choice, result.op.name)(upstream)
 
     return marked
 

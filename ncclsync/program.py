@@ -196,6 +196,7 @@ class Mark:
         rows_add_up: see `ops.whole`.
         height: the rows of the table that slices are of, where `rows_add_up`.
         of: the name of the mark that "rows" are taken back to.
+        by_choice: whether it gives other numbers than one device's, for speed.
     """
 
     name: str
@@ -206,6 +207,7 @@ class Mark:
     rows_add_up: bool = False
     height: int = 0
     of: str = ""
+    by_choice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -390,18 +390,20 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], np.ndarray | None
 class Partition(_Placer):
     """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
 
-    def __init__(self, graph: StepGraph, share: Share, results: Results) -> None:
+    def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
         """Prepare.
 
         Args:
             graph: the step; is changed.
             share: its second argument, a tower's part of the batch.
             results: what becomes of the towers' results.
+            exact: whether what is each tower's own by choice is to be the batch's.
         """
         super().__init__(Functions(graph.functions, graph.tf_graph))
         self.graph = graph
         self.share = share
         self._results = results
+        self._exact = exact
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
         self.gathered: list[Whole] = []
         self.warned: list[str] = []
@@ -520,6 +522,10 @@ class Partition(_Placer):
         self.placed[output.name] = tensor, placed
         if not placed.whole:
             self._differs.add(self._name(tensor))
+
+    def name_of(self, traced: str) -> str:
+        """Return what a traced tensor is called in the step: perhaps an exchange's result."""
+        return self._name(self.placed[traced][0])
 
     def _name(self, tensor: tf.Tensor) -> str:
         return self._received.get(tensor.name, tensor.name)
@@ -871,6 +877,8 @@ class Partition(_Placer):
     def _meet(
         self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
     ) -> tuple[tf.Tensor, Placement]:
+        if mark.by_choice and self._exact:
+            return tensor, placed
         if mark.purpose == "whole":
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
         if mark.purpose == "local":
@@ -995,9 +1003,9 @@ def _row_bytes(exchange: Exchange) -> int:
     return elements * max(exchange.dtype.size, 1)
 
 
-def partition(graph: StepGraph, share: Share, results: Results) -> Partition:
+def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:
     """Place a step; see `Partition`."""
-    placing = Partition(graph, share, results)
+    placing = Partition(graph, share, results, exact)
     placing.run()
     return placing
 

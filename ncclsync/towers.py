@@ -108,7 +108,7 @@ class TowerState:
         check_timeout(timeout_s)
         check_compression(compression)
         if not isinstance(check_first_step, bool):
-            raise TypeError(f"Expected check_first_step to be True or False. Received: {check_first_step!r}")
+            raise TypeError(f"Expected check_first_step to be a bool. Received: {check_first_step!r}")
         self.check_first_step = check_first_step
         self.found_by_check: list[Found] = []
         self._sentinel = Sentinel(check_every, on_divergence)

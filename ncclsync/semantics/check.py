@@ -567,13 +567,19 @@ class _Both:
             expected, values = self._one.values[name][0], self._many.value(one)
             if expected is None or any(value is None for value in values):
                 continue
-            if mark.purpose == "parts":
+            parts = mark.purpose == "parts" or not self._is_due(one)
+            if parts:
                 values = [joined(values, Collective("all_reduce", "sum"), self._shares)]
             error = max(self._error(expected, value, self._scale) for value in values)
             if error:
                 self._bad[name] = error
-            elif mark.purpose != "parts" and one != name:
+            elif not parts and one != name:
                 self._many.values[one] = [expected] * len(self._shares)
+
+    def _is_due(self, name: str) -> bool:
+        """Whether an exchange has happened, if it has a condition: else each tower's part is left as it is."""
+        exchange = self._graph.exchanges.get(name)
+        return exchange is None or exchange.when is None or bool(self._many.value(exchange.when)[0])
 
     def _is_known(self, name: str) -> bool:
         if name in self._many.values:
@@ -669,7 +675,7 @@ class _Both:
                     continue
                 placed = self._placing.placed[name][1]
                 own = self._many.values.get(self._own_name(name))
-                if own is None or any(one is None for one in own):
+                if own is None or any(one is None for one in own) or not self._is_due(self._own_name(name)):
                     continue
                 for value in self._wholes(own, placed):
                     scale = _magnitude(expected) if output.dtype in _FLOATS else 0.0

@@ -290,19 +290,19 @@ def test_a_false_rule_is_caught(name, monkeypatch):
 
 
 def test_the_warning_names_variable_and_line(monkeypatch, caplog):
-    SABOTAGES["a mean is taken for a sum"][0](monkeypatch)
+    SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
 
     @nccl_parallel(towers=3)
     def build():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="head")])
-        model.compile("sgd", loss=lambda true, predicted: tf.reduce_mean(tf.square(true - predicted), axis=[0, 1]))
+        model.compile("sgd", "mse")
         return model
 
     model = build()
     model.fit(*numbers(3), batch_size=7, verbose=0)
     (message,) = [one.getMessage() for one in caplog.records if "was checked on" in one.getMessage()]
-    for word in ("head/kernel", "head/bias", "Mean", "test_check.py:", "Towers.explain()", "ncclsync.verify"):
+    for word in ("head/kernel", "MatMul", "test_check.py:", "Towers.explain()", "ncclsync.verify"):
         assert word in message, message
     model.fit(*numbers(3), batch_size=7, verbose=0)
     assert sum("was checked on" in one.getMessage() for one in caplog.records) == 1
@@ -311,11 +311,12 @@ def test_the_warning_names_variable_and_line(monkeypatch, caplog):
 
 def test_own_loops_are_checked_too(monkeypatch):
     step, batch = regression(squared)
-    SABOTAGES["a mean is taken for a sum"][0](monkeypatch)
+    SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
     with ncclsync.Towers(2) as towers:
         towers.run(step, batch)
         (found,) = towers.found_by_check
-    assert {name.split("/")[-1].split(":")[0] for name, _ in found.differences} >= {"kernel", "bias"}
+    names = [name for name, _ in found.differences]
+    assert any("kernel" in name for name in names) and not any("bias" in name for name in names)
 
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"])

@@ -865,6 +865,10 @@ class Partition(_Placer):
             for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
                 self._put(output, tensor, REPLICATE)
             return
+        if mark.purpose == "slices part":
+            for output, tensor in zip(op.outputs, self._slices_part(op, call), strict=True):
+                self._put(output, tensor, LOCAL)
+            return
         when = None
         if mark.conditional:
             condition, placed = pairs.pop()
@@ -891,8 +895,6 @@ class Partition(_Placer):
             tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
-        if mark.purpose == "slices part":
-            return (tensor, LOCAL) if placed.kind is Kind.SHARD else (self.convert(tensor, placed, SUM, op), LOCAL)
         if mark.purpose == "rows":
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
@@ -934,6 +936,13 @@ class Partition(_Placer):
 
     def _traced_inputs(self, op: tf.Operation) -> list[str]:
         return self.graph.traced_inputs[op.name]
+
+    def _slices_part(self, op: tf.Operation, call: _Call) -> list[tf.Tensor]:
+        """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
+        (values, indices), (of_values, of_indices) = call.tensors, call.inputs
+        if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
+            return [values, indices]
+        return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
         """The slices of a sparse gradient that one device would have, or, if that is fewer bytes, their sum."""

@@ -24,7 +24,6 @@ from ncclsync.noise import NoiseAverages
 from ncclsync.nonfinite import OnNonFinite
 from ncclsync.optimizer_sharding import OptimizerSharding
 from ncclsync.replicas import Replicas
-from ncclsync.semantics.check import Found
 from ncclsync.variables import Role, role_of, start_value
 from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
 
@@ -49,7 +48,7 @@ class TowerState:
         on_nonfinite: what happens when a gradient is not finite.
         noise: how much the towers' gradients differ, if somebody asks.
         check_first_step: whether steps are checked before they are relied upon; see `semantics.check`.
-        found_by_check: what differed.
+        found_by_check: what differed, `semantics.check.Found`.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class TowerState:
                 a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
                 the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
                 a warning in the same words. None: nothing is looked at.
-            check_first_step: whether a training step that was traced is run, on a few rows of its first batch, op
-                by op as one device does and as towers do; a warning names what differs.
+            check_first_step: whether a training step that was traced is run, on a few rows of its first batch,
+                op by op as one device does and as towers do; a warning names what differs.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -110,7 +109,7 @@ class TowerState:
         if not isinstance(check_first_step, bool):
             raise TypeError(f"Expected check_first_step to be a bool. Received: {check_first_step!r}")
         self.check_first_step = check_first_step
-        self.found_by_check: list[Found] = []
+        self.found_by_check: list[Any] = []
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
         if backend != "nccl":

@@ -1,12 +1,12 @@
 """A net below the rules: a step on a few rows, as one device's program and as the towers', compared.
 
-Both are run op by op, outside any graph, by `_Run`: variables are values in a dictionary, and an exchange is a few lines of
-arithmetic. So nothing of the towers' takes part, and no state can be left changed. What it checks is what `Partition` made of
-the trace; `cut`, `segment` and `layout`, which run it, are for `verify`.
+Both are run op by op, outside any graph, by `_Run`: variables are values in a dictionary, and an exchange is a few
+lines of arithmetic. So nothing of the towers' takes part, and no state can be left changed. What it checks is what
+`Partition` made of the trace; `cut`, `segment` and `layout`, which run it, are for `verify`.
 
-Numbers are computed in float64, whatever the step's dtypes: rounding is then far below a wrong factor or a missing term. Where
-gradients agree, the towers' are replaced by one device's before an optimizer gets them: what it does with their last bits does
-not count.
+Numbers are computed in float64, whatever the step's dtypes: rounding is then far below a wrong factor or a term
+that is missing. Where gradients agree, the towers' are replaced by one device's before an optimizer gets them: what
+it does with their last bits does not count. What has the same inputs, to the object, is computed once.
 """
 
 import collections
@@ -23,7 +23,6 @@ import tensorflow as tf
 from ncclsync import private
 from ncclsync.ops import Collective, Share
 from ncclsync.program import Mark, Results, Trace, user_line
-from ncclsync.semantics import rules
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.partition import REPEATABLE, Partition, Unshared, partition
 from ncclsync.semantics.placements import Kind, Placement
@@ -33,9 +32,14 @@ from ncclsync.variables import Role
 
 logger = logging.getLogger("ncclsync")
 
-# Relative to the largest magnitude of the tensor, and to that of all gradients: a gradient that is zero but for rounding is
-# as large as the rounding of others. By the dtype that numbers were computed in.
-_TOLERANCES = {"float64": (1e-6, 1e-10), "float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 1e-3)}
+# Relative to the largest magnitude of the tensor, and to that of all gradients: a gradient that is zero but
+# for rounding is as large as the rounding of others. By the dtype that numbers were computed in.
+_TOLERANCES = {
+    "float64": (1e-6, 1e-10),
+    "float32": (1e-3, 1e-5),
+    "bfloat16": (0.1, 1e-2),
+    "float16": (0.05, 1e-3),
+}
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)  # from the least precise
 # Two towers show what more would: the program is the same for any number.
 _TOWERS = 2
@@ -57,7 +61,7 @@ class Found:
     """What towers and one device do not agree on.
 
     Attributes:
-        differences: (name, largest difference relative to the largest magnitude): variables, and results of the step.
+        differences: (name, largest difference relative to the largest magnitude) of variables and results.
         line: the user's, from which the first tensor comes that differs; with its op.
         rows, towers: what was run.
     """
@@ -71,10 +75,10 @@ class Found:
         named = ", ".join(f"{name} ({relative:.1g})" for name, relative in self.differences[:6])
         more = f" and {len(self.differences) - 6} more" if len(self.differences) > 6 else ""
         return (
-            f"A step on towers was checked on {self.rows} rows, and does not give what one device gives. Expected equal numbers. "
-            f"Received differences, relative to the largest magnitude, of {named}{more}. The first tensor that differs comes "
-            f"from {self.line}. Please report this line with what Towers.explain() prints; ncclsync.verify tells how far "
-            "training differs"
+            f"A step on towers was checked on {self.rows} rows, and does not give what one device gives. "
+            "Expected equal numbers. Received differences, relative to the largest magnitude, of "
+            f"{named}{more}. The first tensor that differs comes from {self.line}. "
+            "Please report this line with what Towers.explain() prints; ncclsync.verify tells how far training differs"
         )
 
 
@@ -97,14 +101,18 @@ class StepCheck:
         self._home_device = home_device
         self._results = results
         self._outputs = outputs
-        # By the handle, past whoever watches reads; in the host's memory, where it is shared until a step writes.
+        # By the handle, past whoever watches reads; in the host's memory, shared there until a step writes.
         with tf.device("/CPU:0"):
             self._state = {
-                id(variable): tf.identity(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
+                id(variable): tf.identity(
+                    tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+                )
                 for variable in variables
             }
 
-    def run(self, batch: Any, names_of: Callable[[Sequence[tf.Variable]], list[str]], towers: int) -> Found | None:
+    def run(
+        self, batch: Any, names_of: Callable[[Sequence[tf.Variable]], list[str]], towers: int
+    ) -> Found | None:
         """Run the step on some rows of `batch`; return what differs, None if nothing does.
 
         Args:
@@ -125,15 +133,25 @@ class StepCheck:
 
     def _run(self, batch: Any, names_of: Callable, towers: int) -> Found | None:
         alone, graph, placing = self._place()
-        count = towers if any(e.collective.root >= _TOWERS for e in graph.exchanges.values()) else min(towers, _TOWERS)
+        count = (
+            towers
+            if any(e.collective.root >= _TOWERS for e in graph.exchanges.values())
+            else min(towers, _TOWERS)
+        )
         given = tf.nest.flatten(batch, expand_composites=True)
-        fixed = [t.shape[0] for t in self._trace.function.inputs[: len(alone.arguments)] if t.shape.rank and t.shape[0]]
+        fixed = [
+            t.shape[0]
+            for t in self._trace.function.inputs[: len(alone.arguments)]
+            if t.shape.rank and t.shape[0]
+        ]
         all_rows = next(leaf.shape[0] for leaf in given if leaf is not None and leaf.shape.rank)
         sizes = [all_rows] if fixed and not _is_composite(batch) else [2 * count + 1, all_rows]
         with _precise(), tf.device(f"/{self._home_device}"):
             for number, rows in enumerate(sizes):
                 try:
-                    return self._compare(alone, graph, placing, first_rows(batch, rows), rows, count, names_of)
+                    return self._compare(
+                        alone, graph, placing, first_rows(batch, rows), rows, count, names_of
+                    )
                 except (tf.errors.InvalidArgumentError, ValueError) as error:
                     # A step may declare its batch size.
                     if number + 1 == len(sizes) or not rows < all_rows <= _MOST_ROWS:
@@ -159,15 +177,26 @@ class StepCheck:
                     private.set_shared(graph.variable_of[handle])
 
     def _compare(
-        self, alone: StepGraph, graph: StepGraph, placing: Partition, batch: Any, rows: int, count: int, names_of: Callable
+        self,
+        alone: StepGraph,
+        graph: StepGraph,
+        placing: Partition,
+        batch: Any,
+        rows: int,
+        count: int,
+        names_of: Callable,
     ) -> Found | None:
         dtypes = [tf.float32, tf.float64] if _is_costly(alone, rows) else [tf.float64]
         for dtype in dtypes:
             both = _Both(alone, graph, placing, batch, rows, count, dtype, self._state)
-            differences = both.differences(names_of, self._outputs if self._results is not Results.EACH else 0)
+            differences = both.differences(
+                names_of, self._outputs if self._results is not Results.EACH else 0
+            )
             if not differences:
                 return None
-        line = _Both(alone, graph, placing, batch, rows, count, dtypes[-1], self._state, keep=True).first_difference()
+        line = _Both(
+            alone, graph, placing, batch, rows, count, dtypes[-1], self._state, keep=True
+        ).first_difference()
         return Found(tuple(differences), line, rows, count)
 
 
@@ -176,8 +205,8 @@ def _is_composite(batch: Any) -> bool:
 
 
 def _is_costly(graph: StepGraph, rows: int) -> bool:
-    """Whether a step's convolutions take long in float64."""
-    elements = 0
+    """Whether a step takes long in float64, by its convolutions, or much memory."""
+    elements = sum(int(np.prod(variable.shape.as_list())) for _, variable in graph.variables) // 100
     for op in graph.ops:
         if op.type.startswith("Conv") and "Backprop" not in op.type and op.outputs[0].shape.rank:
             elements += rows * int(np.prod([length or 1 for length in op.outputs[0].shape.as_list()]))
@@ -251,7 +280,14 @@ class _Machine:
                 value = tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)
                 self._constants[op.name] = self.cast(value, self.wide(value.dtype))
             return [self._constants[op.name]]
-        if op.type in ("Identity", "IdentityN", "PlaceholderWithDefault", "StopGradient", "PreventGradient", "Print"):
+        if op.type in (
+            "Identity",
+            "IdentityN",
+            "PlaceholderWithDefault",
+            "StopGradient",
+            "PreventGradient",
+            "Print",
+        ):
             return list(inputs[: len(op.outputs)])
         if op.type in ("NoOp", "PrintV2"):
             return [None] * len(op.outputs)
@@ -343,7 +379,9 @@ class _Run:
             column = [row[i] for row in arguments]
             tensor = graph.tf_graph.get_tensor_by_name(name)
             of_share = i >= len(graph.arguments) - len(shares[0])
-            self.values[name] = column if of_share else [machine.cast(one, machine.wide(tensor.dtype)) for one in column]
+            self.values[name] = (
+                column if of_share else [machine.cast(one, machine.wide(tensor.dtype)) for one in column]
+            )
         self._left: collections.Counter[str] = collections.Counter()
         for op in graph.ops:
             self._left.update(graph.inputs[op.name])
@@ -428,7 +466,9 @@ class _Run:
             state[first] = given[1]
             return []
         if op.type in ("AssignAddVariableOp", "AssignSubVariableOp"):
-            state[first] = state[first] + given[1] if op.type == "AssignAddVariableOp" else state[first] - given[1]
+            state[first] = (
+                state[first] + given[1] if op.type == "AssignAddVariableOp" else state[first] - given[1]
+            )
             return []
         if op.type == "VariableShape":
             return [tf.shape(state[first], op.outputs[0].dtype)]
@@ -438,7 +478,9 @@ class _Run:
         variables = {}
         for name, value in state.items():
             dtype = self.graph.variable_of[name].dtype if narrow else value.dtype
-            variables[name] = tf.Variable(machine.cast(value, dtype), trainable=False, shape=tf.TensorShape(None))
+            variables[name] = tf.Variable(
+                machine.cast(value, dtype), trainable=False, shape=tf.TensorShape(None)
+            )
         inputs = [variables[one].handle if isinstance(one, str) else one for one in given]
         results = machine.run(op, inputs)
         for name in self.graph.writes[op.name]:
@@ -451,7 +493,10 @@ class _Run:
         if exchange.when is not None and not bool(self.value(exchange.when)[0]):
             return values
         if exchange.scale is not None:
-            values = [one * tf.cast(scale, one.dtype) for one, scale in zip(values, self.value(exchange.scale), strict=True)]
+            values = [
+                one * tf.cast(scale, one.dtype)
+                for one, scale in zip(values, self.value(exchange.scale), strict=True)
+            ]
         collective = exchange.collective
         if collective.divides or any(one is None for one in values):
             return [None] * self._count  # each tower's part of what is divided among them is not followed
@@ -469,7 +514,9 @@ def joined(values: Sequence[Any], collective: Collective, shares: Sequence[Share
     if collective.kind == "broadcast":
         return values[collective.root]
     if collective.op == "mean":
-        return tf.add_n([one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)])
+        return tf.add_n(
+            [one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)]
+        )
     folded, others = values[0], values[1:]
     binary = {"sum": tf.add, "prod": tf.multiply, "max": tf.maximum, "min": tf.minimum}[collective.op]
     for other in others:
@@ -495,17 +542,23 @@ class _Both:
         self._alone, self._graph, self._placing = alone, graph, placing
         self._machine = machine = _Machine(dtype)
         self._state = state
-        self._marks = [mark for mark in graph.marks.values() if mark.name in alone.by_name and _is_compared(mark)]
+        self._marks = [
+            mark for mark in graph.marks.values() if mark.name in alone.by_name and _is_compared(mark)
+        ]
         marked = {name for mark in self._marks for name in self._outputs_of(mark)}
         results = {tensor.name for tensor in alone.results}
         state = {key: machine.cast(value, machine.wide(value.dtype)) for key, value in state.items()}
         self._one = _Run(alone, machine, _shares([rows]), [batch], state, None if keep else marked | results)
         sizes = shard_sizes(rows, count)
         ends = np.cumsum(sizes)
-        batches = [_rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)]
+        batches = [
+            _rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)
+        ]
         needed = {self._own_name(name) for name in marked} | {name for name, _ in graph.outputs}
         self._shares = _shares(sizes)
-        self._many = _Run(graph, machine, self._shares, batches, state, None if keep else needed, before=self._one)
+        self._many = _Run(
+            graph, machine, self._shares, batches, state, None if keep else needed, before=self._one
+        )
         self._bad: dict[str, float] = {}  # marks by name
         # By the names of towers' tensors: the marks that they stand for.
         self._waiting: dict[str, list[Mark]] = {}
@@ -577,7 +630,7 @@ class _Both:
                 self._many.values[one] = [expected] * len(self._shares)
 
     def _is_due(self, name: str) -> bool:
-        """Whether an exchange has happened, if it has a condition: else each tower's part is left as it is."""
+        """Whether an exchange has happened, if it has a condition: else each tower's part stays as it is."""
         exchange = self._graph.exchanges.get(name)
         return exchange is None or exchange.when is None or bool(self._many.value(exchange.when)[0])
 
@@ -608,12 +661,11 @@ class _Both:
             errors.append(self._error(_padded(right, height), _padded(wrong, height), self._scale))
         if max(errors):
             self._bad[outputs[0]] = max(errors)
-        elif mark.purpose == "slices" and values[0].shape == expected[0].shape:
-            if np.array_equal(indices[0], expected[1]):
-                self._many.values[own[0]] = [expected[0]] * len(self._shares)
+        elif mark.purpose == "slices" and np.array_equal(indices[0], expected[1]):
+            self._many.values[own[0]] = [expected[0]] * len(self._shares)
 
     def _error(self, expected: Any, actual: Any, scale: float = 0.0) -> float:
-        """Return how much a value differs, relative to its largest magnitude; 0 if no more than by rounding."""
+        """Return how much a value differs, relative to its largest magnitude; 0 if only by rounding."""
         return _error(np.asarray(expected), np.asarray(actual), *self._tolerance(), scale)
 
     def differences(self, names_of: Callable, outputs: int) -> list[tuple[str, float]]:
@@ -632,7 +684,9 @@ class _Both:
                 values = [joined(values, Collective("all_reduce", "sum"), self._shares)]
             before = np.asarray(self._state[id(variables[handle])])
             # What was written, if it can be told from what was there.
-            alike = np.asarray(expected).dtype.kind in "fc" and all(one.shape == before.shape for one in (expected, *values))
+            alike = np.asarray(expected).dtype.kind in "fc" and all(
+                one.shape == before.shape for one in (expected, *values)
+            )
             start = before.astype(np.asarray(expected).dtype) if alike else None
             with np.errstate(invalid="ignore", over="ignore"):
                 pairs = [(_less(expected, start), _less(value, start)) for value in values]
@@ -640,11 +694,13 @@ class _Both:
         largest = max((_magnitude(pair[0]) for *_, pairs in written for pair in pairs), default=0.0)
         rounding = 16 * float(np.finfo(self._machine.rounded.as_numpy_dtype).eps) if self._is_wide else 0.1
         relative, absolute = self._tolerance()
-        for handle, before, pairs in written:
-            floor = rounding * before + absolute * largest
+        for handle, there, pairs in written:
+            floor = rounding * there + absolute * largest
             if error := max(_error(*pair, relative, 1.0, floor) for pair in pairs):
                 found.append((names_of([variables[handle]])[0], error))
-        for number, (result, (name, how)) in enumerate(zip(self._alone.results, self._graph.outputs, strict=False)):
+        for number, (result, (name, how)) in enumerate(
+            zip(self._alone.results, self._graph.outputs, strict=False)
+        ):
             if number >= outputs:
                 break
             expected = self._one.value(result.name)[0]
@@ -704,8 +760,12 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_compared(mark: Mark) -> bool:
     """Whether a mark is where gradients meet."""
-    summed = mark.collective.kind == "all_reduce" and mark.collective.op == "sum" and mark.collective.empty_too
-    return mark.purpose in ("whole", "parts", "slices", "slices part") or (mark.purpose == "collective" and summed)
+    summed = (
+        mark.collective.kind == "all_reduce" and mark.collective.op == "sum" and mark.collective.empty_too
+    )
+    return mark.purpose in ("whole", "parts", "slices", "slices part") or (
+        mark.purpose == "collective" and summed
+    )
 
 
 def _shares(sizes: Sequence[int]) -> list[Share]:
@@ -744,7 +804,7 @@ def _magnitude(value: Any) -> float:
 
 
 def _error(expected: np.ndarray, actual: np.ndarray, relative: float, absolute: float, scale: float) -> float:
-    """Return the largest difference by the largest magnitude; 0 if below `relative`, or below `absolute` of `scale`."""
+    """Return the largest difference by the largest magnitude; 0 if `relative` or `absolute` of `scale` allows it."""
     if expected.shape != actual.shape:
         return float("inf")
     if expected.dtype.kind not in "fc":

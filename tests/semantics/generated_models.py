@@ -1,4 +1,4 @@
-"""Models from a seeded grammar: layers, losses, optimizers, dtypes, metrics and steps that users combine, none of them wrong."""
+"""Models from a seeded grammar: what users combine of layers, losses, optimizers, dtypes and steps."""
 
 import random
 from typing import Any
@@ -42,7 +42,9 @@ def _vectors(draw: random.Random) -> tuple[Any, Any]:
     for _ in range(draw.randint(1, 3)):
         regularizer = draw.choice([None, "l2", "l1"]) if adds else None
         activation = draw.choice(["relu", "tanh", "gelu", "selu", "softplus", "swish", "leaky_relu"])
-        features = layers.Dense(draw.choice([6, 8]), activation=activation, kernel_regularizer=regularizer)(features)
+        features = layers.Dense(draw.choice([6, 8]), activation=activation, kernel_regularizer=regularizer)(
+            features
+        )
         normal = [_same, layers.BatchNormalization, layers.LayerNormalization, _dropout, _noise]
         make = draw.choice([*normal, _activity, _residual] if adds else normal)
         features = make()(features)
@@ -52,13 +54,17 @@ def _vectors(draw: random.Random) -> tuple[Any, Any]:
 def _images(draw: random.Random) -> tuple[Any, Any]:
     inputs = features = keras.Input((8, 8, 2))
     for _ in range(draw.randint(1, 2)):
-        make = draw.choice([layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D, layers.Conv2DTranspose])
+        make = draw.choice(
+            [layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D, layers.Conv2DTranspose]
+        )
         sized = (3,) if make is layers.DepthwiseConv2D else (4, 3)
         features = make(*sized, padding="same", use_bias=draw.random() < 0.7)(features)
         features = draw.choice([_same, layers.BatchNormalization, _group_norm, _spatial_dropout])()(features)
         features = layers.Activation(draw.choice(["relu", "tanh"]))(features)
         features = draw.choice([_same, layers.MaxPooling2D, _average_pool, layers.UpSampling2D])()(features)
-    return inputs, draw.choice([layers.Flatten, layers.GlobalAveragePooling2D, layers.GlobalMaxPooling2D])()(features)
+    return inputs, draw.choice([layers.Flatten, layers.GlobalAveragePooling2D, layers.GlobalMaxPooling2D])()(
+        features
+    )
 
 
 def _tokens(draw: random.Random) -> tuple[Any, Any]:
@@ -129,7 +135,12 @@ class Residual(layers.Layer):
     def call(self, inputs):
         """Scale, and count."""
         self.seen.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "float32"))
-        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(keras.ops.mean(keras.ops.cast(inputs, self.variable_dtype), axis=0))))
+        self.add_loss(
+            0.01
+            * keras.ops.sum(
+                keras.ops.square(keras.ops.mean(keras.ops.cast(inputs, self.variable_dtype), axis=0))
+            )
+        )
         return inputs + self.scale * keras.ops.tanh(inputs)
 
 
@@ -144,8 +155,12 @@ def _summed(true, predicted):
 def _contrastive(true, predicted):
     """Compares the samples of a batch with each other."""
     normal = keras.ops.normalize(predicted, axis=-1)
-    near = normal @ keras.ops.transpose(normal) - keras.ops.eye(keras.ops.shape(predicted)[0], dtype=predicted.dtype)
-    return keras.ops.mean(keras.ops.logsumexp(near, axis=-1)) + 0.1 * keras.ops.mean(keras.ops.abs(predicted - true))
+    near = normal @ keras.ops.transpose(normal) - keras.ops.eye(
+        keras.ops.shape(predicted)[0], dtype=predicted.dtype
+    )
+    return keras.ops.mean(keras.ops.logsumexp(near, axis=-1)) + 0.1 * keras.ops.mean(
+        keras.ops.abs(predicted - true)
+    )
 
 
 def _ratio(true, predicted):
@@ -162,7 +177,9 @@ class Penalised(keras.Model):
         x, y = data[:2]
         with tf.GradientTape() as tape:
             predicted = self(x, training=True)
-            loss = self.compute_loss(x, y, predicted) + 0.01 * tf.reduce_mean(tf.square(tf.cast(predicted, tf.float32)))
+            loss = self.compute_loss(x, y, predicted) + 0.01 * tf.reduce_mean(
+                tf.square(tf.cast(predicted, tf.float32))
+            )
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         gradients = [tf.convert_to_tensor(one) for one in gradients]
@@ -179,7 +196,9 @@ class ByHand(keras.Model):
         x, y = data[:2]
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True):
+        for variable, gradient in zip(
+            self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
             variable.assign_sub(0.1 * tf.cast(tf.convert_to_tensor(gradient), variable.dtype))
         return {"loss": loss}
 
@@ -201,12 +220,31 @@ def generate(seed: int) -> tuple[keras.Model, tuple]:
         model_type = draw.choice([keras.Model, keras.Model, keras.Model, Penalised, ByHand])
         model = model_type(inputs, outputs)
         loss, metric = {
-            "classes": (losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"] if policy == "float64" else ["accuracy", metrics.SparseTopKCategoricalAccuracy(2)]),
+            "classes": (
+                losses.SparseCategoricalCrossentropy(from_logits=True),
+                ["accuracy"]
+                if policy == "float64"
+                else ["accuracy", metrics.SparseTopKCategoricalAccuracy(2)],
+            ),
             "numbers": (
-                draw.choice(["mse", "mae", "huber", "log_cosh", losses.CosineSimilarity(), _summed, _contrastive, _ratio]),
+                draw.choice(
+                    [
+                        "mse",
+                        "mae",
+                        "huber",
+                        "log_cosh",
+                        losses.CosineSimilarity(),
+                        _summed,
+                        _contrastive,
+                        _ratio,
+                    ]
+                ),
                 draw.choice([["mae"], [metrics.RootMeanSquaredError(), metrics.R2Score()], []]),
             ),
-            "yes": (losses.BinaryCrossentropy(from_logits=True), [metrics.AUC(from_logits=True), metrics.Precision(thresholds=0.0)]),
+            "yes": (
+                losses.BinaryCrossentropy(from_logits=True),
+                [metrics.AUC(from_logits=True), metrics.Precision(thresholds=0.0)],
+            ),
         }[task]
         plain = callable(loss) and not isinstance(loss, losses.Loss)
         optimizer = draw.choice(OPTIMIZERS)()
@@ -216,7 +254,11 @@ def generate(seed: int) -> tuple[keras.Model, tuple]:
     finally:
         keras.config.set_dtype_policy(before)
     dtype = "float64" if policy == "float64" else "float32"
-    x = rng.integers(0, 20, (ROWS, 6)) if kind is _tokens else rng.standard_normal((ROWS, *inputs.shape[1:])).astype(dtype)
+    x = (
+        rng.integers(0, 20, (ROWS, 6))
+        if kind is _tokens
+        else rng.standard_normal((ROWS, *inputs.shape[1:])).astype(dtype)
+    )
     y = {
         "classes": lambda: rng.integers(0, 4, (ROWS, 1)),
         "numbers": lambda: rng.standard_normal((ROWS, 3)).astype(dtype),

@@ -14,7 +14,7 @@ from ncclsync import nccl_parallel, private, private_keras
 from ncclsync.hooks import step_hooks
 from ncclsync.program import Results, trace
 from ncclsync.semantics import check, rules
-from ncclsync.semantics.check import StepCheck, Unchecked
+from ncclsync.semantics.check import StepCheck
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.partition import Partition
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
@@ -40,7 +40,9 @@ def checked_model(model, batch):
     """The same of a compiled model's training step."""
     private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
     paths = private_keras.paths_of(model)
-    return checked(model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some])
+    return checked(
+        model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some]
+    )
 
 
 # Rules, sabotaged one by one.
@@ -66,7 +68,9 @@ def regression(loss, layer=None):
 def numbers(*shape, rows=7):
     """(x, y) of random numbers."""
     rng = np.random.default_rng(0)
-    return rng.standard_normal((rows, 4)).astype("float32"), rng.standard_normal((rows, *shape)).astype("float32")
+    return rng.standard_normal((rows, 4)).astype("float32"), rng.standard_normal((rows, *shape)).astype(
+        "float32"
+    )
 
 
 def squared(predicted, y):
@@ -75,7 +79,9 @@ def squared(predicted, y):
 
 def images():
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((6, 6, 2)), keras.layers.Conv2D(3, 3), keras.layers.Flatten(), keras.layers.Dense(2)])
+    model = keras.Sequential(
+        [keras.Input((6, 6, 2)), keras.layers.Conv2D(3, 3), keras.layers.Flatten(), keras.layers.Dense(2)]
+    )
     model.compile("sgd", "mse", metrics=["mae"])
     rng = np.random.default_rng(0)
     batch = rng.standard_normal((7, 6, 6, 2)).astype("float32"), rng.standard_normal((7, 2)).astype("float32")
@@ -222,7 +228,10 @@ def noisy():
 
 
 SABOTAGES = {
-    "a sum is taken for a mean": (reduced_as("Sum", MEAN), lambda: regression(lambda p, y: tf.reduce_sum(tf.square(p - y)))),
+    "a sum is taken for a mean": (
+        reduced_as("Sum", MEAN),
+        lambda: regression(lambda p, y: tf.reduce_sum(tf.square(p - y))),
+    ),
     "a mean is taken for a sum": (reduced_as("Mean", SUM), lambda: regression(squared)),
     "a maximum is taken for a sum": (reduced_as("Max", SUM), seen),
     "a product is taken for a mean": (reduced_as("Prod", MEAN), seen),
@@ -245,7 +254,10 @@ SABOTAGES = {
         of_rule("AddV2", said(SUM), "LINEAR"),
         lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),
     ),
-    "a cumulated sum starts anew on each tower": (of_rule("Cumsum", untouched), lambda: regression(cumulated)),
+    "a cumulated sum starts anew on each tower": (
+        of_rule("Cumsum", untouched),
+        lambda: regression(cumulated),
+    ),
     "a softmax over the batch is each tower's": (
         of_rule("Softmax", untouched),
         lambda: regression(lambda p, y: tf.reduce_sum(tf.transpose(tf.nn.softmax(tf.transpose(p))) * y)),
@@ -254,12 +266,18 @@ SABOTAGES = {
         of_rule("Size", said(REPLICATE)),
         lambda: regression(sized),
     ),
-    "the batch's rows are counted wrong": (share_with(total=lambda share: share.rows), lambda: regression(counted)),
+    "the batch's rows are counted wrong": (
+        share_with(total=lambda share: share.rows),
+        lambda: regression(counted),
+    ),
     "a gather is left out": (
         partition_with("_made_whole", not_made_whole(Kind.SHARD)),
         running,
     ),
-    "a reduction is left out": (partition_with("_made_whole", not_made_whole(Kind.PARTIAL)), lambda: regression(squared)),
+    "a reduction is left out": (
+        partition_with("_made_whole", not_made_whole(Kind.PARTIAL)),
+        lambda: regression(squared),
+    ),
     "own rows begin elsewhere": (
         share_with(begin=earlier),
         noisy,
@@ -334,7 +352,9 @@ def test_no_check_where_none_is_wanted(monkeypatch):
 
 def test_verify_always_checks(monkeypatch):
     SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
-    report = ncclsync.verify(nccl_parallel(check_first_step=False)(classifier), classes(), towers=2, steps=2, batch_size=6)
+    report = ncclsync.verify(
+        nccl_parallel(check_first_step=False)(classifier), classes(), towers=2, steps=2, batch_size=6
+    )
     assert not report.ok
     assert any("MatMul" in str(reason) for reason in report.reasons)
 
@@ -350,9 +370,13 @@ def classes(rows=9):
 def classifier(optimizer="adam", *inside, **options):
     """A small classifier."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, activation="relu"), *inside, keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(6, activation="relu"), *inside, keras.layers.Dense(3)]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer if isinstance(optimizer, str) else optimizer(), loss, metrics=["accuracy"], **options)
+    model.compile(
+        optimizer if isinstance(optimizer, str) else optimizer(), loss, metrics=["accuracy"], **options
+    )
     return model
 
 
@@ -360,7 +384,9 @@ def embedding():
     keras.utils.set_random_seed(1)
     layers = [keras.Input((4,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
-    model.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        "rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     return model
 
 
@@ -384,7 +410,9 @@ class Adversaries(keras.Model):
         x, _ = data
         noise = keras.random.normal(tf.shape(x), seed=self.seeds)
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.nn.softplus(-self.other(x)) + tf.nn.softplus(self.other(self.one(noise, training=True))))
+            loss = tf.reduce_mean(
+                tf.nn.softplus(-self.other(x)) + tf.nn.softplus(self.other(self.one(noise, training=True)))
+            )
         self.second.apply(tape.gradient(loss, self.other.trainable_variables), self.other.trainable_variables)
         with tf.GradientTape() as tape:
             fooled = tf.reduce_mean(tf.nn.softplus(-self.other(self.one(noise, training=True))))
@@ -426,7 +454,11 @@ def everything(model):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
         held.append((replicas.role, replicas.written_by_graph, private.is_shared(replicas.variable)))
-    logs = {"pending": set(towers._pending), "warned": set(towers._warned), "communicator": towers.communicator.failure}
+    logs = {
+        "pending": set(towers._pending),
+        "warned": set(towers._warned),
+        "communicator": towers.communicator.failure,
+    }
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 
@@ -470,7 +502,9 @@ def test_training_is_the_same_to_the_bit():
     for checks in (False, True):
         model = nccl_parallel(towers=2, check_first_step=checks)(KINDS["dropout"][0])()
         model.fit(*classes(20), batch_size=8, verbose=0, shuffle=False)
-        weights.append([value.tobytes() for value in (*model.get_weights(), *map(np.asarray, model.optimizer.variables))])
+        weights.append(
+            [value.tobytes() for value in (*model.get_weights(), *map(np.asarray, model.optimizer.variables))]
+        )
         model.towers.close()
     assert weights[0] == weights[1]
 

@@ -8,6 +8,7 @@ import keras
 from ncclsync import private_keras
 from ncclsync.exactness import Inexact
 from ncclsync.report import Difference
+from ncclsync.semantics.check import Found
 
 
 def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
@@ -20,6 +21,16 @@ def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
                 "a smaller learning rate, or other data: compare where the numbers are finite",
             )
             return
+
+
+def false_step(found: Sequence[Found]) -> Iterator[Inexact]:
+    """Say what the check of a step on a few rows has found, beside what is inexact by choice."""
+    for one in found:
+        yield Inexact(
+            f"the step, from {one.line} on",
+            "is not partitioned into what one device computes: a fault of ncclsync's",
+            "report this line, with what Towers.explain() prints",
+        )
 
 
 def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:

@@ -234,30 +234,30 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     return stacked(row)
 
 
-def to_local(tensors: Sequence[tf.Tensor], own: bool = False) -> list[tf.Tensor]:
+def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
     """Take a tower's own rows out of the batch; what is computed of them is its own. Differentiable.
 
     Args:
         tensors: of the batch.
-        own: whether that makes the step another than one device's.
+        by_choice: whether that gives other numbers than one device's.
     """
-    return [_both_ways("local", "rows", own=own)(tensor) for tensor in tensors]
+    return [_both_ways("local", "rows", by_choice)(tensor) for tensor in tensors]
 
 
-def from_local(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
     """Let what each tower has computed of its own take part in the step; differentiable.
 
     What flows back to a tower is its own addend of the batch's gradient.
     """
-    return [_both_ways("local", "addends")(tensor) for tensor in tensors]
+    return [_both_ways("local", "addends", by_choice)(tensor) for tensor in tensors]
 
 
 def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Let tensors be the batch's here, and what flows back to them too; differentiable."""
-    return [_both_ways("whole", "whole")(tensor) for tensor in tensors]
+    return [_both_ways("whole", "whole", False)(tensor) for tensor in tensors]
 
 
-def _both_ways(forward: str, backward: str, of: str = "", own: bool = False) -> Any:
+def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> Any:
     """A mark that is another mark for what flows back, to any order."""
 
     @tf.custom_gradient
@@ -265,8 +265,8 @@ def _both_ways(forward: str, backward: str, of: str = "", own: bool = False) -> 
         context = current_context()
         if context is None or not context.can_exchange():
             return tf.identity(tensor), lambda upstream: upstream
-        (result,) = context.mark([tensor], forward, of=of, own=own)
-        return result, lambda upstream: _both_ways(backward, forward, result.op.name)(upstream)
+        (result,) = context.mark([tensor], forward, of=of, by_choice=by_choice)
+        return result, lambda upstream: _both_ways(backward, forward, by_choice, result.op.name)(upstream)
 
     return marked
 

@@ -45,6 +45,7 @@ def nccl_parallel(
     check_every: int | None = None,
     on_divergence: str = "raise",
     on_nonfinite: str | None = None,
+    check_first_step: bool = True,
     recipe: LargeBatch | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
@@ -66,6 +67,7 @@ def nccl_parallel(
     check_every=None,
     on_divergence="raise",
     on_nonfinite=None,
+    check_first_step=True,
     recipe=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.
@@ -119,6 +121,11 @@ def nccl_parallel(
             `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
             memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
             itself, and nothing is done about those. None: Keras' behaviour.
+        check_first_step: whether the first training step is run once more, op by op on a few rows of its
+            batch, as one device does and as towers do, and gradients, weights and results are compared. A
+            difference beyond rounding is a warning that names variables and the line. Nothing else changes.
+            What runs Python, or draws from a state that TensorFlow hides, is not checked (logged at INFO).
+            `verify` always checks.
         recipe: a `LargeBatch`, which every `fit` of the model then follows, and `train_on_batch` too.
 
     Returns:
@@ -151,6 +158,7 @@ def nccl_parallel(
         "batch_invariant_random": batch_invariant_random,
         "preflight": preflight,
         "shard_optimizer": shard_optimizer,
+        "check_first_step": check_first_step,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -193,6 +201,7 @@ def nccl_parallel(
             check_every=check_every,
             on_divergence=on_divergence,
             on_nonfinite=on_nonfinite,
+            check_first_step=check_first_step,
         )
         try:
             with tf.device(f"/{replicas.devices[0]}"):

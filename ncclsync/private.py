@@ -16,6 +16,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
@@ -107,6 +109,32 @@ def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     handle_data_util.copy_handle_data(variable.handle, handle)
 
 
+def attributes_of(op: tf.Operation) -> dict[str, Any]:
+    """Return an op's declared attributes, as `run_op` takes them."""
+    return {one.name: op.get_attr(one.name) for one in op.op_def.attr}
+
+
+def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: int) -> list[Any]:
+    """Run an op of a type outside any graph; return its results.
+
+    Args:
+        op_type: of a registered op.
+        inputs: tensors, those of lists one by one.
+        attributes: all that the type declares, as `attributes_of` gives them, perhaps with other dtypes.
+        outputs: how many results it has.
+    """
+    flat: list[Any] = []
+    for name, value in attributes.items():
+        flat += [name, [_plain(one) for one in value] if isinstance(value, list) else _plain(value)]
+    return eager_execute.quick_execute(op_type, outputs, list(inputs), tuple(flat), eager_context.context())
+
+
+def _plain(attribute: Any) -> Any:
+    if isinstance(attribute, tf.DType):
+        return attribute.as_datatype_enum
+    return eager_execute.make_shape(attribute, "shape") if hasattr(attribute, "unknown_rank") else attribute
+
+
 def run_independently(op: tf.Operation) -> None:
     """Let a stateful op of a `tf.function` wait for its inputs alone; it is run nevertheless."""
     op.graph.experimental_acd_manager.run_independently(op)
@@ -184,9 +212,9 @@ def is_partitioned(variable: tf.Variable) -> bool:
     return getattr(variable, "_ncclsync_partitioned", False)
 
 
-def set_shared(variable: tf.Variable) -> None:
-    """Note that all towers hold the same in a variable, whatever aggregation it declares."""
-    variable._ncclsync_shared = True
+def set_shared(variable: tf.Variable, shared: bool = True) -> None:
+    """Note that all towers hold the same in a variable, whatever aggregation it declares; or that again."""
+    variable._ncclsync_shared = shared
 
 
 def is_shared(variable: tf.Variable) -> bool:

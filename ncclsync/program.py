@@ -202,7 +202,7 @@ class Mark:
         rows_add_up: see `ops.whole`.
         height: the rows of the table that slices are of, where `rows_add_up`.
         of: the name of the mark that "rows" are taken back to.
-        own: of "local": whether what is computed of them stays each tower's own.
+        by_choice: whether it gives other numbers than one device's, for speed.
     """
 
     name: str
@@ -213,7 +213,7 @@ class Mark:
     rows_add_up: bool = False
     height: int = 0
     of: str = ""
-    own: bool = False
+    by_choice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

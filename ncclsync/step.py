@@ -23,8 +23,9 @@ from ncclsync.layout import lay_out
 from ncclsync.meter import STEPS, WAIT, Meter, begin, hold
 from ncclsync.noise import gradient_moments
 from ncclsync.nonfinite import finite_flags
-from ncclsync.program import Program, Results, trace
+from ncclsync.program import Program, Results, Trace, trace
 from ncclsync.recovery import KeptBatch, Rollback
+from ncclsync.semantics.check import StepCheck, Unchecked
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.shard import components_of, open_specs, rowed_leaves, rows_of
@@ -79,6 +80,7 @@ class TowerStep(abc.ABC):
         self.towers = towers
         self._trains = trains
         self._meter: Meter | None = None  # of all graphs that are watched
+        self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
         # By the specs of a shard, what is told of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, what is told, what feeds it, and whether watched.
@@ -124,7 +126,7 @@ class TowerStep(abc.ABC):
             meter=meter,
         )
         if watch is None:
-            return program
+            return self._to_be_checked(program, traced)
         if "finite" in readers and watch.scale is not None:
             self.towers.warn_once(
                 "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
@@ -134,7 +136,7 @@ class TowerStep(abc.ABC):
         known = sorted(name for name, leaf in told.items() if leaf is not None)  # the last of the outputs
         split = len(program.outputs) - len(known)
         outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
-        return dataclasses.replace(
+        program = dataclasses.replace(
             program,
             structure=structure,
             outputs=program.outputs[:split],
@@ -142,6 +144,13 @@ class TowerStep(abc.ABC):
             finite=outputs.get("finite"),
             noise=outputs.get("noise"),
         )
+        return self._to_be_checked(program, traced)
+
+    def _to_be_checked(self, program: Program, traced: Trace) -> Program:
+        """Keep what a program was made of until it has run, if it is to be checked then."""
+        if self._trains and self.towers.check_first_step and len(self.towers) > 1:
+            self._unchecked[id(program)] = traced
+        return program
 
     def tell_of(self, part: Inexact) -> None:
         """Warn of a reason why the step is not one device's."""
@@ -238,7 +247,7 @@ class TowerStep(abc.ABC):
         known = len(self._graphs)
         if not watchers:
             graph, plan = self._graph_of(batch_specs, iterated, None)
-            results = self.guarded(functools.partial(graph, *arguments), plan)
+            results = self._run_checked(functools.partial(graph, *arguments), plan)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
                 self._tell_of_costs(plan)
             return results
@@ -246,6 +255,31 @@ class TowerStep(abc.ABC):
         graph, plan = self._graph_of(batch_specs, iterated, self._meter)
         with self._meter.told_to(watchers, traced=len(self._graphs) > known):
             return self.guarded(functools.partial(graph, *arguments), plan)
+
+    def _run_checked(self, run: Callable[[], Any], plan: _Plan) -> Any:
+        """Run a step; if it is the program's first, check it on rows of its batch, from what it started from.
+
+        After it has run, since only then the batch is there: a graph takes it from the iterator.
+        """
+        program = plan.program
+        traced = self._unchecked.get(id(program))
+        if traced is None or not tf.executing_eagerly():
+            return self.guarded(run, plan)
+        variables = [variable for _, variable in program.variables]
+        check = StepCheck(traced, self.towers.devices[0], program.results, variables, len(program.outputs))
+        results = self.guarded(run, plan)
+        del self._unchecked[id(program)]
+        try:
+            found = check.run(plan.kept.batch(), self.towers.names_of, len(self.towers))
+        except Unchecked as reason:
+            logger.info("The first step on towers was not checked: %s", reason)
+        except Exception as error:  # whatever it is: training goes on
+            logger.info("The first step on towers was not checked: %s", error, exc_info=True)
+        else:
+            if found is not None:
+                self.towers.found_by_check.append(found)
+                self.towers.warn_once(str(found))
+        return results
 
     def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Plan]":
         """Return the graph function for batches of these specs, having made its program before.

@@ -48,6 +48,8 @@ class TowerState:
         on_nonfinite: what happens when a gradient is not finite.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
+        check_first_step: whether steps are checked before they are relied upon; see `semantics.check`.
+        found_by_check: what differed, `semantics.check.Found`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TowerState:
         check_every: int | None = None,
         on_divergence: str = "raise",
         on_nonfinite: str | None = None,
+        check_first_step: bool = True,
     ) -> None:
         """Choose devices and backend, and join them.
 
@@ -89,6 +92,8 @@ class TowerState:
                 a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
                 the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
                 a warning in the same words. None: nothing is looked at.
+            check_first_step: whether a training step that was traced is run, on a few rows of its first
+                batch, op by op as one device does and as towers do; a warning names what differs.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -102,6 +107,10 @@ class TowerState:
         check_arguments(count, devices, backend, bucket_bytes)
         check_timeout(timeout_s)
         check_compression(compression)
+        if not isinstance(check_first_step, bool):
+            raise TypeError(f"Expected check_first_step to be a bool. Received: {check_first_step!r}")
+        self.check_first_step = check_first_step
+        self.found_by_check: list[Any] = []
         self._sentinel = Sentinel(check_every, on_divergence)
         self.on_nonfinite = OnNonFinite(on_nonfinite)
         if backend != "nccl":

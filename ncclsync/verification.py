@@ -16,7 +16,7 @@ import tensorflow as tf
 from ncclsync import private_keras
 from ncclsync.batches import Batch, reversed_rows, rows_of, take_batches
 from ncclsync.comparison import compare
-from ncclsync.diagnosis import disagreement, missing_digits, own_code, rounding, seen_nan
+from ncclsync.diagnosis import disagreement, false_step, missing_digits, own_code, rounding, seen_nan
 from ncclsync.exactness import Inexact, find_inexact
 from ncclsync.parallel import nccl_parallel
 from ncclsync.random_data import check_targets, fixed_batch_size
@@ -66,7 +66,7 @@ def verify(
         Exception: what a step raises on one device or on the towers. The towers are closed then too.
     """
     factory = undecorated(build_model)
-    options = {**getattr(build_model, "nccl_parallel_options", {}), **options}
+    options = {**getattr(build_model, "nccl_parallel_options", {}), **options, "check_first_step": True}
     devices = options.get("devices")
     count = towers if devices is None else len(devices)
     _check_arguments(factory, count, steps, batch_size, tolerance)
@@ -107,8 +107,8 @@ class _Run:
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
-        reasons = list(seen_nan(found))
-        ok = all(one.ok for one in found)
+        reasons = [*seen_nan(found), *false_step(model.towers.found_by_check)]
+        ok = all(one.ok for one in found) and not model.towers.found_by_check
         if not ok:
             reasons += find_inexact(model, batch_invariant_random=invariant)
             reasons += self._reasons(model, found, known=bool(reasons))

@@ -479,6 +479,8 @@ def test_partial_and_shared():
     private.set_shared(other)
     assert (private.is_partial(one), private.is_partial(other)) == (True, False)
     assert (private.is_shared(one), private.is_shared(other)) == (False, True)
+    private.set_shared(other, False)
+    assert not private.is_shared(other)
 
 
 @pytest.mark.parametrize(
@@ -877,3 +879,31 @@ def test_backup_files(tmp_path):
         model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
     assert called == ["load", "save", "save", "load"]
     assert set(private_keras.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}
+
+
+def test_attributes_of_and_run_op():
+    """An op of a graph can be run outside it, also in another dtype; loops by their functions' names."""
+
+    def step(x, y):
+        loop = tf.while_loop(lambda i, total: i < 3, lambda i, total: (i + 1, total * 2.0), (0, x))[1]
+        parts = tf.split(tf.concat([x, y], 0), 2)
+        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts
+
+    function = tf.function(step, autograph=False).get_concrete_function(*[tf.TensorSpec([4])] * 2)
+    ops = {op.type: op for op in function.graph.get_operations()}
+    for dtype in (tf.float32, tf.float64):
+        given = tf.range(4, dtype=dtype)
+        attributes = private.attributes_of(ops["ConcatV2"])
+        assert (attributes["N"], attributes["T"]) == (2, tf.float32)
+        (joined,) = private.run_op("ConcatV2", [given, given, tf.constant(0)], {**attributes, "T": dtype}, 1)
+        assert joined.dtype == dtype and joined.shape == [8]
+    attributes = {**private.attributes_of(ops["Split"]), "T": tf.float64}
+    assert [part.shape for part in private.run_op("Split", [tf.constant(0), joined], attributes, 2)] == [4, 4]
+    pooled = private.run_op("MaxPool", [tf.ones([1, 2, 2, 1])], private.attributes_of(ops["MaxPool"]), 1)
+    assert pooled[0].shape == [1, 1, 1, 1]
+    loop = ops["StatelessWhile"]
+    inputs = [tf.constant(3) if one.dtype == tf.int32 else tf.ones([4]) for one in loop.inputs]
+    inputs[0] = tf.constant(0)
+    results = private.run_op(loop.type, inputs, private.attributes_of(loop), len(loop.outputs))
+    assert len(results) == len(loop.outputs)
+    assert private.run_op("NoOp", [], {}, 0) == []

@@ -1,6 +1,6 @@
 """The functions that loops, branches and calls run: placed as a whole, since nothing can be put into them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,10 @@ class Functions:
 
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Whether an op, or what it calls, draws from a state that no variable holds, or runs Python."""
+        return any(private.hides_state(one, repeatable) for one in self.op_types(op))
+
+    def op_types(self, op: tf.Operation) -> Iterator[str]:
+        """Yield the types of an op and of all ops in the functions that it calls, some several times."""
         queue, seen = [op.node_def], set()
         while queue:
             node = queue.pop()
@@ -45,13 +49,12 @@ class Functions:
             called += [f.name for value in node.attr.values() for f in value.list.func]
             if node.op in self._definitions:
                 called.append(node.op)
-            elif private.hides_state(node.op, repeatable):
-                return True
+            else:
+                yield node.op
             for name in called:
                 if name in self._definitions and name not in seen:
                     seen.add(name)
                     queue.extend(self._definitions[name].node_def)
-        return False
 
 
 def in_order(graph: Any) -> list[tf.Operation]:

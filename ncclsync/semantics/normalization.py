@@ -26,10 +26,10 @@ def moments_of_layers() -> Iterator[None]:
                 return moments(self, inputs, mask)
             if self.synchronized:
                 return batch_moments(inputs, private_keras.reduction_axes(self), mask)
-            (inputs,) = ops.to_local([inputs], own=True)
+            (inputs,) = ops.to_local([inputs], by_choice=True)
             if mask is not None:
-                (mask,) = ops.to_local([mask])
-            return tuple(ops.from_local(list(moments(self, inputs, mask))))
+                (mask,) = ops.to_local([mask], by_choice=True)
+            return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
         return chosen_moments
 

@@ -463,18 +463,20 @@ def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
 class Partition(_Placer):
     """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
 
-    def __init__(self, graph: StepGraph, share: Share, results: Results) -> None:
+    def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
         """Prepare.
 
         Args:
             graph: the step; is changed.
             share: its second argument, a tower's part of the batch.
             results: what becomes of the towers' results.
+            exact: whether what is each tower's own by choice is to be the batch's.
         """
         super().__init__(Functions(graph.functions, graph.tf_graph))
         self.graph = graph
         self.share = share
         self._results = results
+        self._exact = exact
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
         self.gathered: list[Whole] = []
         self.warned: list[str] = []
@@ -605,6 +607,10 @@ class Partition(_Placer):
             self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
         if not placed.whole:
             self._differs.add(self._name(tensor))
+
+    def name_of(self, traced: str) -> str:
+        """Return what a traced tensor is called in the step: perhaps an exchange's result."""
+        return self._name(self.placed[traced][0])
 
     def _name(self, tensor: tf.Tensor) -> str:
         return self._received.get(tensor.name, tensor.name)
@@ -993,6 +999,10 @@ class Partition(_Placer):
             for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
                 self._put(output, tensor, REPLICATE)
             return
+        if mark.purpose == "slices part":
+            for output, tensor in zip(op.outputs, self._slices_part(op, call), strict=True):
+                self._put(output, tensor, LOCAL)
+            return
         when = None
         if mark.conditional:
             condition, placed = pairs.pop()
@@ -1005,10 +1015,12 @@ class Partition(_Placer):
     def _meet(
         self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
     ) -> tuple[tf.Tensor, Placement]:
+        if mark.by_choice and mark.purpose == "local" and not mark.of and placed.kind is Kind.SHARD:
+            self.normalized.append(mark.line)
+        if mark.by_choice and self._exact:
+            return tensor, placed
         if mark.purpose == "whole":
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
-        if mark.purpose == "local" and not mark.of and placed.kind is Kind.SHARD and mark.own:
-            self.normalized.append(mark.line)
         if mark.purpose == "local":
             return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
         if mark.purpose == "parts":
@@ -1019,11 +1031,6 @@ class Partition(_Placer):
             tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
-        if mark.purpose == "slices part":
-            indices = tensor.dtype.is_integer
-            if placed.kind is Kind.SHARD or (indices and placed.whole):
-                return tensor, LOCAL
-            return self.convert(tensor, placed, REPLICATE if indices else SUM, op), LOCAL
         if mark.purpose == "rows":
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
@@ -1070,6 +1077,13 @@ class Partition(_Placer):
 
     def _traced_inputs(self, op: tf.Operation) -> list[str]:
         return self.graph.traced_inputs[op.name]
+
+    def _slices_part(self, op: tf.Operation, call: _Call) -> list[tf.Tensor]:
+        """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
+        (values, indices), (of_values, of_indices) = call.tensors, call.inputs
+        if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
+            return [values, indices]
+        return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
         """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
@@ -1154,9 +1168,9 @@ def _row_bytes(exchange: Exchange) -> int:
     return elements * max(exchange.dtype.size, 1)
 
 
-def partition(graph: StepGraph, share: Share, results: Results) -> Partition:
+def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:
     """Place a step; see `Partition`."""
-    placing = Partition(graph, share, results)
+    placing = Partition(graph, share, results, exact)
     placing.run()
     return placing
 

@@ -384,7 +384,7 @@ def _elements(vector: tf.Tensor) -> list[Any]:
     known = tf.get_static_value(vector, partial=True)
     if known is None:
         shape = _known_shape(vector)
-        return shape if shape is not None else [None] * int(vector.shape[0])
+        return shape if shape is not None else [None] * int(vector.shape.num_elements())
     return [None if value is None else int(value) for value in np.ravel(known)]
 
 

@@ -1,0 +1,550 @@
+"""The net below the rules: a false rule is caught, a right one is not, and nothing is left changed."""
+
+import logging
+import os
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ncclsync
+from ncclsync import nccl_parallel, private, private_keras
+from ncclsync.hooks import step_hooks
+from ncclsync.program import Results, trace
+from ncclsync.semantics import check, rules
+from ncclsync.semantics.check import StepCheck
+from ncclsync.semantics.normalization import moments_of_layers
+from ncclsync.semantics.partition import Partition
+from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
+from ncclsync.shard import open_specs
+from semantics.generated_models import generate
+
+ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
+MODELS = 100
+
+
+def checked(step, batch, towers=3, names_of=None):
+    """What a check finds of a step, without any towers."""
+    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+    with step_hooks(), moments_of_layers(), tf.device("/CPU:0"):
+        traced = trace(step, open_specs(batch))
+    variables = traced.function.variables
+    names_of = names_of or (lambda some: [one.name for one in some])
+    outputs = len(traced.function.outputs)
+    return StepCheck(traced, "CPU:0", Results.COMBINED, variables, outputs).run(batch, names_of, towers)
+
+
+def checked_model(model, batch):
+    """The same of a compiled model's training step."""
+    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    paths = private_keras.paths_of(model)
+    return checked(
+        model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some]
+    )
+
+
+# Rules, sabotaged one by one.
+
+
+def regression(loss, layer=None):
+    """A step that descends along a loss of predictions and targets; of (x, y)."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), layer or keras.layers.Dense(3, activation="tanh")])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            value = loss(model(x, training=True), y)
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return value
+
+    return step, numbers(3)
+
+
+def numbers(*shape, rows=7):
+    """(x, y) of random numbers."""
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, 4)).astype("float32"), rng.standard_normal((rows, *shape)).astype(
+        "float32"
+    )
+
+
+def squared(predicted, y):
+    return tf.reduce_mean(tf.square(predicted - y))
+
+
+def images():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((6, 6, 2)), keras.layers.Conv2D(3, 3), keras.layers.Flatten(), keras.layers.Dense(2)]
+    )
+    model.compile("sgd", "mse", metrics=["mae"])
+    rng = np.random.default_rng(0)
+    batch = rng.standard_normal((7, 6, 6, 2)).astype("float32"), rng.standard_normal((7, 2)).astype("float32")
+    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    return model.train_step, batch
+
+
+def words():
+    keras.utils.set_random_seed(1)
+    table = tf.Variable(np.random.default_rng(0).standard_normal((9, 3)), dtype=tf.float32)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build([table])
+
+    def step(batch):
+        places, y = batch
+        with tf.GradientTape() as tape:
+            value = squared(tf.gather(table, places), y)
+        optimizer.apply([tape.gradient(value, table)], [table])
+        return value
+
+    return step, (np.arange(7) % 4, numbers(3)[1])
+
+
+def seen():
+    """A step with state of a user's own, written from the batch."""
+    total, largest = tf.Variable(0.0), tf.Variable(0.0)
+
+    def step(batch):
+        x, y = batch
+        total.assign_add(tf.reduce_sum(x))
+        largest.assign(tf.reduce_max(y))
+        return tf.reduce_prod(y) + total
+
+    return step, numbers(3)
+
+
+def running():
+    """The same, from sums up to each row."""
+    total = tf.Variable(0.0)
+
+    def step(batch):
+        x, y = batch
+        total.assign_add(tf.reduce_sum(tf.square(tf.cumsum(x, 0))))
+        return tf.reduce_mean(y)
+
+    return step, numbers(3)
+
+
+def of_rule(name, made, table="RULES"):
+    """A rule that says so of its results."""
+
+    def sabotage(patch):
+        rule = getattr(rules, table).get(name)
+        patch.setitem(getattr(rules, table), name, lambda call: made(call, rule))
+
+    return sabotage
+
+
+def instead(one, other):
+    """Results that are placed as `one` are said to be placed as `other`."""
+    return lambda call, rule: [other if result == one else result for result in rule(call)]
+
+
+def said(placement):
+    """All results are said to be placed so, whatever the inputs are."""
+    return lambda call, rule: [placement] * len(call.op.outputs)
+
+
+def untouched(call, rule):
+    """Results are said to be placed as the first input."""
+    return [call.inputs[0]] * len(call.op.outputs)
+
+
+def reduced_as(name, placement):
+    return lambda patch: patch.setitem(rules._REDUCED, name, placement)
+
+
+def partition_with(name, method):
+    return lambda patch: patch.setattr(Partition, name, method(getattr(Partition, name)))
+
+
+def share_with(**changes):
+    """Towers that are told something else of their part of the batch."""
+
+    def sabotage(patch):
+        begin = Partition.__init__
+
+        def wrong(self, graph, share, *arguments, **options):
+            share = share._replace(**{name: change(share) for name, change in changes.items()})
+            begin(self, graph, share, *arguments, **options)
+
+        patch.setattr(Partition, "__init__", wrong)
+
+    return sabotage
+
+
+def earlier(share):
+    """In the graph of the step: another begin."""
+    return share.tower
+
+
+def kept_by_all(convert):
+    """What all hold is counted by each tower, not by the first alone."""
+
+    def wrong(self, tensor, before, after, op):
+        return tensor if before.whole and after == SUM else convert(self, tensor, before, after, op)
+
+    return wrong
+
+
+def not_made_whole(kind):
+    def method(made_whole):
+        def wrong(self, tensor, before, op):
+            return tensor if before.kind is kind else made_whole(self, tensor, before, op)
+
+        return wrong
+
+    return method
+
+
+def cumulated(predicted, y):
+    return tf.reduce_mean(tf.square(tf.cumsum(predicted, 0) - y))
+
+
+def counted(predicted, y):
+    return tf.reduce_sum(tf.square(predicted - y)) / tf.cast(tf.shape(y)[0], tf.float32)
+
+
+def sized(predicted, y):
+    return tf.reduce_sum(tf.square(predicted - y)) / tf.cast(tf.size(y), tf.float32)
+
+
+def doubled(predicted, y):
+    return tf.reduce_mean(tf.square(tf.concat([predicted, 2 * predicted], 0)[1:] - tf.concat([y, y], 0)[1:]))
+
+
+def noisy():
+    """Noise is drawn for the whole batch; each tower has its rows of it."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    batch = numbers(3)
+    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    return model.train_step, batch
+
+
+SABOTAGES = {
+    "a sum is taken for a mean": (
+        reduced_as("Sum", MEAN),
+        lambda: regression(lambda p, y: tf.reduce_sum(tf.square(p - y))),
+    ),
+    "a mean is taken for a sum": (reduced_as("Mean", SUM), lambda: regression(squared)),
+    "a maximum is taken for a sum": (reduced_as("Max", SUM), seen),
+    "a product is taken for a mean": (reduced_as("Prod", MEAN), seen),
+    "a sum in a variable is taken for a mean": (reduced_as("Sum", MEAN), seen),
+    "a bias' gradient is not reduced": (
+        of_rule("BiasAddGrad", instead(SUM, REPLICATE)),
+        images,
+    ),
+    "a kernel's gradient is averaged": (of_rule("MatMul", instead(SUM, MEAN)), lambda: regression(squared)),
+    "a filter's gradient is not reduced": (of_rule("Conv2DBackpropFilter", instead(SUM, REPLICATE)), images),
+    "a partial sum passes through a square": (
+        of_rule("Square", untouched, "LINEAR"),
+        lambda: regression(lambda p, y: tf.square(tf.reduce_sum(p - y))),
+    ),
+    "a partial sum passes through a logarithm": (
+        of_rule("Log", untouched, "LINEAR"),
+        lambda: regression(lambda p, y: tf.math.log(tf.reduce_sum(tf.square(p - y)))),
+    ),
+    "a number is added to each tower's part": (
+        of_rule("AddV2", said(SUM), "LINEAR"),
+        lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),
+    ),
+    "a cumulated sum starts anew on each tower": (
+        of_rule("Cumsum", untouched),
+        lambda: regression(cumulated),
+    ),
+    "a softmax over the batch is each tower's": (
+        of_rule("Softmax", untouched),
+        lambda: regression(lambda p, y: tf.reduce_sum(tf.transpose(tf.nn.softmax(tf.transpose(p))) * y)),
+    ),
+    "rows are counted by each tower": (
+        of_rule("Size", said(REPLICATE)),
+        lambda: regression(sized),
+    ),
+    "the batch's rows are counted wrong": (
+        share_with(total=lambda share: share.rows),
+        lambda: regression(counted),
+    ),
+    "a gather is left out": (
+        partition_with("_made_whole", not_made_whole(Kind.SHARD)),
+        running,
+    ),
+    "a reduction is left out": (
+        partition_with("_made_whole", not_made_whole(Kind.PARTIAL)),
+        lambda: regression(squared),
+    ),
+    "own rows begin elsewhere": (
+        share_with(begin=earlier),
+        noisy,
+    ),
+    "what all hold is added up": (
+        partition_with("_convert", kept_by_all),
+        lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),
+    ),
+    "slices are each tower's": (
+        partition_with("_slices", lambda slices: lambda self, op, mark, call: list(call.tensors)),
+        words,
+    ),
+    "rows of two copies are taken for rows": (
+        of_rule("ConcatV2", said(rules.shard(0, 1, 2))),
+        lambda: regression(doubled),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_false_rule_is_caught(name, monkeypatch):
+    sabotage, program = SABOTAGES[name]
+    step, batch = program()
+    assert checked(step, batch) is None
+    sabotage(monkeypatch)
+    found = checked(step, batch)
+    assert found is not None and found.differences
+
+
+def test_the_warning_names_variable_and_line(monkeypatch, caplog):
+    SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
+
+    @nccl_parallel(towers=3)
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="head")])
+        model.compile("sgd", "mse")
+        return model
+
+    model = build()
+    model.fit(*numbers(3), batch_size=7, verbose=0)
+    (message,) = [one.getMessage() for one in caplog.records if "was checked on" in one.getMessage()]
+    for word in ("head/kernel", "MatMul", "test_check.py:", "Towers.explain()", "ncclsync.verify"):
+        assert word in message, message
+    model.fit(*numbers(3), batch_size=7, verbose=0)
+    assert sum("was checked on" in one.getMessage() for one in caplog.records) == 1
+    model.towers.close()
+
+
+def test_own_loops_are_checked_too(monkeypatch):
+    step, batch = regression(squared)
+    SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
+    with ncclsync.Towers(2) as towers:
+        towers.run(step, batch)
+        (found,) = towers.found_by_check
+    names = [name for name, _ in found.differences]
+    assert any("kernel" in name for name in names) and not any("bias" in name for name in names)
+
+
+@pytest.mark.parametrize("wrong", [1, None, "yes"])
+def test_the_option_is_true_or_false(wrong):
+    with pytest.raises(TypeError, match=f"Expected check_first_step to be a bool. Received: {wrong!r}"):
+        nccl_parallel(towers=2, check_first_step=wrong)(lambda: None)
+
+
+def test_no_check_where_none_is_wanted(monkeypatch):
+    monkeypatch.setattr(StepCheck, "run", lambda *_: pytest.fail("checked"))
+    model = nccl_parallel(towers=2, check_first_step=False)(classifier)()
+    model.fit(*classes(), verbose=0)
+    model.towers.close()
+
+
+def test_verify_always_checks(monkeypatch):
+    SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
+    report = ncclsync.verify(
+        nccl_parallel(check_first_step=False)(classifier), classes(), towers=2, steps=2, batch_size=6
+    )
+    assert not report.ok
+    assert any("MatMul" in str(reason) for reason in report.reasons)
+
+
+# What is left as it was.
+
+
+def classes(rows=9):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, 4)).astype("float32"), rng.integers(0, 3, rows)
+
+
+def classifier(optimizer="adam", *inside, **options):
+    """A small classifier."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(6, activation="relu"), *inside, keras.layers.Dense(3)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        optimizer if isinstance(optimizer, str) else optimizer(), loss, metrics=["accuracy"], **options
+    )
+    return model
+
+
+def embedding():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((4,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(
+        "rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
+    return model
+
+
+class Adversaries(keras.Model):
+    """Two networks, two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)])
+        self.other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def compile(self):
+        super().compile()
+        self.first, self.second = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
+        self.first.build(self.one.trainable_variables)
+        self.second.build(self.other.trainable_variables)
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def train_step(self, data):
+        x, _ = data
+        noise = keras.random.normal(tf.shape(x), seed=self.seeds)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                tf.nn.softplus(-self.other(x)) + tf.nn.softplus(self.other(self.one(noise, training=True)))
+            )
+        self.second.apply(tape.gradient(loss, self.other.trainable_variables), self.other.trainable_variables)
+        with tf.GradientTape() as tape:
+            fooled = tf.reduce_mean(tf.nn.softplus(-self.other(self.one(noise, training=True))))
+        self.first.apply(tape.gradient(fooled, self.one.trainable_variables), self.one.trainable_variables)
+        self.mean.update_state(loss)
+        return {"loss": loss, "mean": self.mean.result()}
+
+
+def adversaries():
+    keras.utils.set_random_seed(1)
+    model = Adversaries()
+    model.compile()
+    return model
+
+
+KINDS = {
+    "normalised": (lambda: classifier("sgd", keras.layers.BatchNormalization()), {}),
+    "synchronised": (lambda: classifier("sgd", keras.layers.BatchNormalization()), {"sync_batch_norm": True}),
+    "dropout": (lambda: classifier("adam", keras.layers.Dropout(0.5)), {}),
+    "invariant": (lambda: classifier("adam", keras.layers.Dropout(0.5)), {"batch_invariant_random": True}),
+    "accumulating": (lambda: classifier(lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)), {}),
+    "scaled": (lambda: classifier(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())), {}),
+    "sharded": (classifier, {"shard_optimizer": True}),
+    "compressed": (classifier, {"compression": "bfloat16"}),
+    "embedding": (embedding, {}),
+    "adversaries": (adversaries, {}),
+    "nonfinite": (classifier, {"on_nonfinite": "raise"}),
+    "several steps at once": (lambda: classifier(steps_per_execution=2), {}),
+    "compared": (classifier, {"check_every": 1}),
+}
+
+
+def everything(model):
+    """All that a check might leave changed."""
+    towers = model.towers
+    held = []
+    for replicas in towers._replicas.values():
+        for copy in (replicas.variable, *replicas.copies):
+            read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
+            held.append(read.numpy().tobytes())
+        held.append((replicas.role, replicas.written_by_graph, private.is_shared(replicas.variable)))
+    logs = {
+        "pending": set(towers._pending),
+        "warned": set(towers._warned),
+        "communicator": towers.communicator.failure,
+    }
+    return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passes", "fails"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_check_leaves_no_trace(name, fails, monkeypatch, caplog):
+    build, options = KINDS[name]
+    model = nccl_parallel(towers=3, **options)(build)()
+    run, checks = StepCheck.run, []
+
+    def watched(*arguments):
+        before = everything(model)
+        try:
+            checks.append(run(*arguments))
+            return checks[-1]
+        finally:
+            assert everything(model) == before, "the check has changed something"
+
+    def interrupted(self, *arguments):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(StepCheck, "run", watched)
+    if fails:
+        monkeypatch.setattr(check._Both, "differences", interrupted)
+    x, y = classes(20)
+    if name == "embedding":
+        x = np.abs(x * 10).astype("int32") % 5
+    with caplog.at_level(logging.INFO, "ncclsync"):
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    told = [one for one in caplog.records if "was not checked" in one.getMessage()]
+    if fails:
+        assert [one.levelno for one in told] == [logging.INFO] and "in the middle" in told[0].getMessage()
+    else:
+        assert checks == [None] and not told
+    assert model.towers.divergence() == 0.0
+    model.towers.close()
+
+
+def test_training_is_the_same_to_the_bit():
+    weights = []
+    for checks in (False, True):
+        model = nccl_parallel(towers=2, check_first_step=checks)(KINDS["dropout"][0])()
+        model.fit(*classes(20), batch_size=8, verbose=0, shuffle=False)
+        weights.append(
+            [value.tobytes() for value in (*model.get_weights(), *map(np.asarray, model.optimizer.variables))]
+        )
+        model.towers.close()
+    assert weights[0] == weights[1]
+
+
+# Steps that cannot be checked.
+
+
+def test_python_within_a_step_is_not_run_again(caplog):
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        return x
+
+    def step(batch):
+        return tf.reduce_sum(tf.numpy_function(counted, [batch], tf.float32, stateful=True))
+
+    with caplog.at_level(logging.INFO, "ncclsync"), ncclsync.Towers(2) as towers:
+        towers.run(step, np.ones((4, 2), "float32"))
+        assert len(calls) == 2
+        towers.run(step, np.ones((4, 2), "float32"))
+    (told,) = [one.getMessage() for one in caplog.records if "was not checked" in one.getMessage()]
+    assert re.search(r"PyFunc.*test_check.py:\d+", told)
+
+
+def test_a_step_that_declares_its_batch_is_checked_on_all_of_it():
+    noise = tf.constant(np.random.default_rng(0).standard_normal((7, 3)), tf.float32)
+    step, batch = regression(lambda p, y: squared(p + noise, y))
+    assert checked(step, batch) is None
+
+
+def test_few_rows_are_repeated():
+    step, batch = regression(squared)
+    assert checked(step, (batch[0][:2], batch[1][:2])) is None
+
+
+# False alarms.
+
+
+@pytest.mark.parametrize("seed", range(MODELS) if ALL else range(0, MODELS, 4))
+def test_no_false_alarm(seed):
+    model, batch = generate(seed)
+    assert checked_model(model, batch) is None

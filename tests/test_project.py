@@ -57,7 +57,7 @@ LAYERS = (
     ("chains",),
     ("schedule", "segment"),
     ("cut",),
-    ("recovery",),
+    ("recovery", "semantics.check"),
     ("layout",),
     ("explanation", "random_data", "step"),
     ("loop",),

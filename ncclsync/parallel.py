@@ -45,7 +45,7 @@ def nccl_parallel(
     check_every: int | None = None,
     on_divergence: str = "raise",
     on_nonfinite: str | None = None,
-    check_first_step: bool = True,
+    check_first_step: bool = False,
     recipe: LargeBatch | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
@@ -67,7 +67,7 @@ def nccl_parallel(
     check_every=None,
     on_divergence="raise",
     on_nonfinite=None,
-    check_first_step=True,
+    check_first_step=False,
     recipe=None,
 ):
     """Decorate a model factory: the model it returns trains on several GPUs as on one.

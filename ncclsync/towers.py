@@ -67,7 +67,7 @@ class TowerState:
         check_every: int | None = None,
         on_divergence: str = "raise",
         on_nonfinite: str | None = None,
-        check_first_step: bool = True,
+        check_first_step: bool = False,
     ) -> None:
         """Choose devices and backend, and join them.
 

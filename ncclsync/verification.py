@@ -41,6 +41,8 @@ def verify(
 ) -> Report:
     """Train a model on one device and on N towers from the same start, and compare after every step.
 
+    The first step is checked op by op as well (`check_first_step=True`).
+
     Args:
         build_model: the factory, without arguments, that returns a compiled model; decorated or not. Of a
             decorated one the original is taken, with the decorator's options but for its towers and devices.

@@ -57,7 +57,7 @@ def test_rows_that_are_gathered_are_listed(caplog):
 
 
 def test_few_rows_beside_many_weights(caplog):
-    """What moves fewer bytes than the gradients do is listed, and no warning, unless it is much arithmetic."""
+    """What moves fewer bytes than the gradients do is listed, without a warning of its bytes."""
     told, explained = warnings_of(contrastive(4), X[:6], caplog)
     assert explained.wholes[0].size_bytes == 6 * 4 * 4
     assert not [one for one in told if "bytes" in one]

@@ -1,12 +1,12 @@
 """A net below the rules: a step on a few rows, as one device's program and as the towers', compared.
 
 Both are run op by op, outside any graph, by `_Run`: variables are values in a dictionary, and an exchange is
-some arithmetic. So nothing of the towers' takes part, and no state can be left changed. What it checks is what
+some arithmetic. So nothing of the towers' takes part, and no state can be left changed. It checks what
 `Partition` made of the trace; `cut`, `segment` and `layout`, which run it, are for `verify`.
 
 Numbers are computed in float64, whatever the step's dtypes: rounding is then far below a wrong factor or a
-missing term. Where gradients agree, the towers' are replaced by one device's before an optimizer gets them: what
-it does with their last bits does not count. What has the same inputs, to the object, is computed once.
+missing term. Where gradients agree, the towers' are replaced by one device's before an optimizer gets them:
+what it does with their last bits does not count. What has the same inputs, to the object, is computed once.
 """
 
 import collections
@@ -805,7 +805,7 @@ def _magnitude(value: Any) -> float:
 
 
 def _error(expected: np.ndarray, actual: np.ndarray, relative: float, absolute: float, scale: float) -> float:
-    """Return the largest difference by the largest magnitude; 0 if below `relative` or `absolute` of `scale`."""
+    """Return the largest difference by the largest magnitude; 0 if `relative` or `absolute` allows it."""
     if expected.shape != actual.shape:
         return float("inf")
     if expected.dtype.kind not in "fc":

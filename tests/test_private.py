@@ -907,3 +907,55 @@ def test_attributes_of_and_run_op():
     results = private.run_op(loop.type, inputs, private.attributes_of(loop), len(loop.outputs))
     assert len(results) == len(loop.outputs)
     assert private.run_op("NoOp", [], {}, 0) == []
+
+
+def test_hides_state():
+    """What a variable holds is no hidden state; Python, an iterator and a draw without a seed have one."""
+    none = frozenset()
+    for kind in (
+        "AddV2",
+        "StatelessRandomUniformV2",
+        "AssignAddVariableOp",
+        "ResourceScatterAdd",
+        "NoSuchOp",
+    ):
+        assert not private.hides_state(kind, none), kind
+    for kind in ("PyFunc", "EagerPyFunc", "IteratorGetNext", "RandomUniform", "PrintV2"):
+        assert private.hides_state(kind, none), kind
+    assert not private.hides_state("PrintV2", frozenset({"PrintV2"}))
+
+
+def test_function_as_graph_and_copied_op():
+    """A loop's body is a graph with inputs and outputs; an op can be made again of other inputs."""
+
+    def step(x):
+        return tf.while_loop(
+            lambda i, total: i < 3, lambda i, total: (i + 1, tf.concat([total, x], 0)[:4]), (0, x)
+        )
+
+    function = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4]))
+    (loop,) = [op for op in function.graph.get_operations() if op.type == "StatelessWhile"]
+    definitions = {f.signature.name: f for f in function.graph.as_graph_def().library.function}
+    shapes = [tensor.shape for tensor in loop.inputs]
+    body = private.function_as_graph(definitions[loop.get_attr("body").name], shapes, function.graph)
+    assert [tensor.shape for tensor in body.inputs] == shapes
+    assert len(body.outputs) == len(loop.outputs)
+    assert "ConcatV2" in {op.type for op in body.get_operations()}
+    with function.graph.as_default():
+        again = private.copied_op(loop, [tf.identity(tensor) for tensor in loop.inputs])
+    assert [tensor.op.type for tensor in again] == ["StatelessWhile"] * len(loop.outputs)
+    assert again[0].op is not loop
+
+
+def test_describe_handle():
+    """A function's argument that stands for a variable gives its shape to what is read from it."""
+    variable = tf.Variable(tf.zeros([3, 2]))
+    shapes = []
+
+    def read(handle):
+        shapes.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape)
+        private.describe_handle(handle, variable)
+        shapes.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape)
+
+    tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.resource))
+    assert shapes[0].rank is None and shapes[1] == [3, 2]

@@ -877,3 +877,10 @@ def test_backup_files(tmp_path):
         model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
     assert called == ["load", "save", "save", "load"]
     assert set(private_keras.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}
+
+
+def test_compiled_by_xla():
+    """As the author of a tf.function asked."""
+    assert private.compiled_by_xla(tf.function(tf.square, jit_compile=True))
+    assert not private.compiled_by_xla(tf.function(tf.square, jit_compile=False))
+    assert not private.compiled_by_xla(tf.function(tf.square))

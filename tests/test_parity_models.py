@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from parity import ALL_ROWS, TOWERS, assert_close, assert_towers_agree, data, mlp, on_towers
 
+import ncclsync
+
 X, Y = data()
 
 
@@ -192,7 +194,7 @@ def test_what_only_xla_computes():
         return model
 
     x = np.random.default_rng(0).random((4, 3, 3, 3, 4)).astype("float32")
-    plain, parallel = build_model(), nccl_parallel(towers=2)(build_model)()
+    plain, parallel = build_model(), ncclsync.nccl_parallel(towers=2)(build_model)()
     for model in (plain, parallel):
         model.fit(x, np.ones((4, 2, 2, 2, 4), "float32"), verbose=0)
     for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):

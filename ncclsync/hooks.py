@@ -148,7 +148,8 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         @functools.wraps(call)
         def inlined(self, *args, **kwargs):
             context = ops.current_context()
-            if context is None or not context.can_exchange():
+            # What its author has XLA compile may be what TensorFlow's own kernels cannot: a grouped Conv3D.
+            if context is None or not context.can_exchange() or private.compiled_by_xla(self):
                 return call(self, *args, **kwargs)
             return private.autograph_converted(self.python_function)(*args, **kwargs)
 

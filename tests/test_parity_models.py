@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from parity import ALL_ROWS, TOWERS, assert_close, assert_towers_agree, data, mlp, on_towers
 
+import ncclsync
+
 X, Y = data()
 
 
@@ -180,3 +182,20 @@ def test_custom_train_step_with_two_optimizers(towers, gan_alone):
     assert_close(result["weights"], gan_alone["weights"], what="weights")
     assert_close(result["history"], gan_alone["history"], what="history")
     assert_towers_agree(model)
+
+
+def test_what_only_xla_computes():
+    """Keras has XLA compile a grouped Conv3D, for which TensorFlow has no kernel on the CPU."""
+
+    def build_model():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Conv3D(4, 2, groups=2)])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    x = np.random.default_rng(0).random((4, 3, 3, 3, 4)).astype("float32")
+    plain, parallel = build_model(), ncclsync.nccl_parallel(towers=2)(build_model)()
+    for model in (plain, parallel):
+        model.fit(x, np.ones((4, 2, 2, 2, 4), "float32"), verbose=0)
+    for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -959,3 +959,10 @@ def test_describe_handle():
 
     tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.resource))
     assert shapes[0].rank is None and shapes[1] == [3, 2]
+
+
+def test_compiled_by_xla():
+    """As the author of a tf.function asked."""
+    assert private.compiled_by_xla(tf.function(tf.square, jit_compile=True))
+    assert not private.compiled_by_xla(tf.function(tf.square, jit_compile=False))
+    assert not private.compiled_by_xla(tf.function(tf.square))

@@ -6,7 +6,6 @@ segment (`schedule.py`). Each *segment* is built (`segment.py`); it also packs w
 it receives.
 """
 
-import collections
 import dataclasses
 import itertools
 from typing import Any
@@ -16,7 +15,7 @@ import tensorflow as tf
 from ncclsync import native, private
 from ncclsync.bucket import plan_buckets
 from ncclsync.meter import Meter
-from ncclsync.ops import SCATTERED, Collective
+from ncclsync.ops import Collective
 from ncclsync.program import Bucket, Exchange, Program, Results, Trace
 from ncclsync.schedule import Schedule, schedule
 from ncclsync.segment import SegmentPlan, build_segment
@@ -59,8 +58,6 @@ def cut(
         meter: see `build_segment`.
     """
     graph, placed = place(trace, home_device, results, same_seeds)
-    if on_host:
-        _absorb_scales(graph)
     scheduled = schedule(graph, bucket_bytes if overlaps else None, once)
     segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, crowded, meter)
     return Program(
@@ -127,7 +124,7 @@ def _build_segments(
     levels = scheduled.levels
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
-    given = {name for exchange in graph.exchanges.values() for name in (exchange.when, exchange.scale)}
+    given = {exchange.when for exchange in graph.exchanges.values()}
     outputs += sorted(name for name in given if name)
     plans = [SegmentPlan() for _ in range(scheduled.count)]
     for op in graph.ops:
@@ -191,42 +188,6 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> t
         Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), *kinds[indices[0]][3:5])
         for indices in plan_buckets(sizes, kinds, bucket_bytes)
     )
-
-
-def _absorb_scales(graph: StepGraph) -> None:
-    """Let a scalar that a tensor is multiplied by, only to be added up, be multiplied by on the way."""
-    consumers = [op.name for op in graph.ops if op.name not in graph.passing]
-    uses = collections.Counter(name for consumer in consumers for name in graph.inputs[consumer])
-    uses.update(name for name, _ in graph.outputs)
-    uses.update(exchange.source for exchange in graph.exchanges.values())
-
-    def made_by(tensor: str, kind: str) -> tf.Operation | None:
-        """Return the op of that type which makes a tensor that nothing else uses."""
-        op = graph.by_name.get(op_name(tensor))
-        return op if op is not None and op.type == kind and uses[tensor] == 1 else None
-
-    absorbed = set()
-    for result, exchange in graph.exchanges.items():
-        if exchange.collective not in (SUM, SCATTERED) or not exchange.dtype.is_floating:
-            continue
-        reshape = made_by(exchange.source, "Reshape")  # into the rows that are scattered
-        product = graph.inputs[reshape.name][0] if reshape else exchange.source
-        multiplied = made_by(product, "Mul")
-        if multiplied is None:
-            continue
-        for tensor, scale in itertools.permutations(graph.inputs[multiplied.name]):
-            shape = graph.spec(tensor).shape
-            if not shape.rank or not shape.is_fully_defined() or shape != graph.spec(product).shape:
-                continue
-            if graph.spec(scale).shape.rank != 0:
-                continue
-            if reshape:
-                graph.inputs[reshape.name][0] = tensor
-            source = exchange.source if reshape else tensor
-            graph.exchanges[result] = dataclasses.replace(exchange, source=source, scale=scale)
-            absorbed.add(multiplied.name)
-            break
-    graph.ops = [op for op in graph.ops if op.name not in absorbed]
 
 
 def _wire(collective: Collective) -> Collective:

@@ -174,7 +174,7 @@ def _exchange(
         chosen = [buckets[i] for i in indices]
         given = [[row[i] for i in indices] for row in sent]
         if chosen[0].on_host:
-            weights = _weights(chosen[0], values, shards)
+            weights = _weights(chosen[0], shards)
             call = functools.partial(_join_on_host, given, weights, chosen[0].wire)
         else:
             call = functools.partial(_join, chosen, given, towers, [labels[i] for i in indices])
@@ -206,7 +206,7 @@ def together(buckets: tuple[Bucket, ...]) -> list[list[int]]:
         first = bucket.exchanges[0]
         key: Any = i
         if bucket.on_host:
-            key = (bucket.wire, first.collective, first.dtype, first.when, first.scale)
+            key = (bucket.wire, first.collective, first.dtype, first.when)
         elif _is_grouped(bucket) and bucket.when is None:
             key = "one group"
         joined.setdefault(key, []).append(i)
@@ -258,18 +258,13 @@ def _is_grouped(bucket: Bucket) -> bool:
     return same and exchange.dtype.name in native.DTYPES
 
 
-def _weights(bucket: Bucket, values: list[dict[str, tf.Tensor]], shards: Shards) -> list[tf.Tensor]:
+def _weights(bucket: Bucket, shards: Shards) -> list[tf.Tensor]:
     """What each tower's tensors are multiplied by, [N] float64 scalars."""
-    exchange = bucket.exchanges[0]
-    if exchange.collective.op == "mean":
+    if bucket.exchanges[0].collective.op == "mean":
         return [share.fraction for share in shards.shares]
     if bucket.wire.empty_too:
-        return [tf.ones([], tf.float64)] * len(values)
-    present = [tf.sign(share.fraction) for share in shards.shares]
-    if exchange.scale is None:
-        return present
-    scales = [tf.cast(tower[exchange.scale], tf.float64) for tower in values]
-    return [one * scale for one, scale in zip(present, scales, strict=True)]
+        return [tf.ones([], tf.float64)] * len(shards.shares)
+    return [tf.sign(share.fraction) for share in shards.shares]
 
 
 def _join_on_host(

@@ -22,8 +22,6 @@ from tensorflow.python.eager.polymorphic_function import attributes as function_
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import (
-    gen_random_ops,
-    gen_stateful_random_ops,
     handle_data_util,
 )
 from tensorflow.python.profiler import trace as profiler_trace
@@ -52,11 +50,6 @@ def written_handles(op: tf.Operation) -> set[str]:
     """Return the names of the resource inputs that `op` may write to, by TensorFlow's own bookkeeping."""
     _, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
     return {tensor.name for tensor in writes}
-
-
-def variables_read_in(graph: Any) -> list[tf.Variable]:
-    """Return the variables that a FuncGraph has read, while it is traced as well as afterwards."""
-    return [*graph.variables, *graph._watched_variables]
 
 
 def is_stateful(op: tf.Operation) -> bool:
@@ -265,18 +258,6 @@ def unwatch(variable: tf.Variable) -> None:
     """Undo `watch_reads` and `watch_writes`."""
     for name in ("_read_variable_op", *VARIABLE_WRITERS):
         vars(variable).pop(name, None)
-
-
-def stateful_draws() -> dict[str, ModuleType]:
-    """Return, by name, the functions that draw from a state of TensorFlow's own: `tf.random.normal`, ..."""
-    found = {}
-    for module in (gen_random_ops, gen_stateful_random_ops):
-        for name in vars(module):
-            drawn = name.startswith(("random_", "stateful_", "truncated_", "parameterized_", "multinomial"))
-            if drawn and callable(getattr(module, name)) and "eager_fallback" not in name:
-                found[name] = module
-    del found["random_gamma_grad"]
-    return found
 
 
 def compiled_by_xla(function: Any) -> bool:

@@ -1,31 +1,17 @@
 """Every use of an interface that Keras does not promise to keep; see `private.py`."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state as keras_state
 from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import random as keras_random
-from keras.src.losses import loss as keras_loss
 from keras.src.models import functional as keras_functional
 from keras.src.ops import numpy as keras_numpy
-from keras.src.random import seed_generator as keras_seeds
-from tensorflow.python.ops import (
-    gen_stateless_random_ops,
-    gen_stateless_random_ops_v2,
-)
 
 from ncclsync import private
-
-
-def loss_functions() -> ModuleType:
-    """Return the module whose functions `apply_mask` and `reduce_values` every `keras.Loss` calls."""
-    return keras_loss
 
 
 def nn_functions() -> ModuleType:
@@ -36,67 +22,6 @@ def nn_functions() -> ModuleType:
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """Return the axes that a built layer takes its moments over."""
     return layer._reduction_axes
-
-
-def stateless_draws() -> dict[str, tuple[ModuleType, tuple[str, ...]]]:
-    """Return, by name, all functions through which TensorFlow and Keras draw from a given seed.
-
-    With the module that they are called through, and the names of those parameters, beside `shape`, that may
-    hold one row per row drawn.
-    """
-    v1, v2 = gen_stateless_random_ops, gen_stateless_random_ops_v2
-    return {
-        "stateless_random_uniform_v2": (v2, ()),
-        "stateless_random_uniform_int_v2": (v2, ()),
-        "stateless_random_uniform_full_int_v2": (v2, ()),
-        "stateless_random_normal_v2": (v2, ()),
-        "stateless_truncated_normal_v2": (v2, ()),
-        "stateless_random_gamma_v3": (v2, ("alpha",)),
-        "stateless_random_binomial": (v1, ("counts", "probs")),
-        "stateless_random_poisson": (v1, ("lam",)),
-        "stateless_multinomial": (v1, ("logits",)),
-    }
-
-
-def shuffles() -> dict[str, ModuleType]:
-    """Return, by name, the functions that permute the first axis (or `axis`) of a tensor by a given seed."""
-    return {"shuffle": keras_random, "stateless_shuffle": gen_stateless_random_ops_v2}
-
-
-def generator_state(generator: Any) -> tf.Variable:
-    """Return the variable of a `keras.random.SeedGenerator` or a `tf.random.Generator`."""
-    return private.backend_variable(generator.state)
-
-
-def global_generator() -> keras.random.SeedGenerator | None:
-    """Return what `keras.random` draws from without a seed, if there is one; Keras keeps it per thread."""
-    return keras_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
-
-
-def set_global_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """Set it for this thread."""
-    keras_state.set_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR, generator)
-
-
-@contextlib.contextmanager
-def states_replaced(layer: keras.layers.RNN, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `replace(state)` in place of each state that a stateful RNN layer assigns to in `call`."""
-    states = layer.states
-    vars(layer)["states"] = keras.tree.map_structure(replace, states)
-    try:
-        yield
-    finally:
-        vars(layer)["states"] = states
-
-
-def wrapped_function(loss: keras.losses.Loss) -> tuple[Callable | None, dict[str, Any]]:
-    """Return the function that a loss calls, as most of Keras' do, and what it passes on; None if none."""
-    return getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
-
-
-def mask_of(tensor: Any) -> Any:
-    """Return the mask that Keras attached to a tensor, or None."""
-    return getattr(tensor, "_keras_mask", None)
 
 
 def variables_of(model: keras.Model) -> list[tf.Variable]:

@@ -31,7 +31,6 @@ class Exchange:
         dtype: its dtype.
         when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
             same. None: always.
-        scale: name of a scalar, each tower's own, that its source is multiplied by on the way. None: nothing.
         line: the user's that asks for it, as `user_line` names it.
     """
 
@@ -41,7 +40,6 @@ class Exchange:
     shape: tf.TensorShape
     dtype: tf.DType
     when: str | None = None
-    scale: str | None = None
     line: str = ""
 
     def size_bytes(self, towers: int, rows: int | None = None) -> int | None:

@@ -237,7 +237,7 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
     for result, exchange in graph.exchanges.items():
         # The layout must have these when it joins the towers.
         sent = _available(graph, levels, result) - 1
-        bounds += [(name, sent) for name in (exchange.when, exchange.scale) if name]
+        bounds += [(exchange.when, sent)] if exchange.when else []
     for name, bound in bounds:
         origin, hops = graph.origin(name)
         if origin in latest:

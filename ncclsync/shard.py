@@ -7,7 +7,6 @@ is tower 0's, whose results are then one device's.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -57,15 +56,13 @@ class Shards:
     shares: list[Share]
 
 
-def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
+def shard_batch(batch: Any, towers: int) -> Shards:
     """Split every tensor of a batch along its first axis.
 
     Args:
         batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension;
             scalars go to every tower as they are, and so does None.
         towers: how many shards.
-        uneven: whether two shards are to differ in their rows even if all could have the same number, of a
-            batch of two samples or more. So one can tell what depends on the rows from what does not.
 
     Raises:
         ValueError: while the graph is built, if static shapes tell that the rows differ in number, or that
@@ -87,16 +84,12 @@ def shard_batch(batch: Any, towers: int, uneven: bool = False) -> Shards:
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
     sizes = share + tf.cast(tf.range(towers) < rest, tf.int32)  # [towers]
-    if uneven and towers > 1:
-        last = tf.maximum(tf.minimum(rows, towers) - 1, 0)  # with samples
-        moves = tf.cast((rest == 0) | (share == 0), tf.int32)
-        sizes += moves * (tf.one_hot(0, towers, dtype=tf.int32) - tf.one_hot(last, towers, dtype=tf.int32))
     # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
     # sum.
     counts = tf.maximum(sizes, tf.minimum(rows, 1))
     whole = next(iter(static), None)
     splits: Any = counts
-    if whole and whole % towers == 0 and not uneven:
+    if whole and whole % towers == 0:
         splits = [whole // towers] * towers
     missing = tf.reduce_sum(counts) - rows
     pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
@@ -138,36 +131,16 @@ def rows_of(batch: Any) -> int | None:
     return None if not leaves else int(leaves[0].shape[0])
 
 
-def shard_specs(batch: Any, towers: int) -> Any:
-    """Return the `tf.TypeSpec`s of one tower's shard of `batch` (tensors or specs); None stays None.
-
-    The number of rows is left open unless it is known and splits evenly.
-    """
-
-    def share(rows):
-        return rows // towers if rows and rows % towers == 0 else None
-
-    return _map_rows(batch, share)
-
-
 def open_specs(batch: Any) -> Any:
-    """Return the `tf.TypeSpec`s of a batch of tensors, with the number of rows left open."""
-    return _map_rows(batch, lambda _: None)
+    """Return the `tf.TypeSpec`s of a batch, of tensors or specs, with the number of rows left open."""
 
-
-def components_of(batch: Any) -> list[Any]:
-    """Return the tensors that a batch consists of, or their specs; without its Nones."""
-    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-
-
-def _map_rows(batch: Any, new_rows: Callable[[int | None], int | None]) -> Any:
     def spec_of(leaf):
         if leaf is None:
             return None
         spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
         if not _has_rows(spec):
             return spec
-        shape = [new_rows(spec.shape[0]), *spec.shape[1:]]
+        shape = [None, *spec.shape[1:]]
         if isinstance(spec, tf.RaggedTensorSpec):
             return tf.RaggedTensorSpec(
                 shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
@@ -177,6 +150,11 @@ def _map_rows(batch: Any, new_rows: Callable[[int | None], int | None]) -> Any:
         return tf.TensorSpec(shape, spec.dtype)
 
     return tf.nest.map_structure(spec_of, batch)
+
+
+def components_of(batch: Any) -> list[Any]:
+    """Return the tensors that a batch consists of, or their specs; without its Nones."""
+    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
 
 
 def _has_rows(leaf: Any) -> bool:

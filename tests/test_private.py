@@ -304,85 +304,6 @@ def drawn_through(functions, draw):
     return called
 
 
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda: keras.random.uniform((2,), seed=1), "stateless_random_uniform_v2"),
-        (lambda: keras.random.dropout(tf.ones([2]), 0.5, seed=1), "stateless_random_uniform_v2"),
-        (lambda: keras.random.randint((2,), 0, 5, seed=1), "stateless_random_uniform_int_v2"),
-        (lambda: keras.random.normal((2,), seed=1), "stateless_random_normal_v2"),
-        (lambda: keras.random.truncated_normal((2,), seed=1), "stateless_truncated_normal_v2"),
-        (lambda: keras.random.gamma((2,), 0.5, seed=1), "stateless_random_gamma_v3"),
-        (lambda: keras.random.binomial((2,), 4.0, 0.5, seed=1), "stateless_random_binomial"),
-        (lambda: keras.random.categorical(tf.ones([2, 3]), 1, seed=1), "stateless_multinomial"),
-        (lambda: tf.random.stateless_poisson([2], [1, 2], 3.0), "stateless_random_poisson"),
-        (
-            lambda: tf.random.stateless_uniform([2], [1, 2], None, None, tf.int32),
-            "stateless_random_uniform_full_int_v2",
-        ),
-        (lambda: tf.random.Generator.from_seed(1).normal([2]), "stateless_random_normal_v2"),
-    ],
-)
-def test_stateless_draws(draw, name):
-    """Every distribution of Keras and TensorFlow is drawn through one of these, by the module's attribute."""
-    functions = {drawn: module for drawn, (module, _) in private_keras.stateless_draws().items()}
-    assert drawn_through(functions, draw)[-1] == name
-    for module, parameters in private_keras.stateless_draws().values():
-        assert module.__name__.startswith("tensorflow.") and isinstance(parameters, tuple)
-
-
-def test_shuffles():
-    """Of both libraries; Keras' is an argsort of a draw."""
-    assert drawn_through(private_keras.shuffles(), lambda: keras.random.shuffle(tf.range(3), seed=1)) == [
-        "shuffle"
-    ]
-    stateless = lambda: tf.random.experimental.stateless_shuffle(tf.range(3), seed=[1, 2])  # noqa: E731
-    assert drawn_through(private_keras.shuffles(), stateless) == ["stateless_shuffle"]
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: tf.random.normal([2]),
-        lambda: tf.random.uniform([2]),
-        lambda: tf.random.uniform([2], maxval=3, dtype=tf.int32),
-        lambda: tf.random.truncated_normal([2]),
-        lambda: tf.random.gamma([2], 0.5),
-        lambda: tf.random.poisson([2], 0.5),
-        lambda: tf.random.categorical(tf.ones([2, 3]), 1),
-        lambda: tf.random.shuffle(tf.range(3)),
-        lambda: tf.image.random_brightness(tf.ones([2, 2, 3]), 0.5),
-        lambda: tf.random.Generator.from_seed(1).binomial([2], 3.0, 0.5),
-    ],
-)
-def test_stateful_draws(draw):
-    """What draws from TensorFlow's hidden state; no draw from a seed is among them."""
-    assert drawn_through(private.stateful_draws(), draw)
-    assert not set(private.stateful_draws()) & set(private_keras.stateless_draws())
-
-
-def test_generator_state():
-    """A variable that `is_seed` knows, of both libraries; the latter's holds a key behind its counter."""
-    for generator, length in ((keras.random.SeedGenerator(1), 2), (tf.random.Generator.from_seed(5), 3)):
-        state = private_keras.generator_state(generator)
-        assert isinstance(state, tf.Variable) and private.is_seed(state) and state.shape == [length]
-
-
-def test_global_generator():
-    """Keras keeps it per thread; `set_random_seed` takes it away, and a draw makes it."""
-    keras.utils.set_random_seed(1)
-    assert private_keras.global_generator() is None
-    keras.random.uniform(())
-    generator = private_keras.global_generator()
-    assert isinstance(generator, keras.random.SeedGenerator)
-    private_keras.set_global_generator(None)
-    assert private_keras.global_generator() is None
-    private_keras.set_global_generator(generator)
-    before = private_keras.generator_state(generator).numpy()
-    keras.random.uniform(())
-    assert (private_keras.generator_state(generator).numpy() != before).any()
-
-
 def test_function_class():
     """Its `__call__` is what runs a `tf.function`, also one that is a method."""
 
@@ -409,20 +330,6 @@ def test_metrics_of():
     for found in (before, after):
         assert {id(metric), id(weighted)} <= {id(one) for one in found}
         assert any(one.name == "loss" for one in found)
-
-
-def test_variables_read_in():
-    """A variable is known as soon as it was read, before the trace is complete."""
-    variable, seen = tf.Variable(1.0, trainable=False), []
-
-    def step():
-        value = variable + 1.0
-        seen.extend(private.variables_read_in(tf.compat.v1.get_default_graph()))
-        return value
-
-    function = tf.function(step, autograph=False).get_concrete_function()
-    assert seen == [variable] or seen[0] is variable
-    assert variable in [one for one in private.variables_read_in(function.graph) if one is variable]
 
 
 def accumulating():
@@ -508,44 +415,6 @@ def test_watch_reads(read, tmp_path, monkeypatch):
     assert not seen
 
 
-def test_functions_of_losses_and_moments():
-    """Keras' losses and moments go through these functions of these modules."""
-    calls = []
-
-    def counting(function):
-        def counted(*args, **kwargs):
-            calls.append(function.__name__)
-            return function(*args, **kwargs)
-
-        return counted
-
-    x = tf.ones([3, 2])
-    masked = keras.layers.Masking()(tf.ones([2, 3, 4]))
-    with (
-        private.methods_wrapped([private_keras.loss_functions()], "apply_mask", counting),
-        private.methods_wrapped([private_keras.loss_functions()], "reduce_values", counting),
-        private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", counting),
-    ):
-        keras.losses.MeanSquaredError()(x, x)
-        assert calls == ["apply_mask", "reduce_values"]
-        keras.ops.moments(x, axes=[0], synchronized=True)
-        assert calls[2:] == ["_compute_moments_sync"]
-    assert private_keras.mask_of(masked) is not None and private_keras.mask_of(x) is None
-
-
-def test_wrapped_function():
-    """What Keras' loss classes and `compile` make of a function; a loss of one's own has none."""
-    assert private_keras.wrapped_function(keras.losses.Dice(axis=1)) == (keras.losses.dice, {"axis": 1})
-    assert private_keras.wrapped_function(keras.losses.Circle())[0] is keras.losses.circle
-    assert private_keras.wrapped_function(keras.losses.Tversky())[0] is keras.losses.tversky
-
-    class Mine(keras.losses.Loss):
-        def call(self, y_true, y_pred):
-            return y_pred
-
-    assert private_keras.wrapped_function(Mine()) == (None, {})
-
-
 def test_reduction_axes():
     """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
     layer = keras.layers.BatchNormalization(axis=1)
@@ -553,22 +422,6 @@ def test_reduction_axes():
     assert private_keras.reduction_axes(layer) == [0, 2]
     mean, variance = layer._moments(tf.ones([2, 3, 4]), None)
     assert mean.shape == variance.shape == (3,)
-
-
-def test_states_replaced():
-    """A stateful layer assigns to what stands in place of its states, and has them back afterwards."""
-    layer = keras.layers.LSTM(2, stateful=True)
-    layer.build((4, 3, 5))
-    states, assigned = layer.states, []
-
-    class Taker:
-        def __init__(self, state):
-            self.assign = assigned.append
-
-    with private_keras.states_replaced(layer, Taker):
-        layer(tf.ones([4, 3, 5]), initial_state=[tf.zeros([4, 2]), tf.zeros([4, 2])])
-    assert layer.states is states and [value.shape for value in assigned] == [(4, 2), (4, 2)]
-    assert not np.any(states[0].numpy())
 
 
 def test_shared_function():
@@ -966,3 +819,19 @@ def test_compiled_by_xla():
     assert private.compiled_by_xla(tf.function(tf.square, jit_compile=True))
     assert not private.compiled_by_xla(tf.function(tf.square, jit_compile=False))
     assert not private.compiled_by_xla(tf.function(tf.square))
+
+
+def test_function_of_moments():
+    """Keras' synchronised moments go through this function of this module."""
+    calls = []
+
+    def counting(function):
+        def counted(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return counted
+
+    with private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", counting):
+        keras.ops.moments(tf.ones([3, 2]), axes=[0], synchronized=True)
+    assert calls == ["_compute_moments_sync"]

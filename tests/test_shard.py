@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.shard import Shards, open_specs, shard_batch, shard_sizes, shard_specs
+from ncclsync.shard import Shards, open_specs, shard_batch, shard_sizes
 
 
 @pytest.mark.parametrize("towers", range(1, 9))
@@ -116,10 +116,9 @@ def test_rows_that_differ():
             split((x, short))
 
 
-@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("towers", [1, 3])
-def test_no_rows(towers, known, uneven):
+def test_no_rows(towers, known):
     """Of a batch without rows every tower gets none, and tower 0's results are the batch's."""
     batch = {"dense": tf.zeros([0, 2]), "text": tf.constant([], tf.string), "scalar": tf.constant(7.0)}
     batch["ragged"] = tf.RaggedTensor.from_row_lengths(tf.zeros([0]), tf.zeros([0], tf.int64))
@@ -128,7 +127,7 @@ def test_no_rows(towers, known, uneven):
 
     @tf.function(input_signature=[specs])
     def split(given):
-        shards = shard_batch(given, towers, uneven)
+        shards = shard_batch(given, towers)
         return shards.batches, shards.sizes, shards.shares
 
     shards = Shards(*split(batch))
@@ -160,15 +159,13 @@ def test_unknown_rank():
 
 
 def test_specs():
-    """A shard's specs tell its rows only where they are known and divide; scalars and None stay."""
+    """A batch's specs with the number of rows left open; scalars and None stay."""
     batch = {"x": tf.TensorSpec([8, 2]), "y": tf.TensorSpec([], tf.int32), "z": None}
-    assert shard_specs(batch, 4) == {"x": tf.TensorSpec([2, 2]), "y": tf.TensorSpec([], tf.int32), "z": None}
-    assert shard_specs(batch, 3)["x"] == tf.TensorSpec([None, 2])
-    assert open_specs(batch)["x"] == tf.TensorSpec([None, 2]) and open_specs(batch)["y"].shape == []
-    ragged = shard_specs(tf.RaggedTensorSpec([8, None], tf.float32), 4)
-    assert isinstance(ragged, tf.RaggedTensorSpec) and ragged.shape.as_list() == [2, None]
-    sparse = shard_specs(tf.SparseTensorSpec([8, 3], tf.float32), 4)
-    assert isinstance(sparse, tf.SparseTensorSpec) and sparse.shape.as_list() == [2, 3]
+    assert open_specs(batch) == {"x": tf.TensorSpec([None, 2]), "y": tf.TensorSpec([], tf.int32), "z": None}
+    ragged = open_specs(tf.RaggedTensorSpec([8, None], tf.float32))
+    assert isinstance(ragged, tf.RaggedTensorSpec) and ragged.shape.as_list() == [None, None]
+    sparse = open_specs(tf.SparseTensorSpec([8, 3], tf.float32))
+    assert isinstance(sparse, tf.SparseTensorSpec) and sparse.shape.as_list() == [None, 3]
 
 
 def test_every_number_of_rows_on_every_number_of_towers():

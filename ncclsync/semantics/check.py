@@ -387,7 +387,7 @@ class _Run:
         for op in graph.ops:
             self._left.update(graph.inputs[op.name])
         for exchange in graph.exchanges.values():
-            self._left.update(name for name in (exchange.source, exchange.when, exchange.scale) if name)
+            self._left.update(name for name in (exchange.source, exchange.when) if name)
         self._left.update(self._left.keys() & (needed or set()))
 
     def run(self, op: tf.Operation) -> None:
@@ -493,16 +493,11 @@ class _Run:
         values = self.value(exchange.source)
         if exchange.when is not None and not bool(self.value(exchange.when)[0]):
             return values
-        if exchange.scale is not None:
-            values = [
-                one * tf.cast(scale, one.dtype)
-                for one, scale in zip(values, self.value(exchange.scale), strict=True)
-            ]
         collective = exchange.collective
         if collective.divides or any(one is None for one in values):
             return [None] * self._count  # each tower's part of what is divided among them is not followed
         made = joined(values, collective, self._shares)
-        for source in (exchange.source, exchange.when, exchange.scale):
+        for source in (exchange.source, exchange.when):
             if source:
                 self._used(source)
         return [made] * self._count
@@ -640,7 +635,7 @@ class _Both:
             return True
         exchange = self._graph.exchanges.get(name)
         return exchange is not None and all(
-            self._is_known(source) for source in (exchange.source, exchange.when, exchange.scale) if source
+            self._is_known(source) for source in (exchange.source, exchange.when) if source
         )
 
     def _meet_slices(self, mark: Mark, outputs: list[str], own: list[str]) -> None:

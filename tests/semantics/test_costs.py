@@ -10,6 +10,7 @@ import tensorflow as tf
 from parity import ALL_ROWS, data, on_towers
 
 import ncclsync
+from ncclsync.bench.models import MODELS
 
 HERE = pathlib.Path(__file__).name
 X, _ = data(rows=30)
@@ -85,6 +86,13 @@ def test_much_that_is_computed_alike(caplog):
 
     (message,) = warnings_of(step, X[:4], caplog)[0]
     assert "computed alike on all towers" in message and f"{HERE}:" in message
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
+def test_models_of_bench_gather_nothing(name):
+    """But for the slices of embeddings, which are gradients."""
+    explained = on_towers(MODELS[name].build, 4).towers.explain(MODELS[name].batch_size)
+    assert explained.wholes == ()
 
 
 APPLICATIONS = ("MobileNet", "EfficientNetB0") + ALL_ROWS * (

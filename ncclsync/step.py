@@ -453,7 +453,8 @@ def without_optionals(batch: Any) -> Any:
     Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
     `tf.data.Dataset`, whose spec of it is another.
     """
-    missing = (tf.experimental.Optional, tf.OptionalSpec, tf.NoneTensorSpec)
+    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec, as TensorFlow 2.21 calls it
+    missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
 

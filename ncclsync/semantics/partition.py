@@ -134,6 +134,7 @@ class _Placer:
         if op.type in rules.DRAWS:
             return self._draw(call)
         if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
+            call.require(1, REPLICATE)
             shape = call.constant(0)
             return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
@@ -153,10 +154,11 @@ class _Placer:
             call.begin_anew()
             return self.whole(call)
         alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
-        if alike and not call.own and not any(placed.blocks for placed in alike):
-            # Of rows that are all alike comes one result, for as many rows.
+        divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
+        # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
+        if alike and len(alike) == len(divided) and not call.own and not any(one.blocks for one in alike):
             each = alike[0].each
-            made = [shard(p.axis, 0, each) if p == shard(p.axis, 1, each) else p for p in made]
+            made = [shard(p.axis, 0, each) if each and p == shard(p.axis, 1, each) else p for p in made]
         if call.own:
             own = _own_of(call.given[1])
             made = [own if placed.whole else placed for placed in made]

@@ -255,7 +255,8 @@ def _passing(call: Call) -> Sequence[Placement] | None:
 @_linear("Cast")
 def _cast_partial(call: Call) -> Sequence[Placement] | None:
     before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
-    widens = after.is_floating and (before.is_integer or before.size <= after.size)
+    # Not integers: their sums wrap, each tower's by itself.
+    widens = before.is_floating and after.is_floating and before.size <= after.size
     return [call.inputs[0]] if widens and call.inputs[0].op in ("sum", "mean") else None
 
 
@@ -517,6 +518,8 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
         return None
     for i, names in enumerate(letters):
         if name in names and call.inputs[i].kind is Kind.REPLICATE:
+            if _shape(call.op.inputs[i])[names.index(name)] == 1:
+                continue  # is broadcast, whatever the others have there
             call.require(i, shard(names.index(name), placed.blocks, placed.each))
     return [shard(result.index(name), placed.blocks, placed.each) if name in result else SUM]
 
@@ -786,6 +789,8 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
         return _slice_counts(call)
     if placed.kind is not Kind.SHARD:
         return None
+    for i in (1, 2, 3):  # bounds along another axis may be the batch's number of rows
+        call.require(i, REPLICATE)
     spec = _slice_spec(call, 1)
     if spec is None:
         return None
@@ -1413,7 +1418,7 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
     of = placed.of or REPLICATE
     if of.kind is Kind.SHARD:
         return [shard(of.axis + 1, of.blocks, of.each)]
-    return [of] if of.kind is Kind.PARTIAL else [REPLICATE]
+    return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
 
 
 @_rule("TensorListReserve", "EmptyTensorList", counting=True)
@@ -1431,7 +1436,10 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     ):
         return None
     of = placed.of or REPLICATE
-    return [of] if call.op.type == "TensorListGetItem" else [placed, of]
+    if call.op.type == "TensorListPopBack":
+        return [placed, of]
+    call.require(1, REPLICATE)
+    return [of]
 
 
 @_rule("TensorListSetItem", "TensorListPushBack", counting=True)
@@ -1448,6 +1456,8 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     if placed.of.kind is Kind.SHARD and call.inputs[at].kind is Kind.SHARD:
         same = placed.of.axis == call.inputs[at].axis and same_rows(placed.of, call.inputs[at])
         return [placed] if same else None
+    if not {item.kind, placed.of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
+        return None
     call.require(at, placed.of)
     return [placed]
 

@@ -1,0 +1,108 @@
+"""Small steps whose placements are easily taken for others, on towers and on one device."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close
+
+import ncclsync
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(7, 4))
+SERIES = RNG.normal(size=(7, 3, 2))
+
+
+def rows(x):
+    return tf.shape(x)[0]
+
+
+def padded(series):
+    return tf.pad(series, [[0, 0], [0, 20], [0, 0]], constant_values=1.0)
+
+
+def numbered(x):
+    """Two blocks of rows, whole: 0, 1, …, 0, 1, …"""
+    return tf.cast(tf.range(2 * rows(x)) % rows(x), x.dtype)
+
+
+def listed(dtype, size, *items, shape=()):
+    array = tf.TensorArray(dtype, size=size, element_shape=shape)
+    for i, item in enumerate(items):
+        array = array.write(i, item)
+    return array
+
+
+STEPS = {
+    # Bounds of a slice that count rows.
+    "slice_to_rows": lambda x, t: tf.reduce_sum(padded(t)[:, : rows(t)] + 1.0),
+    "slice_from_rows": lambda x, t: tf.reduce_sum(padded(t)[:, rows(t) :] ** 2),
+    "slice_at_rows": lambda x, t: padded(t)[:, rows(t)],
+    "slice_of_each_row": lambda x, t: padded(t)[:, : rows(t)],
+    "slice_in_a_branch": lambda x, t: tf.cond(
+        rows(t) > 1, lambda: tf.reduce_sum(padded(t)[:, : rows(t)]), lambda: tf.constant(0.0, t.dtype)
+    ),
+    # Rows that are all alike, until others join them.
+    "alike_times_whole": lambda x, t: tf.reduce_mean(
+        tf.reduce_sum(tf.concat([x, x**2], 0), 1) * (tf.ones([2 * rows(x)], x.dtype) * numbered(x))
+    ),
+    "alike_plus_whole": lambda x, t: (
+        (tf.zeros([2 * rows(x)], x.dtype) + numbered(x))[:, None] * tf.concat([x, -x], 0)
+    ),
+    "alike_where_whole": lambda x, t: (
+        tf.where(tf.ones([2 * rows(x)], tf.bool), numbered(x), 0.0) * tf.reduce_max(tf.concat([x, -x], 0), 1)
+    ),
+    "alike_beside_whole": lambda x, t: tf.concat(
+        [tf.ones([2 * rows(x), 1], x.dtype), numbered(x)[:, None], tf.concat([x, -x], 0)], 1
+    ),
+    "alike_places": lambda x, t: (
+        tf.gather(tf.range(100.0), tf.zeros([2 * rows(x)], tf.int32) + tf.range(2 * rows(x)))
+        * tf.cast(tf.concat([x, -x], 0)[:, 0], tf.float32)
+    ),
+    "alike_unknown_width": lambda x, t: tf.reshape(
+        tf.broadcast_to(tf.range(3.0)[None], [rows(x) * rows(x) // rows(x), 3]), [-1]
+    ),
+    # Lists of counts, by counts, and of a counted size.
+    "list_of_counts": lambda x, t: listed(tf.int32, 2, rows(x), rows(x)).stack(),
+    "list_of_other_counts": lambda x, t: listed(tf.int32, 2, rows(x), rows(x) * 2).stack(),
+    "list_at_a_count": lambda x, t: (
+        tf.TensorArray(tf.float64, size=9).unstack(tf.range(9.0, dtype=tf.float64)).read(rows(x))
+    ),
+    "list_of_counted_size": lambda x, t: tf.reduce_sum(
+        tf.ones_like(listed(tf.float64, rows(x) + 1, 1.0, 2.0).stack())
+    ),
+    "list_of_means": lambda x, t: listed(tf.float64, 2, tf.reduce_mean(x), tf.reduce_max(x)).stack(),
+    # A sum of integers that wraps.
+    "wrapping_sum": lambda x, t: tf.cast(tf.reduce_sum(tf.cast(tf.abs(x) * 60.0, tf.uint8)), tf.float32),
+    # Every row with every other, by broadcasting.
+    "outer_matmul": lambda x, t: tf.matmul(t[None, :], tf.transpose(t, [0, 2, 1])[:, None]),
+    "outer_matmul_transposed": lambda x, t: tf.matmul(t[:, None], t[None], transpose_b=True),
+    "outer_einsum": lambda x, t: tf.einsum("...ij,...kj->...ik", t[None, :], t[:, None]),
+    "batch_of_one_axis": lambda x, t: tf.matmul(x, tf.ones([1, 4, 2], x.dtype)),
+}
+
+
+@pytest.mark.parametrize("towers, size", [(3, 7), (4, 2)])
+def test_steps(towers, size):
+    """Values of all of them, and the gradients of those that have one with respect to x and the series."""
+
+    def step(batch):
+        results = {}
+        for name, function in STEPS.items():
+            with tf.GradientTape() as tape:
+                tape.watch(batch)
+                value = function(*batch)
+                total = tf.reduce_sum(tf.sin(value)) if value.dtype.is_floating else None
+            results[name] = {"value": value}
+            if total is not None:
+                gradients = tape.gradient(total, batch, unconnected_gradients="zero")
+                results[name]["gradients"] = [tf.reduce_sum(one, 0) for one in gradients]
+        return results
+
+    batch = tf.constant(X[:size]), tf.constant(SERIES[:size])
+    alone = tf.function(step, autograph=False)(batch)
+    with ncclsync.Towers(towers) as on_towers:
+        found = on_towers.run(step, batch)
+    for name in STEPS:
+        assert_close(
+            found[name], alone[name], 1e-6 if "float32" in str(alone[name]["value"].dtype) else 1e-10, name
+        )

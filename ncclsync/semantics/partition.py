@@ -568,7 +568,9 @@ class Partition(_Placer):
             self._assert(call)
             return []
         hidden = private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS)
-        if hidden or op.type in ("Print", "PrintV2"):
+        # What a branch on the tower's own number does is that tower's alone.
+        chosen = op.type in _BRANCHES and call.inputs[0].kind is Kind.LOCAL
+        if (hidden or op.type in ("Print", "PrintV2")) and not chosen:
             return self._hidden(call)
         draws = op.type in rules.DRAWS and not op.type.startswith("State")
         if (
@@ -1044,6 +1046,12 @@ class Partition(_Placer):
         collective = mark.collective
         if collective.kind == "all_gather" and placed.kind is Kind.SHARD:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        if (
+            placed.kind is Kind.PARTIAL
+            and collective.kind == "all_reduce"
+            and collective.op in ("mean", placed.op)
+        ):
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
         own = self._own_value(name)
         settled = collective.kind == "broadcast" or (
             collective.kind == "all_reduce" and collective.op in ("mean", "max", "min")

@@ -292,13 +292,20 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
         return [MEAN]
     if not ops <= {"sum", "mean"}:
         return None
+    state = any(_is_read(call.op.inputs[i]) for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL)
     for i in range(len(call.inputs)):
-        if (
-            shape and call.op.outputs[0].dtype.is_floating
-        ):  # so that each tower's part of a gradient has its part of a regularisation
+        # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
+        if shape and not state and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
+
+
+def _is_read(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is what a variable holds, cast or not."""
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "ReadVariableOp"
 
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")

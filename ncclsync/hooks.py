@@ -149,7 +149,7 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         def inlined(self, *args, **kwargs):
             context = ops.current_context()
             # What its author has XLA compile may be what TensorFlow's own kernels cannot: a grouped Conv3D.
-            if context is None or not context.can_exchange() or private.compiled_by_xla(self):
+            if context is None or not context.can_exchange() or private.is_jit_compiled(self):
                 return call(self, *args, **kwargs)
             return private.autograph_converted(self.python_function)(*args, **kwargs)
 

@@ -124,7 +124,7 @@ def nccl_parallel(
         check_first_step: whether the first training step is run once more, op by op on a few rows of its
             batch, as one device does and as towers do, and gradients, weights and results are compared. A
             difference beyond rounding is a warning that names variables and the line. Nothing else changes.
-            What runs Python, or draws from a state that TensorFlow hides, is not checked (logged at INFO).
+            What runs Python, or draws from a state that TensorFlow hides, is not checked: a warning says so.
             `verify` always checks.
         recipe: a `LargeBatch`, which every `fit` of the model then follows, and `train_on_batch` too.
 

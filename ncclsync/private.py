@@ -260,11 +260,6 @@ def unwatch(variable: tf.Variable) -> None:
         vars(variable).pop(name, None)
 
 
-def compiled_by_xla(function: Any) -> bool:
-    """Whether a `tf.function` was made with `jit_compile=True`."""
-    return bool(function._jit_compile)
-
-
 def function_class() -> type:
     """Return the class of what `tf.function` returns."""
     return type(tf.function(lambda: None))

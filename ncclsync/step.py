@@ -272,9 +272,9 @@ class TowerStep(abc.ABC):
         try:
             found = check.run(plan.kept.batch(), self.towers.names_of, len(self.towers))
         except Unchecked as reason:
-            logger.info("The first step on towers was not checked: %s", reason)
+            self.towers.warn_once(f"The first step on towers was not checked: {reason}")
         except Exception as error:  # whatever it is: training goes on
-            logger.info("The first step on towers was not checked: %s", error, exc_info=True)
+            logger.warning("The first step on towers was not checked: %s", error, exc_info=True)
         else:
             if found is not None:
                 self.towers.found_by_check.append(found)

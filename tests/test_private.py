@@ -437,6 +437,7 @@ def test_shared_function():
 def test_is_jit_compiled():
     """What `tf.function` was asked for."""
     assert private.is_jit_compiled(tf.function(lambda x: x, jit_compile=True))
+    assert not private.is_jit_compiled(tf.function(lambda x: x, jit_compile=False))
     assert not private.is_jit_compiled(tf.function(lambda x: x))
     assert not private.is_jit_compiled(lambda x: x)
 
@@ -812,13 +813,6 @@ def test_describe_handle():
 
     tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.resource))
     assert shapes[0].rank is None and shapes[1] == [3, 2]
-
-
-def test_compiled_by_xla():
-    """As the author of a tf.function asked."""
-    assert private.compiled_by_xla(tf.function(tf.square, jit_compile=True))
-    assert not private.compiled_by_xla(tf.function(tf.square, jit_compile=False))
-    assert not private.compiled_by_xla(tf.function(tf.square))
 
 
 def test_function_of_moments():

@@ -35,6 +35,7 @@ LAYERS = (
         "private",
         "private_strategy",
         "semantics",
+        "semantics.constants",
         "shard",
     ),
     (
@@ -52,7 +53,7 @@ LAYERS = (
     ("backup", "elementwise", "partitions", "replicas", "residual", "semantics.rules"),
     ("optimizer_sharding", "program", "watch"),
     ("hooks", "noise", "nonfinite", "semantics.draws", "semantics.normalization"),
-    ("exactness", "step_graph", "towers"),
+    ("exactness", "semantics.placing", "step_graph", "towers"),
     ("fusion", "row_reads", "same_shapes", "semantics.partition", "updates"),
     ("chains",),
     ("schedule", "segment"),

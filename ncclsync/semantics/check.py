@@ -24,8 +24,9 @@ from ncclsync import private
 from ncclsync.ops import Collective, Share
 from ncclsync.program import Mark, Results, Trace, user_line
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.partition import REPEATABLE, Partition, Unshared, partition
+from ncclsync.semantics.partition import Partition, Unshared, partition
 from ncclsync.semantics.placements import Kind, Placement
+from ncclsync.semantics.placing import REPEATABLE
 from ncclsync.shard import shard_sizes
 from ncclsync.step_graph import StepGraph
 from ncclsync.variables import Role
@@ -133,10 +134,10 @@ class StepCheck:
                     private.set_shared(variable, False)
 
     def _run(self, batch: Any, names_of: Callable, towers: int) -> Found | None:
-        alone, graph, placing = self._place()
+        alone, placing = self._place()
         count = (
             towers
-            if any(e.collective.root >= _TOWERS for e in graph.exchanges.values())
+            if any(e.collective.root >= _TOWERS for e in placing.graph.exchanges.values())
             else min(towers, _TOWERS)
         )
         given = tf.nest.flatten(batch, expand_composites=True)
@@ -150,16 +151,14 @@ class StepCheck:
         with _precise(), tf.device(f"/{self._home_device}"):
             for number, rows in enumerate(sizes):
                 try:
-                    return self._compare(
-                        alone, graph, placing, first_rows(batch, rows), rows, count, names_of
-                    )
+                    return self._compare(alone, placing, first_rows(batch, rows), rows, count, names_of)
                 except (tf.errors.InvalidArgumentError, ValueError) as error:
                     # A step may declare its batch size.
                     if number + 1 == len(sizes) or not rows < all_rows <= _MOST_ROWS:
                         raise Unchecked(f"it could not be run op by op on {rows} rows: {error}") from error
         raise AssertionError
 
-    def _place(self) -> tuple[StepGraph, StepGraph, Partition]:
+    def _place(self) -> tuple[StepGraph, Partition]:
         """Partition the step so that it gives one device's numbers, whatever was chosen for speed.
 
         Returns:
@@ -172,7 +171,7 @@ class StepCheck:
             alone.inputs, alone.exchanges = graph.traced_inputs, {}
             _refuse_hidden(alone)
             try:
-                return alone, graph, partition(graph, self._trace.share, self._results, exact=True)
+                return alone, partition(graph, self._trace.share, self._results, exact=True)
             except Unshared as found:
                 for handle in found.handles:
                     private.set_shared(graph.variable_of[handle])
@@ -180,7 +179,6 @@ class StepCheck:
     def _compare(
         self,
         alone: StepGraph,
-        graph: StepGraph,
         placing: Partition,
         batch: Any,
         rows: int,
@@ -189,14 +187,14 @@ class StepCheck:
     ) -> Found | None:
         dtypes = [tf.float32, tf.float64] if _is_costly(alone, rows) else [tf.float64]
         for dtype in dtypes:
-            both = _Both(alone, graph, placing, batch, rows, count, dtype, self._state)
+            both = _Both(alone, placing, batch, rows, count, dtype, self._state)
             differences = both.differences(
                 names_of, self._outputs if self._results is not Results.EACH else 0
             )
             if not differences:
                 return None
         line = _Both(
-            alone, graph, placing, batch, rows, count, dtypes[-1], self._state, keep=True
+            alone, placing, batch, rows, count, dtypes[-1], self._state, keep=True
         ).first_difference()
         return Found(tuple(differences), line, rows, count)
 
@@ -526,7 +524,6 @@ class _Both:
     def __init__(
         self,
         alone: StepGraph,
-        graph: StepGraph,
         placing: Partition,
         batch: Any,
         rows: int,
@@ -535,11 +532,11 @@ class _Both:
         state: Mapping[int, Any],
         keep: bool = False,
     ) -> None:
-        self._alone, self._graph, self._placing = alone, graph, placing
+        self._alone, self._graph, self._placing = alone, placing.graph, placing
         self._machine = machine = _Machine(dtype)
         self._state = state
         self._marks = [
-            mark for mark in graph.marks.values() if mark.name in alone.by_name and _is_compared(mark)
+            mark for mark in placing.graph.marks.values() if mark.name in alone.by_name and _is_compared(mark)
         ]
         marked = {name for mark in self._marks for name in self._outputs_of(mark)}
         results = {tensor.name for tensor in alone.results}
@@ -550,10 +547,10 @@ class _Both:
         batches = [
             _rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)
         ]
-        needed = {self._own_name(name) for name in marked} | {name for name, _ in graph.outputs}
+        needed = {self._own_name(name) for name in marked} | {name for name, _ in placing.graph.outputs}
         self._shares = _shares(sizes)
         self._many = _Run(
-            graph, machine, self._shares, batches, state, None if keep else needed, before=self._one
+            placing.graph, machine, self._shares, batches, state, None if keep else needed, before=self._one
         )
         self._bad: dict[str, float] = {}  # marks by name
         # By the names of towers' tensors: the marks that they stand for.

@@ -1,18 +1,15 @@
 """Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
 
 The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
-it is
-computed: each op's rule (`rules.py`) says how its results are placed. An op without a rule gets the batch's
-values: its inputs are gathered or reduced, and every tower computes alike. What is put in (a tower's own rows
-of a whole tensor, the batch's count of rows, …) are ordinary ops of the same graph; collectives become
-`Exchange`s.
+it is computed: each op's rule (`rules.py`, asked by `placing.py`) says how its results are placed. An op
+without a rule gets the batch's values: its inputs are gathered or reduced, and every tower computes alike.
+What is put in (a tower's own rows of a whole tensor, the batch's count of rows, …) are ordinary ops of the
+same graph; collectives become `Exchange`s.
 """
 
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -22,18 +19,9 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share
 from ncclsync.program import Exchange, Mark, Results, Whole, user_line
 from ncclsync.semantics import rules
-from ncclsync.semantics.functions import Functions, in_order
-from ncclsync.semantics.placements import (
-    LOCAL,
-    MEAN,
-    REPLICATE,
-    SEEDED,
-    SUM,
-    Kind,
-    Placement,
-    items,
-    shard,
-)
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
+from ncclsync.semantics.placing import BRANCHES, REPEATABLE, Call, Placer, Refused, serves
 from ncclsync.step_graph import Fold, StepGraph, op_name
 from ncclsync.variables import Role
 
@@ -41,18 +29,6 @@ logger = logging.getLogger("ncclsync")
 
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
-# Stateful ops whose results are equal on all towers if their inputs are.
-REPEATABLE = rules.names(
-    """
-    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp
-    PartitionedCall Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall
-    VarHandleOp VarIsInitializedOp VariableShape While Empty EnsureShape TensorListPopBack StringFormat
-    RngReadAndSkip
-    """
-)
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_LOOPS = frozenset({"While", "StatelessWhile"})
-_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _ADDING = frozenset(
     {"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"}
 )
@@ -67,402 +43,7 @@ class Unshared(Exception):
         self.handles = handles
 
 
-class _Refused(Exception):
-    """A function cannot be run by each tower for its own rows; says why."""
-
-
-@dataclasses.dataclass
-class _Call:
-    """An op that is being placed; see `rules.Call`."""
-
-    op: tf.Operation
-    tensors: list[tf.Tensor]  # what the op will get
-    inputs: list[Placement]
-    placer: "_Placer"
-
-    def __post_init__(self) -> None:
-        self.given = list(self.tensors), list(self.inputs)
-        self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
-        self.lenient = self.placer.lenient
-
-    def require(self, index: int, placement: Placement) -> None:
-        """See `rules.Call`."""
-        if self.inputs[index] == placement or (index in self.own and placement.kind is not Kind.PARTIAL):
-            return
-        before = self.given[1][index] if index in self.own else self.inputs[index]
-        self.own.discard(index)
-        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
-        self.inputs[index] = placement
-
-    def constant(self, index: int) -> Any:
-        """See `rules.Call`."""
-        return self.placer.constant(self.op.inputs[index])
-
-    def begin_anew(self) -> None:
-        """Take back what was required."""
-        self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
-        self.own.clear()
-
-
-class _Placer:
-    """What placing a step and placing a function have in common."""
-
-    lenient = False
-
-    def __init__(self, functions: Functions) -> None:
-        self.functions = functions
-        self._constants: dict[int, Any] = {}
-
-    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a tensor as it must be placed for `op`."""
-        raise NotImplementedError
-
-    def whole(self, call: _Call) -> list[Placement]:
-        """Give an op the batch's values; return how its results are placed."""
-        raise NotImplementedError
-
-    def constant(self, tensor: tf.Tensor) -> Any:
-        """Return a tensor's value if it is known while the step is placed."""
-        key = id(tensor)
-        if key not in self._constants:
-            self._constants[key] = _folded(tensor, self.constant)
-        return self._constants[key]
-
-    def place(self, call: _Call) -> list[Placement]:
-        """Choose how the results of an op are placed, and bring its inputs to what that takes."""
-        op, kinds = call.op, {placed.kind for placed in call.inputs}
-        if op.type in rules.DRAWS:
-            return self._draw(call)
-        if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
-            call.require(1, REPLICATE)
-            shape = call.constant(0)
-            return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
-        if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
-            return [items(call.inputs[0] if call.inputs else None)]
-        if kinds <= {Kind.REPLICATE}:
-            return [REPLICATE] * len(op.outputs)
-        if self._is_function(op):
-            return self._function(call)
-        if Kind.LOCAL in kinds:
-            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
-                return [_own_of(call.inputs)] * len(op.outputs)
-            call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
-            for i in call.own:
-                call.inputs[i] = REPLICATE
-        made = self._by_rule(call)
-        if made is None:
-            call.begin_anew()
-            return self.whole(call)
-        alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
-        divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
-        # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
-        if alike and len(alike) == len(divided) and not call.own and not any(one.blocks for one in alike):
-            each = alike[0].each
-            made = [shard(p.axis, 0, each) if each and p == shard(p.axis, 1, each) else p for p in made]
-        if call.own:
-            own = _own_of(call.given[1])
-            made = [own if placed.whole else placed for placed in made]
-        return list(made)
-
-    def _is_function(self, op: tf.Operation) -> bool:
-        return op.type in {*_LOOPS, *_BRANCHES, *_CALLS} or self.functions.calls(op.type)
-
-    def _by_rule(self, call: _Call) -> Sequence[Placement] | None:
-        kind = call.op.type
-        if any(placed.kind is Kind.PIECE for placed in call.inputs):
-            return [call.inputs[0]] if kind == "Identity" else None
-        if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
-            made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
-            if made is not None:
-                return made
-            for i, placed in enumerate(call.inputs):
-                if placed.kind is Kind.PARTIAL:
-                    call.require(i, REPLICATE)
-        if any(placed.kind is Kind.ROWS for placed in call.inputs):
-            made = rules.COUNTS[kind](call) if kind in rules.COUNTS else None
-            if made is not None:
-                return made
-            if kind not in rules.COUNTING:
-                for i, placed in enumerate(call.inputs):
-                    if placed.kind is Kind.ROWS:
-                        call.require(i, REPLICATE)
-        if all(placed.whole for placed in call.inputs):
-            return [REPLICATE] * len(call.op.outputs)
-        if kind not in rules.ELEMENTWISE and kind != "Sum":
-            call.inputs[:] = map(rules.counted, call.inputs)
-        rule = rules.RULES.get(kind)
-        return None if rule is None else rule(call)
-
-    def _draw(self, call: _Call) -> list[Placement]:
-        """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
-        seeded = call.op.type.startswith("State")
-        if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
-            return self.whole(call)
-        counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
-        of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
-        found = [i for i, count in enumerate(counts) if count]
-        plain = not any(placed.kind in (Kind.PARTIAL, Kind.AXES) for placed in call.inputs)
-        if len(found) != 1 or not plain or len(of_rows) > 1:
-            return self.alike(call)
-        if of_rows and not self._parameters_fit(call, found[0]):
-            return self.alike(call)
-        self.note_draw(call)
-        return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
-
-    def note_draw(self, call: _Call) -> None:
-        """Note that each tower draws numbers of its own for its rows."""
-
-    @staticmethod
-    def _parameters_fit(call: _Call, axis: int) -> bool:
-        """Whether a draw's parameters have the rows where its shape has them."""
-        index = next(i for i, placed in enumerate(call.inputs) if placed.kind is Kind.SHARD)
-        rank, of = call.op.outputs[0].shape.rank, call.op.inputs[index].shape.rank
-        return rank is not None and of is not None and call.inputs[index].axis + rank - of == axis
-
-    def alike(self, call: _Call) -> list[Placement]:
-        """Let all towers have what tower 0 computes, of the batch's values."""
-        raise NotImplementedError
-
-    def _function(self, call: _Call) -> list[Placement]:
-        """A loop, a branch or a call: for each tower's own rows if all that it does has rules; else whole."""
-        kinds = {placed.kind for placed in call.inputs}
-        if kinds & {Kind.AXES, Kind.PENDING}:
-            return self.whole(call)
-        try:
-            return self._function_by_rows(call)
-        except _Refused as reason:
-            logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
-            call.begin_anew()
-            handles = any(
-                p.kind is Kind.LOCAL and t.dtype == tf.resource
-                for p, t in zip(call.inputs, call.tensors, strict=True)
-            )
-            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
-                return [_own_of(call.inputs)] * len(call.op.outputs)
-            return self.whole(call)
-
-    def _function_by_rows(self, call: _Call) -> list[Placement]:
-        op = call.op
-        if op.type in _LOOPS:
-            placed = self._loop(call)
-            for i, one in enumerate(placed):
-                if one.kind is not Kind.ITEMS:
-                    call.require(i, one)
-                elif call.inputs[i] != one and call.inputs[i].of is not None:
-                    raise _Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
-            return placed
-        if op.type in _BRANCHES:
-            if call.inputs[0].kind is not Kind.LOCAL:
-                call.require(0, REPLICATE)
-            names = [value.func.name for key, value in _functions_of(op) if key != "branches"]
-            names += [f.name for key, value in _functions_of(op) for f in value.list.func]
-            ways = [self._body(name, call.op.inputs[1:], call.inputs[1:]) for name in names]
-            made = ways[0]
-            for other in ways[1:]:
-                made = [_either(one, two) for one, two in zip(made, other, strict=True)]
-            if call.inputs[0].kind is Kind.LOCAL:
-                raise _Refused
-            return made
-        name = op.get_attr("f").name if op.type in _CALLS else op.type
-        return self._body(name, op.inputs, call.inputs)
-
-    def _loop(self, call: _Call) -> list[Placement]:
-        """Place a loop's variables: as what begins them and what the body makes of them agree."""
-        placed = list(call.inputs)
-        body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
-        for _ in range(8):
-            # A state that is whole when the loop begins may have to be divided: the body tells.
-            made = self._body(body, call.op.inputs, placed, lenient=True)
-            joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
-            if joined == placed:
-                if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
-                    raise _Refused("whether the loop goes on depends on rows")
-                self._body(body, call.op.inputs, placed)
-                return placed
-            placed = joined
-        raise _Refused("the loop's variables are placed anew each time")
-
-    def _body(
-        self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement], lenient: bool = False
-    ) -> list[Placement]:
-        graph = self.functions.graph(name, inputs)
-        return _FunctionPlacer(self.functions, lenient).place_function(graph, placed)
-
-
-def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
-    return [
-        (key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func
-    ]
-
-
-def _joined(begin: Placement, made: Placement) -> Placement:
-    """How a loop variable is placed that begins so, and that the body makes so."""
-    if begin == made:
-        return begin
-    kinds = begin.kind, made.kind
-    if kinds == (Kind.ITEMS, Kind.ITEMS):
-        return made if begin.of is None or begin.of.whole else begin
-    if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
-        return made
-    if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
-        return shard(begin.axis, begin.blocks, 0)
-    if begin.kind is Kind.LOCAL and made.whole:
-        return begin
-    raise _Refused(f"a loop's variable begins as {begin} and becomes {made}")
-
-
-def _own_of(inputs: Sequence[Placement]) -> Placement:
-    """How what is computed of each tower's own is placed."""
-    return SEEDED if SEEDED in inputs else LOCAL
-
-
-def _either(one: Placement, two: Placement) -> Placement:
-    """How the result of two branches is placed."""
-    if one == two:
-        return one
-    if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
-        return shard(one.axis, one.blocks, 0)
-    if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
-        return _own_of((one, two))
-    if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
-        return one if two.of is None else two
-    raise _Refused(f"branches give {one} and {two}")
-
-
-class _FunctionPlacer(_Placer):
-    """Places a function's tensors, where nothing can be put in between: refuses what would need it.
-
-    If `lenient`, what is whole may be taken for anything: to see what it would have to be.
-    """
-
-    def __init__(self, functions: Functions, lenient: bool = False) -> None:
-        super().__init__(functions)
-        self.lenient = lenient
-
-    def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
-        """Return how a function's results are placed.
-
-        Raises:
-            _Refused: an op would need something else than it is given.
-        """
-        placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
-        writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
-        for op in in_order(graph):
-            if op.type == "Placeholder":
-                continue
-            given = [placed[t.name] for t in op.inputs]
-            call = _Call(op, list(op.inputs), list(given), self)
-            if op.type == "IdentityN":
-                made = given
-            elif op.type == "ReadVariableOp":
-                made = [given[0]]
-            elif private.written_handles(op) & writes and not self._is_function(op):
-                made = self._write(call)
-            elif op.type == "Assert":
-                made = []
-                if any(
-                    one.kind not in (Kind.REPLICATE, Kind.LOCAL) and one.op not in ("min",)
-                    for one in given[:1]
-                ):
-                    raise _Refused
-            else:
-                if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
-                    raise _Refused
-                made = self.place(call)
-            placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))
-        return [placed[t.name] for t in graph.outputs]
-
-    def _write(self, call: _Call) -> list[Placement]:
-        handle, values = call.inputs[0], call.inputs[1:]
-        if handle.kind is Kind.LOCAL or all(one.whole for one in call.inputs):
-            return [REPLICATE] * len(call.op.outputs)
-        if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
-            return [REPLICATE] * len(call.op.outputs)
-        raise _Refused
-
-    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """See `_Placer`."""
-        if before == after or (before == REPLICATE and after == MEAN) or after.kind is Kind.LOCAL:
-            return tensor
-        if (
-            before.kind is after.kind is Kind.SHARD
-            and before.axis == after.axis
-            and rules.same_rows(before, after)
-        ):
-            return tensor
-        if self.lenient and before.whole:
-            return tensor
-        if before == REPLICATE and after == SUM:
-            value = self.constant(tensor)
-            if value is not None and not np.any(value):
-                return tensor
-        raise _Refused(f"{op.type} {op.name} needs {after} of {before}")
-
-    def whole(self, call: _Call) -> list[Placement]:
-        """See `_Placer`."""
-        if all(placed.whole for placed in call.inputs):
-            return [REPLICATE] * len(call.op.outputs)
-        raise _Refused(f"{call.op.type} {call.op.name} has no rule for {', '.join(map(str, call.inputs))}")
-
-    def alike(self, call: _Call) -> list[Placement]:
-        """See `_Placer`."""
-        raise _Refused
-
-
-def _folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
-    """Fold what shapes and axes are computed by; of small integers alone."""
-    if tensor.dtype in (tf.resource, tf.variant, tf.string):
-        return None
-    value = tf.get_static_value(tensor)
-    if value is not None:
-        return np.asarray(value)
-    op = tensor.op
-    numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
-    numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
-    numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
-    if not tensor.dtype.is_integer or op.type not in {
-        *numbers,
-        "Range",
-        "Cast",
-        "Identity",
-        "Reshape",
-        "Prod",
-        "Pack",
-        "ConcatV2",
-        "GatherV2",
-        "ExpandDims",
-        "InvertPermutation",
-    }:
-        return None
-    given = [constant(one) for one in op.inputs]
-    if any(one is None for one in given):
-        return None
-    if op.type in numbers:
-        return np.asarray(numbers[op.type](*given))
-    if op.type == "Range":
-        return np.arange(*[int(one) for one in given])
-    if op.type in ("Cast", "Identity"):
-        return np.asarray(given[0]).astype(tensor.dtype.as_numpy_dtype)
-    if op.type == "Reshape":
-        return np.reshape(given[0], given[1])
-    if op.type == "Prod":
-        return np.asarray(
-            np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims"))
-        )
-    if op.type == "Pack":
-        return np.stack(given, axis=op.get_attr("axis"))
-    if op.type == "ConcatV2":
-        return np.concatenate(given[:-1], axis=int(given[-1]))
-    if op.type == "GatherV2" and not op.get_attr("batch_dims"):
-        return np.take(given[0], given[1], axis=int(given[2]))
-    if op.type == "InvertPermutation":
-        return np.argsort(given[0])
-    if op.type == "ExpandDims":
-        return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
-    return None
-
-
-class Partition(_Placer):
+class Partition(Placer):
     """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
 
     def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
@@ -482,12 +63,12 @@ class Partition(_Placer):
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
         self.gathered: list[Whole] = []
         self.warned: list[str] = []
-        self.draws: list[str] = []
         self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
         self._own: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
-        self._received: dict[str, str] = {}  # placeholders' tensors: what exchanges give
+        self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
+        self._receivers: dict[str, tf.Tensor] = {}  # and back
         self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
         self._order: list[tf.Operation] = []
         self._appended: set[str] = set()
@@ -529,7 +110,7 @@ class Partition(_Placer):
             tensor, placed = self.placed[name]
             tensors.append(tensor)
             placements.append(placed)
-        call = _Call(op, tensors, placements, self)
+        call = Call(op, tensors, placements, self)
         if op.name in graph.marks:
             self._mark(op, graph.marks[op.name], call)
             return
@@ -558,40 +139,32 @@ class Partition(_Placer):
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
 
-    def _made(self, call: _Call) -> list[Placement]:
+    def _made(self, call: Call) -> list[Placement]:
         op, graph = call.op, self.graph
-        if graph.writes[op.name] and not self._is_function(op):
+        if graph.writes[op.name] and not self.is_function(op):
             return self._write(call)
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
         if op.type == "Assert":
             self._assert(call)
             return []
-        hidden = private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS)
+        hidden = self._hides(op, REPEATABLE | rules.DRAWS)
         # What a branch on the tower's own number does is that tower's alone.
-        chosen = op.type in _BRANCHES and call.inputs[0].kind is Kind.LOCAL
+        chosen = op.type in BRANCHES and call.inputs[0].kind is Kind.LOCAL
         if (hidden or op.type in ("Print", "PrintV2")) and not chosen:
             return self._hidden(call)
-        draws = op.type in rules.DRAWS and not op.type.startswith("State")
-        if (
-            op.type not in rules.DRAWS
-            and self._draws_unseen(op)
-            and all(placed.whole for placed in call.inputs)
-        ):
-            return self.alike(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
                 call.require(i, REPLICATE)
             return [call.inputs[0] if call.inputs[0].kind is Kind.LOCAL else REPLICATE]
-        if not call.inputs and draws:
-            return self.alike(call)
-        if draws and all(placed.kind in (Kind.REPLICATE,) for placed in call.inputs):
+        unseen = op.type not in rules.SEEDED_DRAWS and self._hides(op, REPEATABLE)
+        if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
         return self.place(call)
 
-    def _draws_unseen(self, op: tf.Operation) -> bool:
-        """Whether what an op calls draws from a state that TensorFlow hides."""
-        return private.is_stateful(op) and self.functions.hides_state(op, REPEATABLE)
+    def _hides(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
+        """Whether an op, or what it calls, has a state that no variable holds."""
+        return private.is_stateful(op) and self.functions.hides_state(op, repeatable)
 
     def _argument(self, op: tf.Operation) -> None:
         graph, output = self.graph, op.outputs[0]
@@ -660,12 +233,12 @@ class Partition(_Placer):
             self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
         source = self._name(tensor)
         result = self.graph.exchange(source, collective, when, self._line_of[op.name])
-        for name, known in self._received.items():
-            if known == result:
-                return self.graph.tf_graph.get_tensor_by_name(name)
+        if result in self._receivers:
+            return self._receivers[result]
         with self.graph.tf_graph.as_default(), tf.name_scope("ncclsync_received/"):
             placeholder = tf.compat.v1.placeholder(tensor.dtype, self.graph.exchanges[result].shape)
         self._received[placeholder.name] = result
+        self._receivers[result] = placeholder
         self._seen = len(self.graph.tf_graph.get_operations())
         if collective.differs:
             self._differs.add(result)
@@ -674,16 +247,8 @@ class Partition(_Placer):
     # Conversions.
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """See `_Placer`."""
-        if before == after or (before.whole and after == MEAN):
-            return tensor
-        if (
-            before.kind is after.kind is Kind.SHARD
-            and before.axis == after.axis
-            and rules.same_rows(before, after)
-        ):
-            return tensor
-        if after.kind is Kind.LOCAL:
+        """See `Placer`."""
+        if serves(before, after):
             return tensor
         key = (tensor.name, before, after)
         if key not in self._converted:
@@ -716,7 +281,7 @@ class Partition(_Placer):
         if before.kind is Kind.ITEMS:
             return self._anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
-            raise _Refused(f"{tensor.name} cannot be sent")
+            raise Refused(f"{tensor.name} cannot be sent")
         if before.kind is Kind.SHARD:
             return self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
@@ -749,18 +314,28 @@ class Partition(_Placer):
             return self._whole_piece(tensor, before, op)
         if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE):  # such as a cast of the rows' places
             return self._anew(tensor)
-        raise _Refused
+        raise Refused
 
     def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        if tensor.dtype.name in native.DTYPES:
+        """What tower 0 has, on all towers."""
+        if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
             return self.exchange(tensor, FOLLOW, op)
-        if tensor.dtype != tf.bool:
-            return tensor
         with self._building():
-            tensor = tf.cast(tensor, tf.int32)
-        received = self.exchange(tensor, FOLLOW, op)
+            first = tf.equal(self.share.tower, 0)
+            flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
+            flat = flat[: tf.where(first, tf.size(flat), 0)]
+            shape = shape[: tf.where(first, tf.size(shape), 0)]
+        return self._received_whole(flat, shape, tensor, op)
+
+    def _received_whole(
+        self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation
+    ) -> tf.Tensor:
+        """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
+        for one in (flat, shape):
+            one.set_shape([None])
+        values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
         with self._building():
-            return tf.cast(received, tf.bool)
+            return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
         """Compute a tensor again, of whole inputs: a list of tensors, or axes, cannot be sent."""
@@ -770,7 +345,7 @@ class Partition(_Placer):
                 "Expected a loop that can be run again for the whole batch. Received: "
                 f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
             )
-        given = [self.placed[name] for name in self._traced_inputs(op)]
+        given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
             return private.copied_op(op, inputs)[tensor.value_index]
@@ -781,7 +356,7 @@ class Partition(_Placer):
         moved = tensor
         if before.axis or before.blocks > 1:
             if rank is None:
-                raise _Refused
+                raise Refused
             order = [before.axis, *(axis for axis in range(rank) if axis != before.axis)]
             with self._building():
                 moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
@@ -859,8 +434,8 @@ class Partition(_Placer):
 
     # Ops that are made whole.
 
-    def whole(self, call: _Call) -> list[Placement]:
-        """See `_Placer`: every tower computes alike."""
+    def whole(self, call: Call) -> list[Placement]:
+        """See `Placer`: every tower computes alike."""
         handles = {
             self.graph.inputs[call.op.name][i]
             for i, tensor in enumerate(call.tensors)
@@ -873,24 +448,19 @@ class Partition(_Placer):
         logger.debug(
             "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
         )
-        if call.op.type not in rules.DRAWS and self._draws_unseen(call.op):
+        if call.op.type not in rules.DRAWS and self._hides(call.op, REPEATABLE):
             self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
 
-    def note_draw(self, call: _Call) -> None:
-        """See `_Placer`. What draws from a state that TensorFlow hides is told of by `draws.check_draws`."""
-        if call.op.type.startswith("State"):
-            self.draws.append(user_line(call.op.traceback))
-
-    def alike(self, call: _Call) -> list[Placement]:
-        """See `_Placer`."""
+    def alike(self, call: Call) -> list[Placement]:
+        """See `Placer`."""
         for i, placed in enumerate(call.inputs):
             if placed.kind is not Kind.LOCAL:
                 call.require(i, REPLICATE)
         self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
 
-    def _follow(self, call: _Call) -> None:
+    def _follow(self, call: Call) -> None:
         """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
         op = call.op
         self.graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
@@ -902,7 +472,7 @@ class Partition(_Placer):
                 continue
             self._put(output, self._followed(output, op), REPLICATE)
 
-    def _hidden(self, call: _Call) -> list[Placement]:
+    def _hidden(self, call: Call) -> list[Placement]:
         """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
 
         The other towers receive its results, of any shape.
@@ -911,7 +481,7 @@ class Partition(_Placer):
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
-        if len(outputs) < len(op.outputs) or self._is_function(op):
+        if len(outputs) < len(op.outputs) or self.is_function(op):
             # It may write variables, which every tower must: all run it, and what it does besides it does N
             # times.
             self.warned.append(
@@ -937,29 +507,24 @@ class Partition(_Placer):
         with self._building():
             sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
         for made in self._order[before:]:
-            graph.controls[made.name] += [name for name in graph.controls[op.name] if made.type in _BRANCHES]
-            if made.type in _BRANCHES:
+            if made.type in BRANCHES:
+                graph.controls[made.name] += graph.controls[op.name]
                 graph.must_run.add(made.name)
                 graph.stands_for(op.name, made.name)
         self._appended.add(op.name)  # it is run there
         if not outputs:
             return []
         for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
-            for one in (flat, shape):
-                one.set_shape([None])
-            values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
-            with self._building():
-                whole = tf.ensure_shape(tf.reshape(values, lengths), output.shape)
-            self._put(output, whole, REPLICATE)
+            self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
-    def _require_whole(self, call: _Call, index: int) -> None:
+    def _require_whole(self, call: Call, index: int) -> None:
         try:
             call.require(index, REPLICATE)
-        except _Refused:
+        except Refused:
             raise Unshared({self.graph.inputs[call.op.name][index]}) from None
 
-    def _assert(self, call: _Call) -> None:
+    def _assert(self, call: Call) -> None:
         """An assertion about each row may fail on the tower that has the row."""
         placed = call.inputs[0]
         if placed.kind is Kind.PARTIAL and placed.op != "min":
@@ -968,7 +533,7 @@ class Partition(_Placer):
             if one.kind in (Kind.AXES, Kind.PENDING):
                 call.require(i, REPLICATE)
 
-    def _write(self, call: _Call) -> list[Placement]:
+    def _write(self, call: Call) -> list[Placement]:
         graph, op = self.graph, call.op
         handles = {handle: graph.role[handle] for handle in graph.writes[op.name]}
         roles = set(handles.values())
@@ -995,7 +560,7 @@ class Partition(_Placer):
 
     # Marks.
 
-    def _mark(self, op: tf.Operation, mark: Mark, call: _Call) -> None:
+    def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
         count = len(op.outputs) - mark.conditional
         pairs = list(zip(call.tensors, call.inputs, strict=True))
         names = self.graph.inputs[op.name]
@@ -1013,8 +578,8 @@ class Partition(_Placer):
             when = self._name(self.convert(condition, placed, REPLICATE, op))
         for i, (tensor, placed) in enumerate(pairs[:count]):
             result, after = self._meet(op, mark, names[i], tensor, placed, when)
-            self._put(op.outputs[i], result, after)
             # From here on it is what it is, however it came about.
+            self._put(op.outputs[i], result, after)
 
     def _meet(
         self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
@@ -1077,7 +642,7 @@ class Partition(_Placer):
         )
         if kept:
             return tensor
-        inputs = [self._own_value(one) for one in self._traced_inputs(op)]
+        inputs = [self._own_value(one) for one in self.graph.traced_inputs[op.name]]
         with self._building():
             made = private.copied_op(op, inputs)
         for output, one in zip(op.outputs, made, strict=True):
@@ -1085,17 +650,14 @@ class Partition(_Placer):
             self._differs.add(one.name)
         return self._own[name]
 
-    def _traced_inputs(self, op: tf.Operation) -> list[str]:
-        return self.graph.traced_inputs[op.name]
-
-    def _slices_part(self, op: tf.Operation, call: _Call) -> list[tf.Tensor]:
+    def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
         """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
         (values, indices), (of_values, of_indices) = call.tensors, call.inputs
         if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
             return [values, indices]
         return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
 
-    def _slices(self, op: tf.Operation, mark: Mark, call: _Call) -> list[tf.Tensor]:
+    def _slices(self, op: tf.Operation, mark: Mark, call: Call) -> list[tf.Tensor]:
         """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
@@ -1114,7 +676,7 @@ class Partition(_Placer):
         # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
         # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
         with self._building():
-            dense = 2 * height * width < total * (width + indices_size(places))
+            dense = 2 * height * width < total * (width + places.dtype.size)
             kept = tf.where(dense, 0, count)
             rest = tf.where(dense, height, 0)
             few, where = slices[:kept], places[:kept]
@@ -1139,11 +701,6 @@ class Partition(_Placer):
                 continue
             whole = self.convert(tensor, placed, REPLICATE, result.op)
             graph.outputs.append((self._name(whole), "first"))
-
-
-def indices_size(indices: tf.Tensor) -> int:
-    """Return the bytes of one index."""
-    return indices.dtype.size
 
 
 def _cost(op: tf.Operation) -> float:

@@ -132,17 +132,17 @@ def counted(placed: Placement) -> Placement:
 
 UNARY = names(
     """
-    Abs Acos Acosh AdjustContrastv2 Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
+    Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
     BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast
     Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
     Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite
     IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
-    PreventGradient Real Reciprocal RegexFullMatch RegexReplace Relu Relu6 Rint Round Rsqrt Selu Sigmoid
+    PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
     Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace
     StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
     StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
     """
-) - {"AdjustContrastv2", "RegexFullMatch", "RegexReplace"}
+)
 BROADCASTING = names(
     """
     Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div
@@ -335,8 +335,9 @@ def _back_partial(call: Call) -> Sequence[Placement] | None:
 
 # Reductions: over the rows they leave a part of the batch's result, over other axes rows.
 
+EVERY, ANY = partial("min"), partial("max")  # of bools
 _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min"), "Prod": partial("prod")}
-_REDUCED |= {"All": partial("min"), "Any": partial("max")}
+_REDUCED |= {"All": EVERY, "Any": ANY}
 
 
 @_rule(*_REDUCED, counting=True)
@@ -381,13 +382,13 @@ def _count_of(call: Call) -> Sequence[Placement] | None:
 
 
 def _product(counts: Sequence[int], shape: tf.Tensor) -> int:
-    known = _elements(shape)
+    known = _known_elements(shape)
     others = [value for count, value in zip(counts, known, strict=True) if not count]
     each = next(count for count in counts if count)
     return -1 if None in others or each < 0 else each * math.prod(others)
 
 
-def _elements(vector: tf.Tensor) -> list[Any]:
+def _known_elements(vector: tf.Tensor) -> list[Any]:
     """Return what is known of the elements of an integer vector; None for others."""
     known = tf.get_static_value(vector, partial=True)
     if known is None:
@@ -471,7 +472,7 @@ _LAST |= dict.fromkeys(
     ),
     2,
 )
-_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1, "MatrixDiagV3": 1, "InvertPermutation": 1}
+_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1, "MatrixDiagV3": 2}
 _LAST |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2}
 # How many leading inputs have rows; others are parameters that must be whole.
 _MATRICES = {"MatrixSolve": 2, "MatrixTriangularSolve": 2, "CholeskyGrad": 2, "BandedTriangularSolve": 2}
@@ -494,7 +495,9 @@ def _each_by_itself(call: Call) -> Sequence[Placement] | None:
     if len(set(ranks)) > 1 or placed[0].axis >= ranks[0] - _LAST[call.op.type]:
         return None
     for i in range(count):
-        call.require(i, placed[0])
+        # One matrix for all rows stays; what is not broadcast has no length of 1 beside rows.
+        if call.inputs[i].kind is Kind.SHARD or _shape(call.op.inputs[i])[placed[0].axis] != 1:
+            call.require(i, placed[0])
     return _all(call, placed[0])
 
 
@@ -647,7 +650,6 @@ def _images(call: Call) -> Sequence[Placement] | None:
     "LRNGrad",
     "Dilation2DBackpropInput",
     "ScaleAndTranslateGrad",
-    counting=False,
 )
 def _images_back(call: Call) -> Sequence[Placement] | None:
     if call.op.type == "LRNGrad":
@@ -743,11 +745,6 @@ def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
     by_rows = [i for i in (0, 1) if call.inputs[i].kind is Kind.SHARD or shapes[i][0] != 1]
     placed = _samples_first(call, by_rows)
     return None if placed is None else _all(call, placed)
-
-
-@_rule("CTCLoss", "CTCLossV2")
-def _ctc(call: Call) -> Sequence[Placement] | None:
-    return None  # its labels are a sparse tensor
 
 
 # Shapes and counts.
@@ -1000,7 +997,7 @@ def _constant_element(call: Call, index: int, element: int) -> int | None:
     value = call.constant(index)
     if value is not None:
         return int(value[element])
-    known = _elements(call.op.inputs[index]) if call.op.inputs[index].shape.rank == 1 else []
+    known = _known_elements(call.op.inputs[index]) if call.op.inputs[index].shape.rank == 1 else []
     return known[element] if element < len(known) else None
 
 
@@ -1043,7 +1040,7 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     for i, (placed, length) in enumerate(zip(call.inputs, lengths, strict=True)):
         if placed.kind is Kind.REPLICATE and length + place >= 0:
             # Whether it was broadcast along the rows must be known.
-            element = _elements(call.op.inputs[i])[length + place]
+            element = _known_elements(call.op.inputs[i])[length + place]
             if element != 1:
                 return None
     operands = [
@@ -1182,11 +1179,7 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     before, rank = _shape(call.op.inputs[0]), call.op.outputs[0].shape.rank
     if before is None or rank is None:
         return None
-    if shape.kind is not Kind.ROWS:
-        if placed.kind is Kind.SHARD:
-            return None
-        return None
-    axis = _only(shape.counts)
+    axis = _only(shape.counts) if shape.kind is Kind.ROWS else None
     if axis is None:
         return None
     here = axis - (rank - len(before))
@@ -1403,6 +1396,9 @@ DRAWS = names(
     RandomPoissonV2 StatefulRandomBinomial
     """
 )
+
+# From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
+SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 
 
 # Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows

@@ -100,9 +100,6 @@ def gradient_centralization():
     """An optimizer of one's own that takes the mean out of each gradient."""
 
     class GCRMSprop(keras.optimizers.RMSprop):
-        def get_gradients(self, loss, params):
-            raise NotImplementedError
-
         def apply(self, grads, trainable_variables=None):
             centralized = []
             for grad in grads:

@@ -77,6 +77,17 @@ STEPS = {
     "outer_matmul": lambda x, t: tf.matmul(t[None, :], tf.transpose(t, [0, 2, 1])[:, None]),
     "outer_matmul_transposed": lambda x, t: tf.matmul(t[:, None], t[None], transpose_b=True),
     "outer_einsum": lambda x, t: tf.einsum("...ij,...kj->...ik", t[None, :], t[:, None]),
+    # Matrices of which some have rows, or rows within.
+    "diagonals": lambda x, t: tf.linalg.diag(t, k=(-1, 1), num_rows=2, num_cols=2),
+    "diagonals_of_rows": lambda x, t: tf.linalg.diag(x, k=(1 - rows(x), 0), num_rows=9, num_cols=4),
+    "diagonal_of_rows": lambda x, t: tf.linalg.diag(t[:, 0, 0]),
+    "triangular_solve": lambda x, t: tf.linalg.triangular_solve(
+        tf.ones([1, 2, 2], x.dtype), tf.transpose(t, [0, 2, 1])
+    ),
+    "triangular_solve_of_one": lambda x, t: tf.linalg.triangular_solve(
+        tf.eye(2, dtype=x.dtype) + tf.matmul(t, t, transpose_a=True), tf.ones([1, 2, 1], x.dtype)
+    ),
+    "solve_of_vectors": lambda x, t: tf.linalg.solve(tf.eye(4, dtype=x.dtype) * 3.0 + 0.1, tf.transpose(x)),
     "batch_of_one_axis": lambda x, t: tf.matmul(x, tf.ones([1, 4, 2], x.dtype)),
 }
 
@@ -106,3 +117,29 @@ def test_steps(towers, size):
         assert_close(
             found[name], alone[name], 1e-6 if "float32" in str(alone[name]["value"].dtype) else 1e-10, name
         )
+
+
+# What only tower 0 can tell.
+
+HIDDEN = {
+    "string": lambda: tf.strings.as_string(tf.random.uniform([3])),
+    "complex64": lambda: tf.cast(tf.random.uniform([2, 3]), tf.complex64),
+    "uint16": lambda: tf.cast(tf.random.uniform([3]) * 60000, tf.uint16),
+    "bool": lambda: tf.random.uniform([9]) > 0.5,
+    "some": lambda: tf.boolean_mask(tf.range(40.0), tf.random.uniform([40]) > 0.5),
+    "none": lambda: tf.boolean_mask(tf.range(4.0), tf.random.uniform([4]) > 1.5),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_numbers_are_tower_0s_of_any_dtype_and_shape(name):
+    def step(batch):
+        drawn = tf.cond(tf.reduce_sum(batch) > 0, HIDDEN[name], HIDDEN[name])
+        text = tf.strings.reduce_join(tf.strings.as_string(tf.reshape(drawn, [-1])), separator=" ")
+        if name == "string":
+            text = tf.strings.reduce_join(drawn, separator=" ")
+        return tf.fill([tf.shape(batch)[0]], text), tf.zeros_like(batch[:, 0])
+
+    with ncclsync.Towers(3) as towers:
+        texts, _ = towers.run(step, tf.ones([7, 2]))
+    assert len(texts) == 7 and len(set(texts.numpy())) == 1, texts

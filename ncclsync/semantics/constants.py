@@ -1,0 +1,60 @@
+"""Fold the small integers that shapes and axes are computed by, while a step is placed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
+    """Fold what shapes and axes are computed by; of small integers alone."""
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return None
+    value = tf.get_static_value(tensor)
+    if value is not None:
+        return np.asarray(value)
+    op = tensor.op
+    numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
+    numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
+    numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
+    if not tensor.dtype.is_integer or op.type not in {
+        *numbers,
+        "Range",
+        "Cast",
+        "Identity",
+        "Reshape",
+        "Prod",
+        "Pack",
+        "ConcatV2",
+        "GatherV2",
+        "ExpandDims",
+        "InvertPermutation",
+    }:
+        return None
+    given = [constant(one) for one in op.inputs]
+    if any(one is None for one in given):
+        return None
+    if op.type in numbers:
+        return np.asarray(numbers[op.type](*given))
+    if op.type == "Range":
+        return np.arange(*[int(one) for one in given])
+    if op.type in ("Cast", "Identity"):
+        return np.asarray(given[0]).astype(tensor.dtype.as_numpy_dtype)
+    if op.type == "Reshape":
+        return np.reshape(given[0], given[1])
+    if op.type == "Prod":
+        return np.asarray(
+            np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims"))
+        )
+    if op.type == "Pack":
+        return np.stack(given, axis=op.get_attr("axis"))
+    if op.type == "ConcatV2":
+        return np.concatenate(given[:-1], axis=int(given[-1]))
+    if op.type == "GatherV2" and not op.get_attr("batch_dims"):
+        return np.take(given[0], given[1], axis=int(given[2]))
+    if op.type == "InvertPermutation":
+        return np.argsort(given[0])
+    if op.type == "ExpandDims":
+        return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
+    return None

@@ -1,0 +1,398 @@
+"""Place an op: ask its rule which placements its results have, and bring its inputs to what that takes.
+
+`Placer` has what placing a step (`partition.py`) and placing a function have in common; `FunctionPlacer`
+places the functions that loops, branches and calls run.
+"""
+
+import abc
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import private
+from ncclsync.program import user_line
+from ncclsync.semantics import rules
+from ncclsync.semantics.constants import folded
+from ncclsync.semantics.functions import Functions, in_order
+from ncclsync.semantics.placements import (
+    LOCAL,
+    MEAN,
+    REPLICATE,
+    SEEDED,
+    SUM,
+    Kind,
+    Placement,
+    items,
+    shard,
+)
+
+_logger = logging.getLogger("ncclsync")
+
+# Stateful ops whose results are equal on all towers if their inputs are.
+REPEATABLE = rules.names(
+    """
+    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp
+    PartitionedCall Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall
+    VarHandleOp VarIsInitializedOp VariableShape While Empty EnsureShape TensorListPopBack StringFormat
+    RngReadAndSkip
+    """
+)
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
+
+class Refused(Exception):
+    """A function cannot be run by each tower for its own rows; says why."""
+
+
+@dataclasses.dataclass
+class Call(rules.Call):
+    """An op that is being placed; see `rules.Call`."""
+
+    op: tf.Operation
+    tensors: list[tf.Tensor]  # what the op will get
+    inputs: list[Placement]
+    placer: "Placer"
+
+    def __post_init__(self) -> None:
+        self.given = list(self.tensors), list(self.inputs)
+        self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
+        self.lenient = self.placer.lenient
+
+    def require(self, index: int, placement: Placement) -> None:
+        """See `rules.Call`."""
+        if self.inputs[index] == placement or (index in self.own and placement.kind is not Kind.PARTIAL):
+            return
+        before = self.given[1][index] if index in self.own else self.inputs[index]
+        self.own.discard(index)
+        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
+        self.inputs[index] = placement
+
+    def constant(self, index: int) -> Any:
+        """See `rules.Call`."""
+        return self.placer.constant(self.op.inputs[index])
+
+    def begin_anew(self) -> None:
+        """Take back what was required."""
+        self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
+        self.own.clear()
+
+
+class Placer(abc.ABC):
+    """Places ops one by one: what a step and a function have in common.
+
+    Attributes:
+        functions: of the step.
+        lenient: see `rules.Call`.
+        draws: the user's lines that draw numbers which are each tower's own.
+    """
+
+    lenient = False
+
+    def __init__(self, functions: Functions) -> None:
+        """Know the step's functions."""
+        self.functions = functions
+        self.draws: list[str] = []
+        self._constants: dict[int, Any] = {}
+
+    @abc.abstractmethod
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return a tensor as it must be placed for `op`."""
+
+    @abc.abstractmethod
+    def whole(self, call: Call) -> list[Placement]:
+        """Give an op the batch's values; return how its results are placed."""
+
+    @abc.abstractmethod
+    def alike(self, call: Call) -> list[Placement]:
+        """Let all towers have what tower 0 computes, of the batch's values."""
+
+    def constant(self, tensor: tf.Tensor) -> Any:
+        """Return a tensor's value if it is known while the step is placed."""
+        key = id(tensor)
+        if key not in self._constants:
+            self._constants[key] = folded(tensor, self.constant)
+        return self._constants[key]
+
+    def place(self, call: Call) -> list[Placement]:
+        """Choose how the results of an op are placed, and bring its inputs to what that takes."""
+        op, kinds = call.op, {placed.kind for placed in call.inputs}
+        if op.type in rules.DRAWS:
+            return self._draw(call)
+        if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
+            call.require(1, REPLICATE)
+            shape = call.constant(0)
+            return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
+        if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
+            return [items(call.inputs[0] if call.inputs else None)]
+        if kinds <= {Kind.REPLICATE}:
+            return [REPLICATE] * len(op.outputs)
+        if self.is_function(op):
+            return self._function(call)
+        if Kind.LOCAL in kinds:
+            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
+                return [_own_of(call.inputs)] * len(op.outputs)
+            call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
+            for i in call.own:
+                call.inputs[i] = REPLICATE
+        made = self._by_rule(call)
+        if made is None:
+            call.begin_anew()
+            return self.whole(call)
+        alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
+        divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
+        # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
+        if alike and len(alike) == len(divided) and not call.own and not any(one.blocks for one in alike):
+            each = alike[0].each
+            made = [shard(p.axis, 0, each) if each and p == shard(p.axis, 1, each) else p for p in made]
+        if call.own:
+            own = _own_of(call.given[1])
+            made = [own if placed.whole else placed for placed in made]
+        return list(made)
+
+    def is_function(self, op: tf.Operation) -> bool:
+        """Whether an op is a loop, a branch or a call."""
+        return op.type in {*LOOPS, *BRANCHES, *CALLS} or self.functions.calls(op.type)
+
+    def _by_rule(self, call: Call) -> Sequence[Placement] | None:
+        kind = call.op.type
+        if any(placed.kind is Kind.PIECE for placed in call.inputs):
+            return [call.inputs[0]] if kind == "Identity" else None
+        if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
+            made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
+            if made is not None:
+                return made
+            for i, placed in enumerate(call.inputs):
+                if placed.kind is Kind.PARTIAL:
+                    call.require(i, REPLICATE)
+        if any(placed.kind is Kind.ROWS for placed in call.inputs):
+            made = rules.COUNTS[kind](call) if kind in rules.COUNTS else None
+            if made is not None:
+                return made
+            if kind not in rules.COUNTING:
+                for i, placed in enumerate(call.inputs):
+                    if placed.kind is Kind.ROWS:
+                        call.require(i, REPLICATE)
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        if kind not in rules.ELEMENTWISE and kind != "Sum":
+            call.inputs[:] = map(rules.counted, call.inputs)
+        rule = rules.RULES.get(kind)
+        return None if rule is None else rule(call)
+
+    def _draw(self, call: Call) -> list[Placement]:
+        """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
+        seeded = call.op.type in rules.SEEDED_DRAWS
+        if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
+            return self.whole(call)
+        counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
+        of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
+        found = [i for i, count in enumerate(counts) if count]
+        plain = not any(placed.kind in (Kind.PARTIAL, Kind.AXES) for placed in call.inputs)
+        if len(found) != 1 or not plain or len(of_rows) > 1:
+            return self.alike(call)
+        if of_rows and not self._parameters_fit(call, found[0]):
+            return self.alike(call)
+        if seeded:  # of what draws from a state that TensorFlow hides, `draws.check_draws` tells
+            self.draws.append(user_line(call.op.traceback))
+        return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
+
+    @staticmethod
+    def _parameters_fit(call: Call, axis: int) -> bool:
+        """Whether a draw's parameters have the rows where its shape has them."""
+        index = next(i for i, placed in enumerate(call.inputs) if placed.kind is Kind.SHARD)
+        rank, of = call.op.outputs[0].shape.rank, call.op.inputs[index].shape.rank
+        return rank is not None and of is not None and call.inputs[index].axis + rank - of == axis
+
+    def _function(self, call: Call) -> list[Placement]:
+        """A loop, a branch or a call: for each tower's own rows if all that it does has rules; else whole."""
+        kinds = {placed.kind for placed in call.inputs}
+        if kinds & {Kind.AXES, Kind.PENDING}:
+            return self.whole(call)
+        drawn = len(self.draws)
+        try:
+            made = self._function_by_rows(call)
+            self.draws[drawn:] = [user_line(call.op.traceback)] * (len(self.draws) > drawn)
+            return made
+        except Refused as reason:
+            del self.draws[drawn:]
+            _logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
+            call.begin_anew()
+            handles = any(
+                p.kind is Kind.LOCAL and t.dtype == tf.resource
+                for p, t in zip(call.inputs, call.tensors, strict=True)
+            )
+            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
+                return [_own_of(call.inputs)] * len(call.op.outputs)
+            return self.whole(call)
+
+    def _function_by_rows(self, call: Call) -> list[Placement]:
+        op = call.op
+        if op.type in LOOPS:
+            placed = self._loop(call)
+            for i, one in enumerate(placed):
+                if one.kind is not Kind.ITEMS:
+                    call.require(i, one)
+                elif call.inputs[i] != one and call.inputs[i].of is not None:
+                    raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
+            return placed
+        if op.type in BRANCHES:
+            if call.inputs[0].kind is not Kind.LOCAL:
+                call.require(0, REPLICATE)
+            names = [value.func.name for key, value in _functions_of(op) if key != "branches"]
+            names += [f.name for key, value in _functions_of(op) for f in value.list.func]
+            ways = [self._body(name, call.op.inputs[1:], call.inputs[1:]) for name in names]
+            made = ways[0]
+            for other in ways[1:]:
+                made = [_either(one, two) for one, two in zip(made, other, strict=True)]
+            if call.inputs[0].kind is Kind.LOCAL:
+                raise Refused
+            return made
+        name = op.get_attr("f").name if op.type in CALLS else op.type
+        return self._body(name, op.inputs, call.inputs)
+
+    def _loop(self, call: Call) -> list[Placement]:
+        """Place a loop's variables: as what begins them and what the body makes of them agree."""
+        placed = list(call.inputs)
+        body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
+        for _ in range(8):
+            # A state that is whole when the loop begins may have to be divided: the body tells.
+            made = self._body(body, call.op.inputs, placed, lenient=True)
+            joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
+            if joined == placed:
+                if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
+                    raise Refused("whether the loop goes on depends on rows")
+                self._body(body, call.op.inputs, placed)
+                return placed
+            placed = joined
+        raise Refused("the loop's variables are placed anew each time")
+
+    def _body(
+        self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement], lenient: bool = False
+    ) -> list[Placement]:
+        graph = self.functions.graph(name, inputs)
+        placer = FunctionPlacer(self.functions, lenient)
+        made = placer.place_function(graph, placed)
+        self.draws += placer.draws
+        return made
+
+
+def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
+    return [
+        (key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func
+    ]
+
+
+def _joined(begin: Placement, made: Placement) -> Placement:
+    """How a loop variable is placed that begins so, and that the body makes so."""
+    if begin == made:
+        return begin
+    kinds = begin.kind, made.kind
+    if kinds == (Kind.ITEMS, Kind.ITEMS):
+        return made if begin.of is None or begin.of.whole else begin
+    if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
+        return made
+    if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
+        return shard(begin.axis, begin.blocks, 0)
+    if begin.kind is Kind.LOCAL and made.whole:
+        return begin
+    raise Refused(f"a loop's variable begins as {begin} and becomes {made}")
+
+
+def serves(before: Placement, after: Placement) -> bool:
+    """Whether a tensor of one placement is, as it stands, also of the other."""
+    if before.kind is after.kind is Kind.SHARD:
+        return before.axis == after.axis and rules.same_rows(before, after)
+    return before == after or (before.whole and after == MEAN) or after.kind is Kind.LOCAL
+
+
+def _own_of(inputs: Sequence[Placement]) -> Placement:
+    """How what is computed of each tower's own is placed."""
+    return SEEDED if SEEDED in inputs else LOCAL
+
+
+def _either(one: Placement, two: Placement) -> Placement:
+    """How the result of two branches is placed."""
+    if one == two:
+        return one
+    if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
+        return shard(one.axis, one.blocks, 0)
+    if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
+        return _own_of((one, two))
+    if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
+        return one if two.of is None else two
+    raise Refused(f"branches give {one} and {two}")
+
+
+class FunctionPlacer(Placer):
+    """Places a function's tensors, where nothing can be put in between: refuses what would need it.
+
+    If `lenient`, what is whole may be taken for anything: to see what it would have to be.
+    """
+
+    def __init__(self, functions: Functions, lenient: bool = False) -> None:
+        super().__init__(functions)
+        self.lenient = lenient
+
+    def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
+        """Return how a function's results are placed.
+
+        Raises:
+            Refused: an op would need something else than it is given.
+        """
+        placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
+        writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
+        for op in in_order(graph):
+            if op.type == "Placeholder":
+                continue
+            given = [placed[t.name] for t in op.inputs]
+            call = Call(op, list(op.inputs), list(given), self)
+            if op.type == "IdentityN":
+                made = given
+            elif op.type == "ReadVariableOp":
+                made = [given[0]]
+            elif private.written_handles(op) & writes and not self.is_function(op):
+                made = self._write(call)
+            elif op.type == "Assert":
+                made = []
+                if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
+                    raise Refused("an assertion is about rows")
+            else:
+                if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
+                    raise Refused
+                made = self.place(call)
+            placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))
+        return [placed[t.name] for t in graph.outputs]
+
+    def _write(self, call: Call) -> list[Placement]:
+        handle, values = call.inputs[0], call.inputs[1:]
+        if handle.kind is Kind.LOCAL or all(one.whole for one in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
+            return [REPLICATE] * len(call.op.outputs)
+        raise Refused
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """See `Placer`."""
+        if serves(before, after) or (self.lenient and before.whole):
+            return tensor
+        if before == REPLICATE and after == SUM:
+            value = self.constant(tensor)
+            if value is not None and not np.any(value):
+                return tensor
+        raise Refused(f"{op.type} {op.name} needs {after} of {before}")
+
+    def whole(self, call: Call) -> list[Placement]:
+        """See `Placer`."""
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        raise Refused(f"{call.op.type} {call.op.name} has no rule for {', '.join(map(str, call.inputs))}")
+
+    def alike(self, call: Call) -> list[Placement]:
+        """See `Placer`."""
+        raise Refused

@@ -135,7 +135,10 @@ class Placer(abc.ABC):
         if self.is_function(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
-            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
+            # A tower's own count goes with what it has of its rows, not with its random numbers.
+            if kinds <= {Kind.LOCAL, Kind.REPLICATE} or (
+                kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and SEEDED not in call.inputs
+            ):
                 return [_own_of(call.inputs)] * len(op.outputs)
             call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
             for i in call.own:
@@ -190,24 +193,48 @@ class Placer(abc.ABC):
         seeded = call.op.type in rules.SEEDED_DRAWS
         if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
             return self.whole(call)
-        counts = next((placed.counts for placed in call.inputs if placed.kind is Kind.ROWS), ())
-        of_rows = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
-        found = [i for i, count in enumerate(counts) if count]
-        plain = not any(placed.kind in (Kind.PARTIAL, Kind.AXES) for placed in call.inputs)
-        if len(found) != 1 or not plain or len(of_rows) > 1:
-            return self.alike(call)
-        if of_rows and not self._parameters_fit(call, found[0]):
+        made = self._drawn_rows(call)
+        if made is None:
+            call.begin_anew()
             return self.alike(call)
         if seeded:  # of what draws from a state that TensorFlow hides, `draws.check_draws` tells
             self.draws.append(user_line(call.op.traceback))
-        return [shard(found[0], 1, max(counts[found[0]], 0))] * len(call.op.outputs)
+        return [made] * len(call.op.outputs)
 
     @staticmethod
-    def _parameters_fit(call: Call, axis: int) -> bool:
-        """Whether a draw's parameters have the rows where its shape has them."""
-        index = next(i for i, placed in enumerate(call.inputs) if placed.kind is Kind.SHARD)
-        rank, of = call.op.outputs[0].shape.rank, call.op.inputs[index].shape.rank
-        return rank is not None and of is not None and call.inputs[index].axis + rank - of == axis
+    def _drawn_rows(call: Call) -> Placement | None:
+        """Place what is drawn for as many rows as its shape counts, with parameters that have these rows."""
+        names = [argument.name for argument in call.op.op_def.input_arg]
+        shape = call.inputs[names.index("shape")]
+        counted = [axis for axis, count in enumerate(shape.counts) if count]
+        rank = call.op.outputs[0].shape.rank
+        if shape.kind is not Kind.ROWS or len(counted) != 1 or rank is None:
+            return None
+        (axis,) = counted
+        made = shard(axis, 1, max(shape.counts[axis], 0))
+        behind = call.op.type in rules.DRAWN_BEHIND_SHAPE
+        whole = []
+        for i, name in enumerate(names):
+            placed, of = call.inputs[i], call.op.inputs[i].shape
+            if name in ("shape", "seed", "key", "counter", "alg", "algorithm", "resource"):
+                continue
+            if placed.kind is Kind.ROWS:
+                call.require(i, REPLICATE)
+            elif placed.kind is Kind.SHARD:
+                if behind or of.rank is None or placed.axis + rank - of.rank != axis:
+                    return None
+                made = made if placed.blocks == 0 else shard(axis, placed.blocks, placed.each)
+            elif placed.kind not in (Kind.REPLICATE, Kind.LOCAL):
+                return None
+            elif not behind and (of.rank is None or (axis >= rank - of.rank and of[axis - rank] != 1)):
+                whole.append((i, of.rank))
+        if any(placed.kind is Kind.SHARD and not rules.same_rows(placed, made) for placed in call.inputs):
+            return None
+        for i, of_rank in whole:
+            if of_rank is None or call.inputs[i].kind is Kind.LOCAL:
+                return None
+            call.require(i, shard(axis - rank + of_rank, made.blocks, made.each))
+        return made
 
     def _function(self, call: Call) -> list[Placement]:
         """A loop, a branch or a call: for each tower's own rows if all that it does has rules; else whole."""

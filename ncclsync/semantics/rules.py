@@ -1017,6 +1017,28 @@ def _stitch(call: Call) -> Sequence[Placement] | None:
     return [rows(tuple(counts[i] for i in range(len(counts))))]
 
 
+@_rule("BroadcastArgs", counting=True)
+def _broadcast_shape(call: Call) -> Sequence[Placement] | None:
+    """Count the rows of what two shapes are broadcast to, from their ends on."""
+    if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
+        return None
+    shapes = []
+    for placed, tensor in zip(call.inputs, call.op.inputs, strict=True):
+        if tensor.shape.rank != 1 or tensor.shape[0] is None:
+            return None
+        known = _known_elements(tensor)
+        shapes.append(list(zip(placed.counts or [0] * len(known), known, strict=True)))
+    length = max(map(len, shapes))
+    counts = []
+    for one, other in zip(*([(0, 1)] * (length - len(shape)) + shape for shape in shapes), strict=True):
+        if (one[0] and not other[0] and other[1] != 1) or (other[0] and not one[0] and one[1] != 1):
+            return None
+        if one[0] and other[0] and one[0] != other[0]:
+            return None
+        counts.append(one[0] or other[0])
+    return [rows(tuple(counts))]
+
+
 @_rule("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
@@ -1392,10 +1414,13 @@ DRAWS = names(
     StatelessTruncatedNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform
     RandomStandardNormal TruncatedNormal RandomUniformInt StatefulUniform StatefulStandardNormalV2
     StatefulTruncatedNormal StatefulUniformInt StatefulUniformFullInt StatelessRandomGammaV2
-    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson RandomGamma RandomPoisson
-    RandomPoissonV2 StatefulRandomBinomial
+    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
+    StatelessParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2 StatefulRandomBinomial
     """
 )
+
+# As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
+DRAWN_BEHIND_SHAPE = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))

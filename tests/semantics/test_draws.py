@@ -1,0 +1,122 @@
+"""Random numbers whose parameters have rows, or count them: the towers' own, and one device's."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close
+
+import ncclsync
+
+ROWS = 21
+X = np.arange(1.0, ROWS + 1, dtype="float32")[:, None] * np.ones((1, 2), "float32")
+
+
+def rows(x):
+    return tf.shape(x)[0]
+
+
+def numbers(x):
+    return tf.range(1.0, tf.cast(rows(x), tf.float32) + 1)
+
+
+random = tf.random
+# What is drawn of a batch with a seed and a generator; and what each number is to be near, by far.
+DRAWS = {
+    "gamma_of_one": (
+        lambda x, seed, g: random.stateless_gamma([rows(x), 1], seed, [1e4]),
+        np.full((ROWS, 1), 1e4),
+    ),
+    "gamma_of_rows": (
+        lambda x, seed, g: random.stateless_gamma([rows(x)], seed, 1e4 * x[:, 0]),
+        1e4 * X[:, 0],
+    ),
+    "gamma_of_whole_rows": (
+        lambda x, seed, g: random.stateless_gamma([rows(x)], seed, 1e4 * numbers(x)),
+        1e4 * X[:, 0],
+    ),
+    "gamma_of_two_batches": (
+        lambda x, seed, g: random.stateless_gamma(
+            [2 * rows(x)], seed, tf.concat([1e4 * x[:, 0], 1e6 * x[:, 0]], 0)
+        ),
+        np.concatenate([1e4 * X[:, 0], 1e6 * X[:, 0]]),
+    ),
+    "gamma_of_columns": (
+        lambda x, seed, g: random.stateless_gamma([rows(x), 2], seed, [1e4, 1e6]),
+        np.tile([1e4, 1e6], (ROWS, 1)),
+    ),
+    "gamma_before": (lambda x, seed, g: random.gamma([rows(x)], [1e4, 1e6]), np.tile([1e4, 1e6], (ROWS, 1))),
+    "gamma_behind": (lambda x, seed, g: random.gamma([3], 1e4 * x[:, 0]), np.tile(1e4 * X[:, 0], (3, 1))),
+    "poisson": (
+        lambda x, seed, g: random.stateless_poisson([rows(x)], seed, 1e4 * numbers(x)),
+        1e4 * X[:, 0],
+    ),
+    "binomial": (
+        lambda x, seed, g: random.stateless_binomial([rows(x)], seed, 1e4, numbers(x) / (2 * ROWS)),
+        1e4 * X[:, 0] / (2 * ROWS),
+    ),
+    "binomial_of_generator": (lambda x, seed, g: g.binomial([rows(x)], 1e4 * numbers(x), 0.9), 9e3 * X[:, 0]),
+    "truncated": (
+        lambda x, seed, g: random.stateless_parameterized_truncated_normal(
+            [rows(x)], seed, 1e4 * numbers(x), 1.0, 0.0, 1e9
+        ),
+        1e4 * X[:, 0],
+    ),
+    "normal_of_generator": (lambda x, seed, g: g.normal([rows(x)], 1e4 * numbers(x)), 1e4 * X[:, 0]),
+}
+
+
+def drawn(draw, invariant, one_device=True):
+    """Run a draw on three towers, and on one device."""
+    seed, generator = keras.random.SeedGenerator(3), random.Generator.from_seed(1)
+    start = seed.state.numpy()
+
+    def step(x):
+        return draw(x, seed.next(), generator)
+
+    alone = tf.function(step, autograph=False)(tf.constant(X)) if one_device else None
+    seed.state.assign(start)
+    generator.reset_from_seed(1)
+    with ncclsync.Towers(3, batch_invariant_random=invariant) as towers:
+        return towers.run(step, tf.constant(X)), alone
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", DRAWS)
+def test_parameters_go_with_their_rows(name, invariant):
+    draw, expected = DRAWS[name]
+    if invariant and name in ("gamma_before", "gamma_behind"):
+        with pytest.raises(ncclsync.NcclSyncError, match="TensorFlow hides"):
+            drawn(draw, True, one_device=False)
+        return
+    found, alone = drawn(draw, invariant)
+    assert found.shape == expected.shape and np.all(np.abs(found / expected - 1) < 0.2), found
+    if invariant:
+        assert_close(found, alone, 0.0, name)
+
+
+COUNTED = {
+    "seed": lambda x, seed, g: random.stateless_uniform([rows(x), 40], seed, 0, rows(x), tf.int32),
+    "generator": lambda x, seed, g: g.uniform([rows(x), 40], 0, rows(x), tf.int32),
+    "hidden": lambda x, seed, g: random.uniform([rows(x), 40], 0, rows(x), tf.int32),
+    "of no rows": lambda x, seed, g: (
+        tf.zeros_like(x[:, :1], tf.int32) + random.stateless_uniform([400], seed, 0, rows(x), tf.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_places_in_the_batch_are_of_all_rows(name):
+    """As samples to compare with are drawn: a tower's own count of rows would never reach the others'."""
+    places, _ = drawn(COUNTED[name], False)
+    for number, own in enumerate(np.split(places.numpy(), 3)):
+        assert own.min() <= 1 and own.max() >= ROWS - 2, (number, own.min(), own.max())
+
+
+def test_one_number_is_one():
+    def draw(x, seed, g):
+        return x[:, 0] * 0 + tf.cast(random.stateless_uniform([], seed, 0, rows(x), tf.int32), x.dtype)
+
+    found, alone = drawn(draw, False)
+    assert len(set(found.numpy())) == 1
+    assert_close(drawn(draw, True)[0], alone, 0.0, "one number")

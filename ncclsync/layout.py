@@ -83,8 +83,9 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
         tf.debugging.assert_equal(
             total,
             rows,
-            f"Expected the global batch size that the inputs of a model with a stateful RNN declare, {rows}, "
-            "as batch_size= counts for MirroredStrategy's fit (for Horovod, each process has its own).",
+            f"Expected the global batch size that the step declares, {rows}, by a stateful RNN or by "
+            "a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit (for Horovod, each "
+            "process has its own).",
         )
         for rows in program.declared
     ]
@@ -348,8 +349,16 @@ def _results(program: Program, values: list[dict[str, tf.Tensor]], shards: Shard
             for tower in values
         ]
         rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
-        concatenated = parts[0][1] == "concat" and len(pieces) > 1
-        combined.append(concat_rows(pieces, shards.sizes) if concatenated else rows[-1][0])
+        joins = [how == "concat" and len(pieces) > 1 for _, how in parts]
+        if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
+            columns = [[tower[name] for tower in values] for name, _ in parts]
+            joined = [
+                concat_rows(column, shards.sizes) if joins_rows else column[0]
+                for column, joins_rows in zip(columns, joins, strict=True)
+            ]
+            combined.append(tf.nest.pack_sequence_as(leaf, joined, expand_composites=True))
+        else:
+            combined.append(concat_rows(pieces, shards.sizes) if joins[0] else rows[-1][0])
     if program.results is Results.EACH:
         towers = range(len(values))
         return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in towers]

@@ -1,6 +1,7 @@
 """A user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
 
 import collections
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,17 @@ class _FunctionStep(TowerStep):
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         jit_compile = private.is_jit_compiled(self._function)
-        program = self.trace_and_cut(self._function, specs, self._results, jit_compile, meter)
+        trace_and_cut = functools.partial(
+            self.trace_and_cut,
+            specs=specs,
+            results=self._results,
+            jit_compile=jit_compile,
+            meter=meter,
+        )
+        try:
+            program = trace_and_cut(self._function)
+        except tf.errors.OperatorNotAllowedInGraphError:  # Python's `if` or `for` of a tensor
+            logger.info("%s is traced through autograph, as tf.function does", self._function)
+            program = trace_and_cut(private.autograph_converted(self._function))
         self.tell_of_choices(program, set())
         return program

@@ -59,6 +59,8 @@ class Collective:
 
     def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
         """Return the shape of the result, as far as it is known whatever the number of towers."""
+        if shape.rank is None:
+            return shape
         if self.concatenates:
             return tf.TensorShape([None, *shape[1:]])
         return tf.TensorShape([1, *shape[1:]]) if self.kind == "reduce_scatter" else shape

@@ -83,8 +83,8 @@ def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any
         return function_def_to_graph(definition, input_shapes=list(shapes))
 
 
-def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the results of a copy of `op`, in the default graph, with other inputs."""
+def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
+    """Return a copy of `op`, in the default graph, with other inputs. It waits for nothing else."""
     node = op.node_def
     node.name, node.device = f"copy_of_{op.name.replace('/', '_')}", ""
     node.attr.pop("_class", None)
@@ -93,8 +93,7 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     definition = tf.compat.v1.GraphDef(node=[node])
     definition.versions.CopyFrom(op.graph.graph_def_versions)
     given = {f"given_{i}": tensor for i, tensor in enumerate(inputs)}
-    names = [f"{node.name}:{i}" for i in range(len(op.outputs))]
-    return tf.graph_util.import_graph_def(definition, given, names, name="")
+    return tf.graph_util.import_graph_def(definition, given, [node.name], name="")[0]
 
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:

@@ -174,16 +174,20 @@ class TowerStep(abc.ABC):
         exchanges = [e for s in program.segments for b in s.outgoing for e in b.exchanges]
         reduced = sum(e.size_bytes(len(self.towers), rows) or 0 for e in exchanges if e.result in trained)
         lines = " and ".join(list(dict.fromkeys(whole.line for whole in program.gathered))[:3])
+        # Once for all sizes of batches, and for whoever calls the step.
+        about = str([(whole.op, whole.row_bytes) for whole in program.gathered])
         if gathered > reduced:
             self.towers.warn_once(
                 f"Exact, but {gathered} bytes of rows are gathered on every tower, more than the {reduced} "
                 f"of the gradients, for {lines}. Instead, compute there what each row needs by itself, or of "
-                "fewer numbers; explain() lists all of it"
+                "fewer numbers; explain() lists all of it",
+                about=about,
             )
         elif program.gathered and program.alike > _MOST_ALIKE:
             self.towers.warn_once(
                 f"Exact, but {program.alike:.0%} of a step is computed alike on all towers, for {lines}. "
-                "Instead, compute there what each row needs by itself; explain() lists all of it"
+                "Instead, compute there what each row needs by itself; explain() lists all of it",
+                about=about,
             )
 
     def _readers(self) -> dict[str, Callable[[Watch], tf.Tensor | None]]:

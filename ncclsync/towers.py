@@ -341,10 +341,10 @@ class TowerState:
             if not self._replicas[key].tell_others():
                 self.shared.discard(key)  # the others are closed
 
-    def warn_once(self, message: str) -> None:
-        """Log a warning, unless it was logged before."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn_once(self, message: str, about: str | None = None) -> None:
+        """Log a warning, unless it was logged before, or one `about` the same."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
             logger.warning("%s", message)
 
     def distrust(self) -> None:

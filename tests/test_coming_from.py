@@ -201,7 +201,7 @@ def test_batch_size_of_one_process():
     for rows in (8, 2):
         with pytest.raises(tf.errors.InvalidArgumentError) as caught:
             model.train_on_batch(x[:rows], y[:rows])
-        words = "Expected the global batch size that the inputs of a model with a stateful RNN declare, 4,"
+        words = "Expected the global batch size that the step declares, 4, by a stateful RNN or"
         assert words in str(caught.value) and "for Horovod, each process has its own" in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -797,8 +797,8 @@ def test_function_as_graph_and_copied_op():
     assert "ConcatV2" in {op.type for op in body.get_operations()}
     with function.graph.as_default():
         again = private.copied_op(loop, [tf.identity(tensor) for tensor in loop.inputs])
-    assert [tensor.op.type for tensor in again] == ["StatelessWhile"] * len(loop.outputs)
-    assert again[0].op is not loop
+    assert again.type == "StatelessWhile" and len(again.outputs) == len(loop.outputs)
+    assert again is not loop
 
 
 def test_describe_handle():

@@ -10,6 +10,7 @@ same graph; collectives become `Exchange`s.
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -120,7 +121,13 @@ class Partition(Placer):
                 if name in self._altered:
                     self._altered.add(output.name)
             return
-        made = self._made(call)
+        try:
+            made = self._made(call)
+        except Refused as reason:
+            raise NcclSyncError(
+                f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
+                f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
+            ) from reason
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
@@ -281,7 +288,7 @@ class Partition(Placer):
         if before.kind is Kind.ITEMS:
             return self._anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
-            raise Refused(f"{tensor.name} cannot be sent")
+            raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
         if before.kind is Kind.SHARD:
             return self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
@@ -297,15 +304,14 @@ class Partition(Placer):
             with self._building():
                 return tf.cast(reduced, tf.bool)
         if before.kind is Kind.ROWS:
+            counts = np.reshape(before.counts, [] if tensor.shape.rank == 0 else [-1])
             with self._building():
                 own, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
-                counted = tensor // own * total
-                if all(before.counts):
-                    return counted
-                chosen = tf.constant([bool(count) for count in before.counts])
-                return tf.where(
-                    tf.reshape(chosen, tensor.shape if tensor.shape.rank == 0 else [-1]), counted, tensor
-                )
+                each = tf.constant(counts, tensor.dtype)
+                if np.all(counts > 0):
+                    return each * total
+                counted = tf.where(each > 0, each, tensor // own) * total
+                return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
@@ -314,7 +320,7 @@ class Partition(Placer):
             return self._whole_piece(tensor, before, op)
         if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE):  # such as a cast of the rows' places
             return self._anew(tensor)
-        raise Refused
+        raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
     def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """What tower 0 has, on all towers."""
@@ -348,33 +354,33 @@ class Partition(Placer):
         given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
-            return private.copied_op(op, inputs)[tensor.value_index]
+            return private.copied_op(op, inputs).outputs[tensor.value_index]
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """All towers' rows, in the order of the batch."""
-        rank = tensor.shape.rank
         moved = tensor
-        if before.axis or before.blocks > 1:
-            if rank is None:
-                raise Refused
-            order = [before.axis, *(axis for axis in range(rank) if axis != before.axis)]
+        turned = before.axis or before.blocks > 1
+        if turned:
             with self._building():
+                rank = tf.rank(tensor) if tensor.shape.rank is None else tensor.shape.rank
+                order = tf.concat([[before.axis], tf.range(before.axis), tf.range(before.axis + 1, rank)], 0)
                 moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
+                rest = tf.shape(moved)[1:]
                 if before.blocks > 1:
-                    rest = tf.shape(moved)[1:]
                     moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
-                    moved = tf.transpose(moved, [1, 0, *range(2, rank + 1)])  # [rows, blocks, ...]
+                    moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
         if op.name not in self.graph.marks:
             exchange = self.graph.exchanges[self._name(whole)]
             self.gathered.append(Whole(op.type, exchange.line, _row_bytes(exchange)))
-        if not (before.axis or before.blocks > 1):
+        if not turned:
             return whole
         with self._building():
             if before.blocks > 1:
-                whole = tf.transpose(whole, [1, 0, *range(2, rank + 1)])
-                whole = tf.reshape(whole, tf.concat([[-1], tf.shape(whole)[2:]], 0))
-            whole = tf.transpose(whole, np.argsort(order))
+                whole = tf.reshape(_swapped(whole, rank), tf.concat([[-1], rest], 0))
+            whole = tf.transpose(whole, tf.math.invert_permutation(order))
+            if tensor.shape.rank is None:
+                return whole
             shape = tensor.shape.as_list()
             shape[before.axis] = None
             return tf.ensure_shape(whole, shape)
@@ -393,7 +399,8 @@ class Partition(Placer):
                 self.declared.add((known, after.blocks * max(after.each, 1)))
                 begin, size = self.share.begin * each, self.share.rows * each
             if after.blocks > 1:
-                starts = tf.range(after.blocks) * (length // after.blocks) + begin
+                blocks = after.blocks if known is not None else tf.where(broadcast, 1, after.blocks)
+                starts = tf.range(blocks) * (length // after.blocks) + begin
                 places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
                 return tf.gather(tensor, places, axis=after.axis)
             rank = tensor.shape.rank
@@ -471,6 +478,41 @@ class Partition(Placer):
                 self._put(output, output, REPLICATE)
                 continue
             self._put(output, self._followed(output, op), REPLICATE)
+        if op.type not in rules.DRAWS:
+            self._follow_writes(op)
+
+    def _follow_writes(self, op: tf.Operation) -> None:
+        """Give all towers what an op, or a dataset that it iterates, has written to tower 0's variables."""
+        graph, sources = self.graph, [op]
+        for one in sources:
+            sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
+        handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
+        if not handles or all(output.dtype == tf.variant for output in op.outputs if op.outputs):
+            return  # a dataset writes when it is iterated
+        with self._building():
+            reads = [
+                tf.raw_ops.ReadVariableOp(
+                    resource=graph.tf_graph.get_tensor_by_name(handle), dtype=graph.variable_of[handle].dtype
+                )
+                for handle in handles
+            ]
+        for read in reads:
+            graph.controls[read.op.name] = [op.name]
+            self._differs.add(read.name)
+        values = [self._followed(read, op) for read in reads]
+        with self._building():
+            writes = [
+                tf.raw_ops.AssignVariableOp(resource=graph.tf_graph.get_tensor_by_name(handle), value=value)
+                for handle, value in zip(handles, values, strict=True)
+            ]
+            done = tf.group(*writes)
+        for write, handle in zip(writes, handles, strict=True):
+            graph.writes[write.name] = {handle}
+        graph.must_run.add(done.name)
+        own = {read.op.name for read in reads} | {one.name for one in sources}
+        for name, controls in graph.controls.items():
+            if name not in own and any(one.name in controls for one in sources):
+                graph.controls[name] = [*controls, done.name]
 
     def _hidden(self, call: Call) -> list[Placement]:
         """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
@@ -481,7 +523,8 @@ class Partition(Placer):
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
-        if len(outputs) < len(op.outputs) or self.is_function(op):
+        lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
+        if len(outputs) < len(op.outputs) or self.is_function(op) or lazy:
             # It may write variables, which every tower must: all run it, and what it does besides it does N
             # times.
             self.warned.append(
@@ -495,8 +538,9 @@ class Partition(Placer):
         def run():
             made = private.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
             if not outputs:
-                return made or [tf.constant(0)]
-            return [part for one in made for part in (tf.reshape(one, [-1]), tf.shape(one))]
+                with tf.control_dependencies([made]):
+                    return [tf.constant(0)]
+            return [part for one in made.outputs for part in (tf.reshape(one, [-1]), tf.shape(one))]
 
         def receive():
             if not outputs:
@@ -506,11 +550,13 @@ class Partition(Placer):
         before = len(self._order)
         with self._building():
             sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+            # By a result, since TensorFlow prunes what a branch does and none needs.
+            done = tf.identity(sent[0])
         for made in self._order[before:]:
             if made.type in BRANCHES:
                 graph.controls[made.name] += graph.controls[op.name]
-                graph.must_run.add(made.name)
-                graph.stands_for(op.name, made.name)
+        graph.must_run.add(done.op.name)
+        graph.stands_for(op.name, done.op.name)
         self._appended.add(op.name)  # it is run there
         if not outputs:
             return []
@@ -645,7 +691,7 @@ class Partition(Placer):
         inputs = [self._own_value(one) for one in self.graph.traced_inputs[op.name]]
         with self._building():
             made = private.copied_op(op, inputs)
-        for output, one in zip(op.outputs, made, strict=True):
+        for output, one in zip(op.outputs, made.outputs, strict=True):
             self._own[output.name] = one
             self._differs.add(one.name)
         return self._own[name]
@@ -701,6 +747,11 @@ class Partition(Placer):
                 continue
             whole = self.convert(tensor, placed, REPLICATE, result.op)
             graph.outputs.append((self._name(whole), "first"))
+
+
+def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
+    """Swap the first two axes of a tensor that has one axis more than `rank`."""
+    return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
 
 
 def _cost(op: tf.Operation) -> float:

@@ -264,6 +264,8 @@ class Placer(abc.ABC):
             placed = self._loop(call)
             for i, one in enumerate(placed):
                 if one.kind is not Kind.ITEMS:
+                    if call.inputs[i].whole and one.kind is Kind.SHARD:
+                        _check_begins_with_rows(call.op.inputs[i], one)
                     call.require(i, one)
                 elif call.inputs[i] != one and call.inputs[i].of is not None:
                     raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
@@ -278,7 +280,7 @@ class Placer(abc.ABC):
             for other in ways[1:]:
                 made = [_either(one, two) for one, two in zip(made, other, strict=True)]
             if call.inputs[0].kind is Kind.LOCAL:
-                raise Refused
+                raise Refused("the branch is each tower's own")
             return made
         name = op.get_attr("f").name if op.type in CALLS else op.type
         return self._body(name, op.inputs, call.inputs)
@@ -307,6 +309,12 @@ class Placer(abc.ABC):
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
         return made
+
+
+def _check_begins_with_rows(begin: tf.Tensor, placed: Placement) -> None:
+    """Refuse what is not known to have all rows as the beginning of a loop's variable that has them later."""
+    if begin.shape.rank is None or begin.shape[placed.axis] in (None, 1):
+        raise Refused(f"a loop's variable that becomes {placed} begins with {begin.shape}")
 
 
 def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
@@ -391,7 +399,7 @@ class FunctionPlacer(Placer):
                     raise Refused("an assertion is about rows")
             else:
                 if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
-                    raise Refused
+                    raise Refused(f"{op.type} has a state of its own")
                 made = self.place(call)
             placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))
         return [placed[t.name] for t in graph.outputs]
@@ -402,7 +410,7 @@ class FunctionPlacer(Placer):
             return [REPLICATE] * len(call.op.outputs)
         if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
             return [REPLICATE] * len(call.op.outputs)
-        raise Refused
+        raise Refused(f"{call.op.type} writes {', '.join(map(str, values))} to what is {handle}")
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """See `Placer`."""
@@ -422,4 +430,4 @@ class FunctionPlacer(Placer):
 
     def alike(self, call: Call) -> list[Placement]:
         """See `Placer`."""
-        raise Refused
+        raise Refused(f"{call.op.type} draws numbers that tower 0 would have to send")

@@ -226,7 +226,8 @@ def align(
     return chosen
 
 
-# Linear in what is partial: the sum of the towers' results is the result of their sum.
+# Linear in what is partial: the sum of the towers' results is the result of their sum. Not by numbers that
+# only the running step knows: one of them may be infinite or zero.
 
 
 @_linear(
@@ -256,7 +257,7 @@ def _passing(call: Call) -> Sequence[Placement] | None:
 def _cast_partial(call: Call) -> Sequence[Placement] | None:
     before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
     # Not integers: their sums wrap, each tower's by itself.
-    widens = before.is_floating and after.is_floating and before.size <= after.size
+    widens = before == after or (before.is_floating and after.is_floating and before.size < after.size)
     return [call.inputs[0]] if widens and call.inputs[0].op in ("sum", "mean") else None
 
 
@@ -310,27 +311,22 @@ def _is_read(tensor: tf.Tensor) -> bool:
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")
 def _scale_partial(call: Call) -> Sequence[Placement] | None:
-    one, other = call.inputs
     divides = call.op.type in ("RealDiv", "Div", "DivNoNan")
-    at = 0 if one.kind is Kind.PARTIAL else 1
-    if (at == 1 and divides) or (other if at == 0 else one).kind is not Kind.REPLICATE:
+    at = 0 if call.inputs[0].kind is Kind.PARTIAL else 1
+    # By a finite constant: a tower's part may be 0, and 0 * inf is not sum * inf. Nor may it overflow.
+    factor = call.constant(1 - at) if call.inputs[1 - at].whole and not (at and divides) else None
+    if (
+        factor is None
+        or not call.op.outputs[0].dtype.is_floating
+        or call.inputs[at].op not in ("sum", "mean")
+    ):
+        return None
+    factor = np.abs(np.asarray(factor, "float64"))
+    if not np.all((factor >= 1) & (factor < np.inf) if divides else factor <= 1):
         return None
     shape = _shape(call.op.inputs[at])
-    if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
-        return None
     # Only where that makes it no larger: what is exchanged is the smallest of what could be.
     return [call.inputs[at]] if shape is not None and shape == _shape(call.op.outputs[0]) else None
-
-
-# Of an activation's gradient: linear in what flows back, the input of that index.
-_BACK = {"RsqrtGrad": 1, "SqrtGrad": 1, "InvGrad": 1, "ReciprocalGrad": 1, "TanhGrad": 1, "SigmoidGrad": 1}
-_BACK |= {"ReluGrad": 0, "Relu6Grad": 0, "EluGrad": 0, "SeluGrad": 0, "LeakyReluGrad": 0, "SoftplusGrad": 0}
-
-
-@_linear(*_BACK)
-def _back_partial(call: Call) -> Sequence[Placement] | None:
-    at = _BACK[call.op.type]
-    return [call.inputs[at]] if call.inputs[1 - at].whole and call.inputs[at].op in ("sum", "mean") else None
 
 
 # Reductions: over the rows they leave a part of the batch's result, over other axes rows.
@@ -795,7 +791,7 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
         return None
     for i in (1, 2, 3):  # bounds along another axis may be the batch's number of rows
         call.require(i, REPLICATE)
-    spec = _slice_spec(call, 1)
+    spec = _slice_spec(call)
     if spec is None:
         return None
     kept = _sliced_axis(spec, placed.axis)
@@ -817,11 +813,12 @@ def _slice_counts(call: Call) -> Sequence[Placement] | None:
     return [rows(tuple(int(count) for count in counts[first : last : int(strides[0])]))]
 
 
-def _slice_spec(call: Call, first: int) -> list[Any] | None:
+def _slice_spec(call: Call) -> list[Any] | None:
     """Say of each axis of the operand, and of each new one, whether it is "all", "some", "one" or "new"."""
-    begin, _, strides = (call.constant(first + i) for i in range(3))
-    rank = _rank(call, 0) if first == 1 else int(call.op.inputs[0].shape[0])
-    length = call.op.inputs[first].shape[0]
+    begin, _, strides = (call.constant(1 + i) for i in range(3))
+    back = call.op.type == "StridedSliceGrad"  # whose first input is the operand's shape
+    rank = call.op.inputs[0].shape[0] if back else _rank(call, 0)
+    length = call.op.inputs[1].shape[0]
     if length is None or rank is None:
         return None
     bits = {
@@ -870,7 +867,7 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     ):
         return None
     axis = _only(shape.counts)
-    spec = None if axis is None else _slice_spec(call, 1)
+    spec = None if axis is None else _slice_spec(call)
     if spec is None or _sliced_axis(spec, axis) != placed.axis:
         return None
     return [shard(axis, placed.blocks, placed.each)]
@@ -970,6 +967,11 @@ def _concat_offset(call: Call) -> Sequence[Placement] | None:
 @_rule("Slice", counting=True)
 def _slice(call: Call) -> Sequence[Placement] | None:
     placed, begin, size = call.inputs
+    if placed.kind is Kind.ROWS:
+        first, count = _constant_element(call, 1, 0), _constant_element(call, 2, 0)
+        if first is None or count is None:
+            return None
+        return [rows(placed.counts[first : None if count < 0 else first + count])]
     if placed.kind is not Kind.SHARD:
         return None
     axis = placed.axis
@@ -1109,14 +1111,16 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     inside = before[placed.axis + 1 :]
     known = (placed.each or 1) * math.prod(length for length in inside if length is not None)
     exact = placed.each and None not in inside
+    width = math.prod(after[axis + 1 :]) if None not in after[axis + 1 :] else None
     if shape.kind is Kind.ROWS:
-        each = count // blocks if count > 0 and count % blocks == 0 else 0
-        if not each and exact and None not in after[axis + 1 :] and math.prod(after[axis + 1 :]):
-            each = known // math.prod(after[axis + 1 :])
+        each = max(count, 0) // blocks
+        if count > 0 and (count % blocks or (exact and width and each * width != known)):
+            return None
+        if not each and exact and width:
+            each = known // width if known % width == 0 else 0
         if blocks > 1 and not each:
             return None
         return [shard(axis, blocks, each)]
-    width = math.prod(after[axis + 1 :]) if None not in after[axis + 1 :] else None
     if not width or known % width:
         return None
     return [shard(axis, blocks, known // width if exact else 0)]
@@ -1244,6 +1248,7 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     if axis is None or None in ranks:
         return None
     axis = int(axis) % max(ranks[0], 1)
+    skipped += ranks[1] if skipped < 0 else 0
     if params.kind is Kind.ROWS:
         chosen = call.constant(1)
         if chosen is None or ranks[1] > 1:
@@ -1392,8 +1397,10 @@ def _counting_product(call: Call) -> Sequence[Placement] | None:
 
 
 def _counting_cast(call: Call) -> Sequence[Placement] | None:
-    integers = call.op.outputs[0].dtype in (tf.int32, tf.int64)
-    return [call.inputs[0]] if integers else None
+    before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
+    # One that wraps tells what it is for one sample no more.
+    fits = after == before or (before, after) == (tf.int32, tf.int64) or min(call.inputs[0].counts) >= 0
+    return [call.inputs[0]] if fits and after in (tf.int32, tf.int64) else None
 
 
 # What counts rows and is no row itself: by op type.
@@ -1444,6 +1451,8 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.ITEMS:
         return None
     of = placed.of or REPLICATE
+    if not _shapes_item(call, 1, of):
+        return None
     if of.kind is Kind.SHARD:
         return [shard(of.axis + 1, of.blocks, of.each)]
     return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
@@ -1456,6 +1465,17 @@ def _list_begin(call: Call) -> Sequence[Placement] | None:
     return [items(None)]
 
 
+def _shapes_item(call: Call, index: int, of: Placement) -> bool:
+    """Whether input `index`, the shape of a list's items, is that of a tower's rows, or leaves them open."""
+    shape = call.inputs[index]
+    if of.kind is not Kind.SHARD:
+        return shape.whole
+    if shape.kind is Kind.ROWS:
+        return _only(shape.counts) == of.axis
+    known = call.constant(index)
+    return known is not None and (known.ndim == 0 or known[of.axis] == -1)
+
+
 @_rule("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
@@ -1464,7 +1484,10 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     ):
         return None
     of = placed.of or REPLICATE
-    if call.op.type == "TensorListPopBack":
+    pops = call.op.type == "TensorListPopBack"
+    if not _shapes_item(call, 1 if pops else 2, of):
+        return None
+    if pops:
         return [placed, of]
     call.require(1, REPLICATE)
     return [of]

@@ -32,6 +32,42 @@ def listed(dtype, size, *items, shape=()):
     return array
 
 
+def by_columns(t):
+    return tf.transpose(t, [1, 0, 2])
+
+
+def stacked(t):
+    return tf.stack([t[:, :, 0], t[:, :, 1]])
+
+
+def places(x, columns=2):
+    return tf.cast(tf.abs(x[:, :columns]) * 10.0, tf.int32) % 4
+
+
+def marked(value):
+    """Numbers for what is not finite: of which kind it is counts."""
+    value = tf.where(tf.math.is_nan(value), tf.cast(1e3, value.dtype), value)
+    return tf.where(tf.math.is_inf(value), tf.sign(value) * tf.cast(2e3, value.dtype), value)
+
+
+def ramp(x, dtype):
+    """Of each row a number, as many below zero as above, whose sum is 0."""
+    return tf.cast(2 * tf.range(rows(x)) - rows(x) + 1, dtype) + tf.cast(x[:, 0] * 0.0, dtype)
+
+
+def one_row(x):
+    return tf.boolean_mask(tf.range(1.0, 5.0, dtype=x.dtype), [True, False, False, False])[:, None]
+
+
+def grown(x, begin, times):
+    return tf.while_loop(
+        lambda k, s: k < times,
+        lambda k, s: (k + 1, s + x),
+        [0, begin],
+        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None, 4])],
+    )[1]
+
+
 STEPS = {
     # Bounds of a slice that count rows.
     "slice_to_rows": lambda x, t: tf.reduce_sum(padded(t)[:, : rows(t)] + 1.0),
@@ -77,6 +113,48 @@ STEPS = {
     "outer_matmul": lambda x, t: tf.matmul(t[None, :], tf.transpose(t, [0, 2, 1])[:, None]),
     "outer_matmul_transposed": lambda x, t: tf.matmul(t[:, None], t[None], transpose_b=True),
     "outer_einsum": lambda x, t: tf.einsum("...ij,...kj->...ik", t[None, :], t[:, None]),
+    # Blocks of rows in other blocks; rows from the end of a slice.
+    "thirds": lambda x, t: tf.reshape(stacked(t), [3 * rows(t), 2]),
+    "two_of_thirds": lambda x, t: tf.reduce_sum(
+        tf.slice(tf.reshape(stacked(t), [3 * rows(t), 2]), [0, 0], [2 * rows(t), 2]), 1
+    ),
+    "thirds_of_size": lambda x, t: tf.reshape(stacked(t), [tf.size(t) // 2, 2]),
+    "ellipsis_backwards": lambda x, t: tf.add_n([by_columns(t)[..., ::-1, :], by_columns(t)]) ** 2,
+    "ellipsis_and_new_axis": lambda x, t: tf.stack(
+        [by_columns(t)[..., None, 1:, :][:, 0], by_columns(t)[:, 1:]]
+    ),
+    "gather_from_the_end": lambda x, t: tf.gather(tf.sort(x, 0), places(x), axis=1, batch_dims=-1),
+    "gather_whole_places": lambda x, t: tf.gather(x, tf.sort(places(x), 0), axis=1, batch_dims=-1),
+    "one_open_row": lambda x, t: tf.concat([x, -x], 0) * one_row(x),
+    # Parts of a sum that are not finite where the sum is, and the other way round.
+    "sum_by_zero": lambda x, t: marked(
+        tf.reduce_sum(tf.nn.relu(x - 1.0), 0) / tf.constant([0.0, 1, 0, 1], x.dtype)
+    ),
+    "mean_by_zero": lambda x, t: marked(tf.reduce_mean(x, 0) / tf.constant([0.0, 1, 0, 1], x.dtype)),
+    "sum_by_sum": lambda x, t: marked(tf.reduce_sum(tf.nn.relu(x - 1.0)) / tf.reduce_sum(x - x)),
+    "sum_by_infinity": lambda x, t: marked(
+        tf.reduce_sum(tf.nn.relu(x - 1.0), 0) * tf.constant([np.inf, 1, np.inf, 1], x.dtype)
+    ),
+    "roots_of_zero": lambda x, t: marked(tf.sqrt(tf.reduce_sum(tf.nn.relu(x - 9.0), 0))),
+    "half_sum_by_much": lambda x, t: marked(
+        tf.reduce_sum(1000 * ramp(x, tf.float16)) * tf.constant(3e4, tf.float16)
+    ),
+    "half_of_brain_sum": lambda x, t: marked(
+        tf.cast(tf.reduce_sum(65536 * ramp(x, tf.bfloat16)), tf.float16)
+    ),
+    "count_that_wraps": lambda x, t: tf.cast(tf.cast(rows(x), tf.int64) * 3000000000, tf.int32),
+    # Loops whose state begins as one row, or never changes; lists whose items have rows.
+    "grown": lambda x, t: grown(x, tf.ones([1, 4], x.dtype), 2),
+    "never_grown": lambda x, t: grown(x, tf.ones([1, 4], x.dtype), 0),
+    "never_grown_open": lambda x, t: grown(x, one_row(x) * tf.ones([4], x.dtype), 0),
+    "list_of_columns": lambda x, t: tf.TensorArray(tf.float64, 3).unstack(by_columns(t)).read(1),
+    "list_of_rows": lambda x, t: tf.TensorArray(tf.float64, rows(t)).unstack(t).read(1),
+    "list_without_shape": lambda x, t: (
+        tf.TensorArray(tf.float64, 2, infer_shape=False).write(0, x[:, 0]).write(1, x[:, 1]).stack()
+    ),
+    "sorted_without_rank": lambda x, t: tf.reduce_sum(
+        tf.sort(tf.reshape(tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None)), [-1]))
+    ),
     # Matrices of which some have rows, or rows within.
     "diagonals": lambda x, t: tf.linalg.diag(t, k=(-1, 1), num_rows=2, num_cols=2),
     "diagonals_of_rows": lambda x, t: tf.linalg.diag(x, k=(1 - rows(x), 0), num_rows=9, num_cols=4),

@@ -226,8 +226,9 @@ def align(
     return chosen
 
 
-# Linear in what is partial: the sum of the towers' results is the result of their sum. Not by numbers that
-# only the running step knows: one of them may be infinite or zero.
+# Linear in what is partial: the sum of the towers' results is the result of their sum, if it is finite: where
+# one device has an infinity, such as 1 / 0, towers may have a NaN, of 0 / 0. What flows back to a tower's own
+# moments passes here too, and must stay that tower's.
 
 
 @_linear(
@@ -311,22 +312,27 @@ def _is_read(tensor: tf.Tensor) -> bool:
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")
 def _scale_partial(call: Call) -> Sequence[Placement] | None:
+    one, other = call.inputs
     divides = call.op.type in ("RealDiv", "Div", "DivNoNan")
-    at = 0 if call.inputs[0].kind is Kind.PARTIAL else 1
-    # By a finite constant: a tower's part may be 0, and 0 * inf is not sum * inf. Nor may it overflow.
-    factor = call.constant(1 - at) if call.inputs[1 - at].whole and not (at and divides) else None
-    if (
-        factor is None
-        or not call.op.outputs[0].dtype.is_floating
-        or call.inputs[at].op not in ("sum", "mean")
-    ):
-        return None
-    factor = np.abs(np.asarray(factor, "float64"))
-    if not np.all((factor >= 1) & (factor < np.inf) if divides else factor <= 1):
+    at = 0 if one.kind is Kind.PARTIAL else 1
+    if (at == 1 and divides) or (other if at == 0 else one).kind is not Kind.REPLICATE:
         return None
     shape = _shape(call.op.inputs[at])
+    if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
+        return None
     # Only where that makes it no larger: what is exchanged is the smallest of what could be.
     return [call.inputs[at]] if shape is not None and shape == _shape(call.op.outputs[0]) else None
+
+
+# Of an activation's gradient: linear in what flows back, the input of that index.
+_BACK = {"RsqrtGrad": 1, "SqrtGrad": 1, "InvGrad": 1, "ReciprocalGrad": 1, "TanhGrad": 1, "SigmoidGrad": 1}
+_BACK |= {"ReluGrad": 0, "Relu6Grad": 0, "EluGrad": 0, "SeluGrad": 0, "LeakyReluGrad": 0, "SoftplusGrad": 0}
+
+
+@_linear(*_BACK)
+def _back_partial(call: Call) -> Sequence[Placement] | None:
+    at = _BACK[call.op.type]
+    return [call.inputs[at]] if call.inputs[1 - at].whole and call.inputs[at].op in ("sum", "mean") else None
 
 
 # Reductions: over the rows they leave a part of the batch's result, over other axes rows.

@@ -126,9 +126,16 @@ def rowed_leaves(batch: Any) -> list[Any]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return how many rows a batch has: of its first tensor that is no scalar."""
+    """Return how many rows a batch has, as all of its tensors have that are no scalars; None: there are none.
+
+    Raises:
+        ValueError: they have not as many.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
-    return None if not leaves else int(leaves[0].shape[0])
+    counts = list(dict.fromkeys(int(leaf.shape[0]) for leaf in leaves))
+    if len(counts) > 1:
+        raise ValueError(f"{_SAME_ROWS} {counts}")
+    return counts[0] if counts else None
 
 
 def open_specs(batch: Any) -> Any:

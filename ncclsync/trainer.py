@@ -98,10 +98,13 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
         return explain_program(program, towers, rows_of(ran))
     if batch is None:
         batch = fixed_batch_size(model) or _BATCH_SIZE
+    rows = None
     if isinstance(batch, int):
         if isinstance(batch, bool) or batch < 1:
             raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
-        batch = random_data(model, batch, batch_size=batch)
+        rows = batch
+        made = rows if fixed_batch_size(model) else min(rows, _BATCH_SIZE)
+        batch = random_data(model, made, batch_size=made)
     if not isinstance(batch, (tuple, list)):
         raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
     if not 1 <= len(batch) <= 3:
@@ -111,7 +114,7 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
     specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
-    return explain_program(step.program_of(specs), towers, rows_of(batch))
+    return explain_program(step.program_of(specs), towers, rows or rows_of(batch))
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:

@@ -133,12 +133,18 @@ def test_one_tower_and_a_loop():
         ((X, None), "data with targets, .* Received: x alone"),
         ((), r"a batch \(x,\), \(x, y\) or \(x, y, sample_weight\). Received: 0 elements"),
         ((X, Y, Y, Y), "Received: 4 elements"),
+        ((X, Y[:3]), rf"the same number of rows. Received: \[{len(X)}, 3\]"),
     ],
 )
 def test_bad_batch(batch, error):
     """Refused by what it is."""
     with pytest.raises((TypeError, ValueError), match=error):
         on_towers(mlp, 2).towers.explain(batch)
+
+
+def test_a_batch_that_no_memory_holds():
+    """Only its size counts."""
+    assert [shard.end for shard in on_towers(mlp, 2).towers.explain(10**12).shards] == [5 * 10**11, 10**12]
 
 
 def test_batch_of_inputs_alone():

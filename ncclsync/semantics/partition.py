@@ -28,6 +28,8 @@ from ncclsync.variables import Role
 
 logger = logging.getLogger("ncclsync")
 
+# TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
+_SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
 _ADDING = frozenset(
@@ -128,6 +130,9 @@ class Partition(Placer):
                 f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
+        if op.type in _SHAPED and call.inputs[0].whole and op.inputs[0].shape.is_fully_defined():
+            with self._building():
+                call.tensors[0] = tf.ensure_shape(call.tensors[0], op.inputs[0].shape)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]

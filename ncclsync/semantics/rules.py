@@ -742,10 +742,10 @@ def _labelled(call: Call) -> Sequence[Placement] | None:
 @_rule("SoftmaxCrossEntropyWithLogits")
 def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
     shapes = [_shape(tensor) for tensor in call.op.inputs]
-    if any(shape is None for shape in shapes):
+    # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
+    if any(shape is None or shape[0] == 1 for shape in shapes):
         return None
-    by_rows = [i for i in (0, 1) if call.inputs[i].kind is Kind.SHARD or shapes[i][0] != 1]
-    placed = _samples_first(call, by_rows)
+    placed = _samples_first(call, [0, 1])
     return None if placed is None else _all(call, placed)
 
 

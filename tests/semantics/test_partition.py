@@ -140,6 +140,9 @@ STEPS = {
     "list_without_shape": lambda x, t: (
         tf.TensorArray(tf.float64, 2, infer_shape=False).write(0, x[:, 0]).write(1, x[:, 1]).stack()
     ),
+    "shapes_of_one_device": lambda x, t: tf.cumsum(
+        tf.linalg.diag_part(tf.repeat(tf.nn.moments(t, [1, 0], keepdims=True)[1], 1, axis=-1)), axis=-1
+    ),
     "sorted_without_rank": lambda x, t: tf.reduce_sum(
         tf.sort(tf.reshape(tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None)), [-1]))
     ),

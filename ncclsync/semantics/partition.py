@@ -130,9 +130,12 @@ class Partition(Placer):
                 f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
-        if op.type in _SHAPED and call.inputs[0].whole and op.inputs[0].shape.is_fully_defined():
+        if op.type in _SHAPED and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
+            shape = op.inputs[0].shape.as_list()
+            if call.inputs[0].kind is Kind.SHARD:
+                shape[call.inputs[0].axis] = None
             with self._building():
-                call.tensors[0] = tf.ensure_shape(call.tensors[0], op.inputs[0].shape)
+                call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]

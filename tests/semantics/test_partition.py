@@ -143,6 +143,12 @@ STEPS = {
     "shapes_of_one_device": lambda x, t: tf.cumsum(
         tf.linalg.diag_part(tf.repeat(tf.nn.moments(t, [1, 0], keepdims=True)[1], 1, axis=-1)), axis=-1
     ),
+    "diagonals_of_open_shape": lambda x, t: tf.linalg.diag_part(
+        tf.reverse(tf.broadcast_to(t, [2, rows(t), 3, 2]), [-2])
+    ),
+    "diagonals_of_rolled": lambda x, t: tf.linalg.diag_part(
+        tf.roll(tf.reshape(tf.sort(t, 0), tf.shape(t)), 1, -1)
+    ),
     "sorted_without_rank": lambda x, t: tf.reduce_sum(
         tf.sort(tf.reshape(tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None)), [-1]))
     ),

@@ -341,7 +341,8 @@ def drawn_in_a_loop(shape, seed):
     """Not by `tf.map_fn`: after an error within, TensorFlow can open no scope of a strategy any more."""
     start = tf.constant(0), tf.zeros(shape)
     draw = lambda i, _: (i + 1, keras.random.uniform(shape, seed=seed))  # noqa: E731
-    return tf.while_loop(lambda i, _: i < 2, draw, start)[1]
+    open_shapes = tf.TensorShape([]), tf.TensorShape([None] * len(shape))
+    return tf.while_loop(lambda i, _: i < 2, draw, start, shape_invariants=open_shapes)[1]
 
 
 # Of every distribution: numbers per sample, and with a parameter per sample.

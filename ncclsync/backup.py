@@ -238,7 +238,7 @@ def _read_state(path: str) -> dict[str, Any] | None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Tell a state from a corrupted one: no other check knows a wrong number of epochs from a right one."""
+    """Return what tells a state from a corrupted one: no check knows a wrong number of epochs by itself."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 

@@ -21,9 +21,7 @@ from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
-from tensorflow.python.ops import (
-    handle_data_util,
-)
+from tensorflow.python.ops import handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
 
 # Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.

@@ -4,7 +4,7 @@ A view for the passes that cut a step (`exchanges.py`, `cut.py`, `segment.py`); 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -194,10 +194,10 @@ class StepGraph:
         self.writes[op.name] = set()
         self.by_name[op.name] = op
 
-    def stands_for(self, op: str, other: str) -> None:
-        """Let whatever waits for one op wait for another, which does its work."""
+    def stands_for(self, op: str, other: str, but_not_to: Collection[str] = ()) -> None:
+        """Let whatever waits for one op, but for some, wait for another, which does its work."""
         for name, controls in self.controls.items():
-            if op in controls:
+            if op in controls and name not in but_not_to:
                 self.controls[name] = [other if control == op else control for control in controls]
         definitions = self.tf_graph.as_graph_def().library.function
         self.functions.update((f.signature.name, f) for f in definitions)

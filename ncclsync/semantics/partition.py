@@ -495,8 +495,9 @@ class Partition(Placer):
         for one in sources:
             sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
         handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
-        if not handles or all(output.dtype == tf.variant for output in op.outputs if op.outputs):
-            return  # a dataset writes when it is iterated
+        is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.is_function(op)
+        if not handles or is_dataset:  # which writes when it is iterated
+            return
         with self._building():
             reads = [
                 tf.raw_ops.ReadVariableOp(
@@ -504,9 +505,7 @@ class Partition(Placer):
                 )
                 for handle in handles
             ]
-        for read in reads:
-            graph.controls[read.op.name] = [op.name]
-            self._differs.add(read.name)
+        self._differs.update(read.name for read in reads)
         values = [self._followed(read, op) for read in reads]
         with self._building():
             writes = [
@@ -517,10 +516,11 @@ class Partition(Placer):
         for write, handle in zip(writes, handles, strict=True):
             graph.writes[write.name] = {handle}
         graph.must_run.add(done.name)
-        own = {read.op.name for read in reads} | {one.name for one in sources}
-        for name, controls in graph.controls.items():
-            if name not in own and any(one.name in controls for one in sources):
-                graph.controls[name] = [*controls, done.name]
+        own = {one.name for one in sources}
+        for one in sources:
+            graph.stands_for(one.name, done.name, but_not_to=own)
+        for read in reads:
+            graph.controls[read.op.name] = [op.name]
 
     def _hidden(self, call: Call) -> list[Placement]:
         """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
@@ -538,7 +538,7 @@ class Partition(Placer):
             self.warned.append(
                 f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
                 "Python, or prints, or draws without a seed): every tower does it, with the batch's values, "
-                "and tower 0's results are taken"
+                "and tower 0's results, and what it writes to variables, are taken"
             )
             self._follow(call)
             return [REPLICATE] * len(op.outputs)
@@ -581,7 +581,7 @@ class Partition(Placer):
     def _assert(self, call: Call) -> None:
         """An assertion about each row may fail on the tower that has the row."""
         placed = call.inputs[0]
-        if placed.kind is Kind.PARTIAL and placed.op != "min":
+        if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
         for i, one in enumerate(call.inputs):
             if one.kind in (Kind.AXES, Kind.PENDING):

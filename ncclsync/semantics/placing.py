@@ -135,10 +135,12 @@ class Placer(abc.ABC):
         if self.is_function(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
-            # A tower's own count goes with what it has of its rows, not with its random numbers.
-            if kinds <= {Kind.LOCAL, Kind.REPLICATE} or (
-                kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and SEEDED not in call.inputs
-            ):
+            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
+                if SEEDED in call.inputs:
+                    # A tower's own count goes with what it has of its rows, not with its random numbers.
+                    for i, placed in enumerate(call.inputs):
+                        if placed.kind is Kind.ROWS:
+                            call.require(i, REPLICATE)
                 return [_own_of(call.inputs)] * len(op.outputs)
             call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
             for i in call.own:
@@ -212,7 +214,7 @@ class Placer(abc.ABC):
             return None
         (axis,) = counted
         made = shard(axis, 1, max(shape.counts[axis], 0))
-        behind = call.op.type in rules.DRAWN_BEHIND_SHAPE
+        apart = call.op.type in rules.DRAWN_APART
         whole = []
         for i, name in enumerate(names):
             placed, of = call.inputs[i], call.op.inputs[i].shape
@@ -221,12 +223,12 @@ class Placer(abc.ABC):
             if placed.kind is Kind.ROWS:
                 call.require(i, REPLICATE)
             elif placed.kind is Kind.SHARD:
-                if behind or of.rank is None or placed.axis + rank - of.rank != axis:
+                if apart or of.rank is None or placed.axis + rank - of.rank != axis:
                     return None
                 made = made if placed.blocks == 0 else shard(axis, placed.blocks, placed.each)
             elif placed.kind not in (Kind.REPLICATE, Kind.LOCAL):
                 return None
-            elif not behind and (of.rank is None or (axis >= rank - of.rank and of[axis - rank] != 1)):
+            elif not apart and (of.rank is None or (axis >= rank - of.rank and of[axis - rank] != 1)):
                 whole.append((i, of.rank))
         if any(placed.kind is Kind.SHARD and not rules.same_rows(placed, made) for placed in call.inputs):
             return None

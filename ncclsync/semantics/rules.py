@@ -1433,7 +1433,7 @@ DRAWS = names(
 )
 
 # As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
-DRAWN_BEHIND_SHAPE = names("RandomGamma RandomPoisson RandomPoissonV2")
+DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))

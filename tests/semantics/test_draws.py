@@ -113,6 +113,19 @@ def test_places_in_the_batch_are_of_all_rows(name):
         assert own.min() <= 1 and own.max() >= ROWS - 2, (number, own.min(), own.max())
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_count_in_a_seed_is_of_all_rows(invariant):
+    """Beside a seed, which each tower has of its own, a count is of the batch; the seed is tower 0's."""
+
+    def counted(x, seed, g):
+        numbers = tf.stack([tf.cast(seed[0], tf.int32), rows(x)])
+        return tf.fill([rows(x)], numbers[1]), tf.fill([rows(x)], numbers[0])
+
+    (counts, seeds), alone = drawn(counted, invariant)
+    assert set(counts.numpy()) == {ROWS} and len(set(seeds.numpy())) == 1
+    assert_close(seeds, alone[1], 0.0, "the seed of tower 0")
+
+
 def test_one_number_is_one():
     def draw(x, seed, g):
         return x[:, 0] * 0 + tf.cast(random.stateless_uniform([], seed, 0, rows(x), tf.int32), x.dtype)

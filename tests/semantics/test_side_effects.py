@@ -144,7 +144,7 @@ def test_updates_within_a_loop_over_a_dataset():
     assert_close(found[1], found[0], 1e-5, "a dataset within the step")
 
 
-@pytest.mark.parametrize("kind", ["loop", "branch"])
+@pytest.mark.parametrize("kind", ["loop", "branch", "branch without a result"])
 def test_updates_by_numbers_that_no_seed_tells(kind):
     """What one device would have drawn is not known; but all towers must have drawn the same."""
     model, optimizer, update = regression()
@@ -155,6 +155,12 @@ def test_updates_by_numbers_that_no_seed_tells(kind):
         if kind == "loop":
             for _ in tf.range(3):
                 total += update(x + tf.random.normal(tf.shape(x)))
+        elif kind == "branch without a result":
+
+            def act():
+                update(x * tf.random.uniform([]))
+
+            tf.cond(tf.reduce_sum(x) < 1e9, act, lambda: None)
         elif tf.random.uniform([]) < 2.0:
             total += update(x * tf.random.uniform([]))
         return total, model(x)

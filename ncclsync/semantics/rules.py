@@ -1404,7 +1404,7 @@ def _counting_product(call: Call) -> Sequence[Placement] | None:
 
 def _counting_cast(call: Call) -> Sequence[Placement] | None:
     before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
-    # One that wraps tells what it is for one sample no more.
+    # A count that wraps does not tell any more how many each sample has.
     fits = after == before or (before, after) == (tf.int32, tf.int64) or min(call.inputs[0].counts) >= 0
     return [call.inputs[0]] if fits and after in (tf.int32, tf.int64) else None
 

@@ -37,7 +37,7 @@ import tempfile
 from strategies import NAMES
 from strategies.conditions import CONDITIONS, LAST_ROWS
 
-from ncclsync.bench.turns import BenchError, Side, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, take_turns
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent
 

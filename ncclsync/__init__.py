@@ -8,48 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ncclsync import ops as ops
-    from ncclsync.backup import BackupAndRestore as BackupAndRestore
-    from ncclsync.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from ncclsync.communicator.native import nccl_version as nccl_version
     from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.errors import NonFiniteError as NonFiniteError
-    from ncclsync.history import plot_history as plot_history
-    from ncclsync.large_batch import LargeBatch as LargeBatch
-    from ncclsync.loop import Towers as Towers
-    from ncclsync.native import nccl_version as nccl_version
-    from ncclsync.noise import NoiseScale as NoiseScale
     from ncclsync.parallel import nccl_parallel as nccl_parallel
-    from ncclsync.residual import zero_last_gamma as zero_last_gamma
-    from ncclsync.shuffled import Shuffled as Shuffled
-    from ncclsync.throughput import Throughput as Throughput
-    from ncclsync.timeline import Timeline as Timeline
-    from ncclsync.verification import verify as verify
+    from ncclsync.tools.verify.verification import verify as verify
+    from ncclsync.towers.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from ncclsync.training.callbacks.backup import BackupAndRestore as BackupAndRestore
+    from ncclsync.training.callbacks.history import plot_history as plot_history
+    from ncclsync.training.callbacks.large_batch import LargeBatch as LargeBatch
+    from ncclsync.training.callbacks.noise_scale import NoiseScale as NoiseScale
+    from ncclsync.training.callbacks.residual import zero_last_gamma as zero_last_gamma
+    from ncclsync.training.callbacks.shuffled import Shuffled as Shuffled
+    from ncclsync.training.callbacks.throughput import Throughput as Throughput
+    from ncclsync.training.callbacks.timeline import Timeline as Timeline
+    from ncclsync.training.loop import Towers as Towers
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CrossDeviceOps": "cross_device_ops",
-    "BackupAndRestore": "backup",
+    "BackupAndRestore": "training.callbacks.backup",
+    "CrossDeviceOps": "towers.cross_device_ops",
     "DivergenceError": "errors",
-    "LargeBatch": "large_batch",
+    "LargeBatch": "training.callbacks.large_batch",
+    "nccl_parallel": "parallel",
+    "nccl_version": "communicator.native",
     "NcclError": "errors",
     "NcclSyncError": "errors",
     "NcclTimeoutError": "errors",
     "NcclUnavailableError": "errors",
-    "NoiseScale": "noise",
+    "NoiseScale": "training.callbacks.noise_scale",
     "NonFiniteError": "errors",
-    "Shuffled": "shuffled",
-    "Throughput": "throughput",
-    "Timeline": "timeline",
-    "Towers": "loop",
-    "nccl_parallel": "parallel",
-    "nccl_version": "native",
-    "plot_history": "history",
-    "verify": "verification",
-    "zero_last_gamma": "residual",
+    "plot_history": "training.callbacks.history",
+    "Shuffled": "training.callbacks.shuffled",
+    "Throughput": "training.callbacks.throughput",
+    "Timeline": "training.callbacks.timeline",
+    "Towers": "training.loop",
+    "verify": "tools.verify.verification",
+    "zero_last_gamma": "training.callbacks.residual",
 }
 __all__ = [*_HOMES, "ops"]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from ncclsync.cli import main
+from ncclsync.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,17 +9,18 @@ from typing import Any, TypeVar, overload
 import keras
 import tensorflow as tf
 
-from ncclsync import peers, private_keras
-from ncclsync.bucket import DEFAULT_BUCKET_BYTES
-from ncclsync.compression import check_compression
-from ncclsync.devices import check_arguments
-from ncclsync.drift import Sentinel
+from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import other_libraries
 from ncclsync.errors import NcclSyncError
-from ncclsync.large_batch import LargeBatch, follow
-from ncclsync.loop import Towers
-from ncclsync.nonfinite import OnNonFinite
-from ncclsync.trainer import attach
-from ncclsync.watchdog import DEFAULT_TIMEOUT_S, check_timeout
+from ncclsync.gradients.compression import check_compression
+from ncclsync.gradients.nonfinite import OnNonFinite
+from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
+from ncclsync.towers.drift import Sentinel
+from ncclsync.towers.placement import check_arguments
+from ncclsync.training.callbacks.large_batch import LargeBatch, follow
+from ncclsync.training.keras_model import attach
+from ncclsync.training.loop import Towers
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -187,7 +188,7 @@ def nccl_parallel(
 
     @functools.wraps(factory)
     def build(*args, **kwargs):
-        peers.check_outside_strategy()
+        other_libraries.check_outside_strategy()
         replicas = Towers(
             towers,
             devices=devices,
@@ -244,13 +245,13 @@ def _check_model(model: Any) -> None:
             f"Received: {model!r} of type {type(model).__name__}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
-        strategy = private_keras.strategy_of(owner)
+        strategy = keras_compat.strategy_of(owner)
         if strategy is not None:
             raise ValueError(
                 "Expected a model made and compiled outside tf.distribute. "
-                f"Received: one made under {type(strategy).__name__}. {peers.OTHER_WAY}"
+                f"Received: one made under {type(strategy).__name__}. {other_libraries.OTHER_WAY}"
             )
-    peers.check_not_horovods(getattr(model, "optimizer", None))
+    other_libraries.check_not_horovods(getattr(model, "optimizer", None))
     towers = getattr(model, "towers", None)
     if isinstance(towers, Towers) and not towers.closed:
         raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")

@@ -9,6 +9,11 @@ import sys
 import pytest
 from standin import COMPILER, Standin
 
+# For the processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [os.path.join(os.path.dirname(__file__), "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Models are small, and another process tests beside: threads within an op would only wait for each other. A
@@ -171,6 +176,6 @@ def disk_events(monkeypatch, tmp_path):
 @pytest.fixture
 def py_ops(monkeypatch):
     """Towers on the CPU whose collectives are py ops, as where TensorFlow does not take ops of our own."""
-    from ncclsync import host_ops
+    from ncclsync.ops import host_ops
 
     monkeypatch.setattr(host_ops, "available", lambda: False)

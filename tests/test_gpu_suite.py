@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ncclsync import native
+from ncclsync.communicator import native
 
 ROOT = pathlib.Path(__file__).parent.parent
 SUITE = ROOT / "tests" / "gpu"
@@ -81,7 +81,9 @@ def test_skipped_without_a_gpu(built_standin, tmp_path, environment, reason):
 
 def test_a_failure_is_not_overlooked(built_standin, tmp_path):
     """An NCCL that gives wrong numbers fails the tests, and the command with them."""
-    path = os.pathsep.join([str(SUITE), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(SUITE), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     code, printed = run(
         *["-m", "pytest", "tests/gpu", "-k", "broadcast or preflight or blocks", "-p", "no:cacheprovider"],
         **{**built_standin.environment, "PYTHONPATH": path, "STANDIN_FAIL": "corrupt:0:1"},

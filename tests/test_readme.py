@@ -18,7 +18,7 @@ import sys
 import numpy as np
 import pytest
 
-from ncclsync import cli
+from ncclsync.tools import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 READMES = sorted(
@@ -91,11 +91,11 @@ SIZES = {"Stop and go on": 256 * 60}
 RUNNER = """
 import json, os, sys, tempfile, traceback
 import keras, tensorflow, ncclsync
-from ncclsync import towers
-from ncclsync.devices import Placement
+from ncclsync.towers import state
+from ncclsync.towers.placement import Placement
 
-chosen = towers.choose_placement
-towers.choose_placement = lambda count, devices, backend: (
+chosen = state.choose_placement
+state.choose_placement = lambda count, devices, backend: (
     chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
 )
 # As in conftest.py: an iterator's end may else be waited for up to a minute.

@@ -121,7 +121,7 @@ def train_all_in_a_process(folder):
     paths = [
         str(EXAMPLES),
         str(EXAMPLES.parent),
-        str(EXAMPLES.parent / "tests"),
+        str(EXAMPLES.parent / "tests" / "support"),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     done = subprocess.run(

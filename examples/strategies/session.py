@@ -9,7 +9,7 @@ import zipfile
 import keras
 import numpy as np
 
-from ncclsync.bench.fit import status_bytes
+from ncclsync.tools.bench.fit import status_bytes
 from strategies import load
 from strategies.conditions import CONDITIONS
 from strategies.strategy import Sizes, make_cpus

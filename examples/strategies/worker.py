@@ -1,14 +1,14 @@
 """A process that trains by one strategy as it is asked to: `python -m strategies.worker NAME ARGUMENTS`.
 
-Its driver is compare_strategies.py, by `ncclsync.bench.turns`. TensorFlow is imported by what needs it only:
-strategies with processes of their own start them from here.
+Its driver is compare_strategies.py, by the turns of `ncclsync.tools.bench`. TensorFlow is imported by what
+needs it only: strategies with processes of their own start them from here.
 """
 
 import faulthandler
 import json
 import sys
 
-from ncclsync.bench.turns import Requests
+from ncclsync.tools.bench.turns import Requests
 
 LIMIT_S = 300  # for one request; a process that hangs ends, and tells where it hung
 

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.program import user_line
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync import private
+from ncclsync.compat import tensorflow as tf_compat
 
 
 class Functions:
@@ -27,7 +27,7 @@ class Functions:
         shapes = tuple(str(tensor.shape) for tensor in inputs)
         if (name, shapes) not in self._graphs:
             known = [None if tensor.dtype in (tf.resource, tf.variant) else tensor.shape for tensor in inputs]
-            self._graphs[name, shapes] = private.function_as_graph(
+            self._graphs[name, shapes] = tf_compat.function_as_graph(
                 self._definitions[name], known, self._outer
             )
         return self._graphs[name, shapes]
@@ -38,7 +38,7 @@ class Functions:
 
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Whether an op, or what it calls, draws from a state that no variable holds, or runs Python."""
-        return any(private.hides_state(one, repeatable) for one in self.op_types(op))
+        return any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
 
     def op_types(self, op: tf.Operation) -> Iterator[str]:
         """Yield the types of an op and of all ops in the functions that it calls, some several times."""

@@ -11,7 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ncclsync import ops, private, private_keras
+from ncclsync import ops
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
 
 
 @contextlib.contextmanager
@@ -25,7 +27,7 @@ def moments_of_layers() -> Iterator[None]:
             if context is None or not context.can_exchange():
                 return moments(self, inputs, mask)
             if self.synchronized:
-                return batch_moments(inputs, private_keras.reduction_axes(self), mask)
+                return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
             (inputs,) = ops.to_local([inputs], by_choice=True)
             if mask is not None:
                 (mask,) = ops.to_local([mask], by_choice=True)
@@ -44,17 +46,17 @@ def moments_of_layers() -> Iterator[None]:
 
         return chosen_moments
 
-    classes = private.loaded_classes(keras.layers.BatchNormalization)
+    classes = tf_compat.loaded_classes(keras.layers.BatchNormalization)
     with (
-        private.methods_wrapped(classes, "_moments", choosing),
-        private.methods_wrapped([private_keras.nn_functions()], "_compute_moments_sync", choosing_op),
+        tf_compat.methods_wrapped(classes, "_moments", choosing),
+        tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", choosing_op),
     ):
         yield
 
 
 def synchronize_batch_norm(model: keras.Model) -> None:
     """Set `synchronized=True` on every `BatchNormalization` of a model."""
-    for layer in private_keras.layers_of(model):
+    for layer in keras_compat.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
 

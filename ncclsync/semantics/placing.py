@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import private
-from ncclsync.program import user_line
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules
 from ncclsync.semantics.constants import folded
 from ncclsync.semantics.functions import Functions, in_order
@@ -393,14 +393,14 @@ class FunctionPlacer(Placer):
                 made = given
             elif op.type == "ReadVariableOp":
                 made = [given[0]]
-            elif private.written_handles(op) & writes and not self.is_function(op):
+            elif tf_compat.written_handles(op) & writes and not self.is_function(op):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
                 if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
                     raise Refused("an assertion is about rows")
             else:
-                if private.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
+                if tf_compat.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
                     raise Refused(f"{op.type} has a state of its own")
                 made = self.place(call)
             placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import native
+from ncclsync.communicator import native
 from ncclsync.semantics.placements import (
     MEAN,
     REPLICATE,

@@ -1,7 +1,7 @@
 """A GPU's memory for the tests: by CuPy, else by PyTorch, else by CUDA's runtime itself.
 
-The last one also serves the stand-in of tests/csrc, whose memory is the host's. Whether there is a GPU at all
-is decided here too.
+The last one also serves the stand-in of tests/support/csrc, whose memory is the host's. Whether there is a
+GPU at all is decided here too.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from ncclsync import native
+from ncclsync.communicator import native
 from ncclsync.errors import NcclUnavailableError
 
 CHOICE = "NCCLSYNC_GPU_TEST_MEMORY"  # tells the processes of one run what was chosen
@@ -60,7 +60,7 @@ def missing() -> str:
 
 
 def is_standin() -> bool:
-    """Return whether the GPU is the one of tests/csrc."""
+    """Return whether the GPU is the one of tests/support/csrc."""
     return hasattr(open_runtime(), "standin_fail")
 
 

@@ -19,8 +19,7 @@ import isolated
 import numpy as np
 from device_memory import is_standin, open_memory
 
-from ncclsync import native
-from ncclsync.communicator import NcclCommunicator
+from ncclsync.communicator import NcclCommunicator, native
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SIZES = (2**10, 2**20, 25 * 2**20, 256 * 2**20)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from device_memory import check, count_gpus, open_memory, open_runtime
 
-from ncclsync import native
-from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter, native
 
 RANKS = (2, 3)
 COUNTS = (0, 1, 7, 1000, 30_011)

@@ -36,8 +36,8 @@ def two_towers():
     import tensorflow as tf
 
     if is_standin():
-        from ncclsync.buffers import CUDA, HOST
         from ncclsync.communicator import NcclCommunicator
+        from ncclsync.communicator.buffers import CUDA, HOST
 
         NcclCommunicator.memory = {**CUDA, **HOST}
         return {"towers": 2, "backend": "nccl"}

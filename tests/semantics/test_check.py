@@ -8,18 +8,22 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from generated_models import generate
 
 import ncclsync
-from ncclsync import nccl_parallel, private, private_keras
-from ncclsync.hooks import step_hooks
-from ncclsync.program import Results, trace
-from ncclsync.semantics import check, rules
-from ncclsync.semantics.check import StepCheck
+from ncclsync import nccl_parallel
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.gradients.hooks import step_hooks
+from ncclsync.program import check
+from ncclsync.program.check import StepCheck
+from ncclsync.program.partition import Partition
+from ncclsync.program.program import Results
+from ncclsync.program.trace import trace
+from ncclsync.semantics import rules
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.partition import Partition
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
-from ncclsync.shard import open_specs
-from semantics.generated_models import generate
+from ncclsync.semantics.shards import open_specs
 
 ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 MODELS = 100
@@ -38,8 +42,8 @@ def checked(step, batch, towers=3, names_of=None):
 
 def checked_model(model, batch):
     """The same of a compiled model's training step."""
-    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
-    paths = private_keras.paths_of(model)
+    keras_compat.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    paths = keras_compat.paths_of(model)
     return checked(
         model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some]
     )
@@ -85,7 +89,7 @@ def images():
     model.compile("sgd", "mse", metrics=["mae"])
     rng = np.random.default_rng(0)
     batch = rng.standard_normal((7, 6, 6, 2)).astype("float32"), rng.standard_normal((7, 2)).astype("float32")
-    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    keras_compat.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
     return model.train_step, batch
 
 
@@ -223,7 +227,7 @@ def noisy():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(3)])
     model.compile("sgd", "mse")
     batch = numbers(3)
-    private_keras.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
+    keras_compat.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
     return model.train_step, batch
 
 
@@ -453,7 +457,7 @@ def everything(model):
         for copy in (replicas.variable, *replicas.copies):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
-        held.append((replicas.role, private.is_shared(replicas.variable)))
+        held.append((replicas.role, tf_compat.is_shared(replicas.variable)))
     logs = {
         "pending": set(towers._pending),
         "warned": set(towers._warned),

@@ -10,7 +10,7 @@ import tensorflow as tf
 from parity import ALL_ROWS, data, on_towers
 
 import ncclsync
-from ncclsync.bench.models import MODELS
+from ncclsync.tools.bench.models import MODELS
 
 HERE = pathlib.Path(__file__).name
 X, _ = data(rows=30)

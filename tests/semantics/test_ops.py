@@ -16,11 +16,11 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
+from op_table import EXAMPLES, UNREACHABLE, WITHIN, Example, Input
 from tensorflow.python.framework import ops as framework_ops  # for the registry of gradients, and no more
 
 import ncclsync
 from ncclsync.semantics import rules
-from semantics.op_table import EXAMPLES, UNREACHABLE, WITHIN, Example, Input
 
 TOWERS = 3
 ROWS, FEW = 7, 2  # shards of 3, 2 and 2 rows; of 1, 1 and none

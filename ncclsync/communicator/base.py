@@ -1,0 +1,254 @@
+"""What all communicators have in common: the collectives, and which arguments they refuse."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+from ncclsync.communicator import native
+from ncclsync.communicator.buffers import Buffers
+from ncclsync.errors import NcclSyncError
+
+
+class AllReduce(NamedTuple):
+    """An all-reduce of a group; its fields are the arguments of ``Communicator.all_reduce``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    op: str = "sum"
+    label: str = ""
+
+
+class Broadcast(NamedTuple):
+    """A broadcast of a group; its fields are the arguments of ``Communicator.broadcast``."""
+
+    buffers: Sequence[Any]
+    root: int = 0
+    label: str = ""
+
+
+class ReduceScatter(NamedTuple):
+    """A reduce-scatter of a group; its fields are the arguments of ``Communicator.reduce_scatter``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    op: str = "sum"
+    label: str = ""
+
+
+class AllGather(NamedTuple):
+    """An all-gather of a group; its fields are the arguments of ``Communicator.all_gather``."""
+
+    sends: Sequence[Any]
+    recvs: Sequence[Any]
+    label: str = ""
+
+
+AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
+
+_COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
+
+
+def read_buffers(
+    collective: AnyCollective, memory: Mapping[int, str], world_size: int
+) -> tuple[Buffers, Buffers]:
+    """Return what a collective reads and what it writes; of a broadcast the same.
+
+    Args:
+        collective: its lists have one buffer per rank of this process.
+        memory: the DLPack device types that the buffers may lie on.
+        world_size: the number of ranks in all processes.
+
+    Raises:
+        TypeError, ValueError: as `Buffers` does, or if counts and dtypes do not fit each other.
+    """
+    if isinstance(collective, Broadcast):
+        buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
+        return buffers, buffers
+    reads = Buffers(collective.sends, "sends", memory, writable=False)
+    writes = Buffers(collective.recvs, "recvs", memory, writable=True)
+    if isinstance(collective, ReduceScatter):
+        reads.check_like(writes, world_size)
+    else:
+        writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
+    return reads, writes
+
+
+def _check_list(what: str, buffers: Any) -> None:
+    """Raise TypeError unless an argument can be a list of buffers; an array's rows are one."""
+    ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
+    if not ordered or isinstance(buffers, (str, bytes, Mapping)):
+        raise TypeError(
+            f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}"
+        )
+
+
+class Communicator(abc.ABC):
+    """N ranks of this process. Whoever creates it closes it, best as a context manager.
+
+    A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
+    ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
+    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU. Where a buffer is
+    ``world_size`` blocks, one behind the other, block r is that of rank r of all processes.
+
+    Attributes:
+        size: number of ranks of this process.
+        world_size: number of ranks in all processes.
+        memory: the DLPack device types that its buffers may lie on.
+        failure: what ended it, if a failed collective did.
+    """
+
+    size: int
+    memory: Mapping[int, str]
+    failure: BaseException | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all processes."""
+        return self.size
+
+    @abc.abstractmethod
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        """Do it; there is one at least, and the arguments' lengths, operations and roots are checked."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether it has ended: by ``close`` or by a failed collective."""
+
+    def all_reduce(
+        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
+    ) -> None:
+        """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank.
+            recvs: one writable buffer per rank. ``recvs[r]`` may be ``sends[r]`` (in place).
+            op: "sum", "prod", "max", "min" or "avg".
+            label: what it is, for messages, such as "bucket 2 of 5".
+
+        Raises:
+            TypeError, ValueError: a bad argument; nothing was written.
+            NcclError: the collective failed; a NcclTimeoutError if it did not end. The communicator is
+                then aborted.
+            NcclSyncError: the communicator is closed.
+        """
+        self.run_group([AllReduce(sends, recvs, op, label)])
+
+    def broadcast(self, buffers: Sequence[Any], root: int = 0, *, label: str = "") -> None:
+        """Copy the root's buffer into every other rank's. Collective; blocks until done.
+
+        Args:
+            buffers: one writable buffer per rank.
+            root: the rank to copy from, of this process or of another.
+            label: as for ``all_reduce``.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        self.run_group([Broadcast(buffers, root, label)])
+
+    def reduce_scatter(
+        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
+    ) -> None:
+        """Reduce over all ranks; every rank receives its block of the result. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank: ``world_size`` blocks.
+            recvs: one writable buffer per rank: one block, ``1 / world_size`` of the elements of a send. It
+                may be the rank's own block of what the rank sends (in place).
+            op, label: as for ``all_reduce``, of whose result a rank receives its part, to the bit on the
+                host.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        self.run_group([ReduceScatter(sends, recvs, op, label)])
+
+    def all_gather(self, sends: Sequence[Any], recvs: Sequence[Any], *, label: str = "") -> None:
+        """Give every rank the buffers of all ranks, in their order. Collective; blocks until done.
+
+        Args:
+            sends: one buffer per rank: one block.
+            recvs: one writable buffer per rank: ``world_size`` blocks, ``world_size`` times the elements of
+                a send. The rank's own block of it may be what the rank sends (in place).
+            label: as for ``all_reduce``.
+
+        Raises:
+            As ``all_reduce``.
+        """
+        self.run_group([AllGather(sends, recvs, label)])
+
+    def run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        """Run collectives of any dtypes, sizes and operations as one; blocks until all are done.
+
+        They happen at once or in any order: what one of them writes no other may read or write. NCCL
+        runs them as one group, which costs one launch and one wait.
+
+        Args:
+            collectives: ``AllReduce``, ``Broadcast``, ``ReduceScatter`` and ``AllGather`` in any mix; of
+                several processes, all give the same ones in the same order.
+
+        Raises:
+            As ``all_reduce``; a NcclError or NcclTimeoutError ends all of them.
+        """
+        if self.closed:
+            self.raise_closed()
+        if isinstance(collectives, AnyCollective) or not isinstance(collectives, Iterable):
+            raise TypeError(
+                f"Expected collectives to be a list of {_COLLECTIVES}. Received: {type(collectives).__name__}"
+            )
+        collectives = list(collectives)  # an iterator would be used up by the checks
+        for collective in collectives:
+            self._check(collective)
+        if collectives:
+            self._run_group(collectives)
+
+    def _check(self, collective: AnyCollective) -> None:
+        if not isinstance(collective, AnyCollective):
+            raise TypeError(f"Expected each collective to be {_COLLECTIVES}. Received: {collective!r}")
+        if not isinstance(collective.label, str):
+            raise TypeError(f"Expected label to be a str. Received: {collective.label!r}")
+        if isinstance(collective, Broadcast):
+            _check_list("buffers", collective.buffers)
+            if len(collective.buffers) != self.size:
+                self._raise_length("buffers", str(len(collective.buffers)))
+            root = collective.root
+            if isinstance(root, bool) or not hasattr(root, "__index__"):
+                raise TypeError(f"Expected root to be the number of a rank. Received: {root!r}")
+            if not 0 <= root < self.world_size:
+                raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
+            return
+        if not isinstance(collective, AllGather):
+            op = collective.op
+            if not isinstance(op, str) or op not in native.OPS:
+                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
+        _check_list("sends", collective.sends)
+        _check_list("recvs", collective.recvs)
+        if len(collective.sends) != self.size or len(collective.recvs) != self.size:
+            self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
+
+    def reopen(self) -> None:
+        """Join the ranks again after a failed collective; nothing to do where none can fail."""
+        return
+
+    def raise_closed(self) -> NoReturn:
+        """Raise what a collective on a communicator that has ended raises."""
+        raise NcclSyncError(
+            f"Expected an open {type(self).__name__}. Received: one that is closed, or that a "
+            "failed collective has aborted"
+        )
+
+    def _raise_length(self, what: str, received: str) -> None:
+        raise ValueError(f"Expected {what} to hold {self.size} buffers, one per rank. Received: {received}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,296 @@
+"""What a collective accepts as a buffer, turned into pointers.
+
+Owns the reading and checking of NumPy arrays, DLPack objects and ``(pointer, count, dtype)``
+tuples; knows nothing of communicators. Nothing is copied and nothing is written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ncclsync.communicator.native import DTYPE_SIZES, DTYPES, ffi
+
+# DLPack's device types (dlpack.h, DLDeviceType): plain memory, and memory of the other kind that
+# this kind of processor may use directly.
+HOST = {1: "kDLCPU", 3: "kDLCUDAHost"}
+CUDA = {2: "kDLCUDA", 13: "kDLCUDAManaged"}
+
+# DLPack's (type code, bits) of what NCCL knows.
+_DLPACK_CODES = {
+    (code, bits): DTYPES[f"{kind}{bits}"]
+    for code, kind, widths in (
+        (0, "int", (8, 32, 64)),
+        (1, "uint", (8, 32, 64)),
+        (2, "float", (16, 32, 64)),
+        (4, "bfloat", (16,)),
+    )
+    for bits in widths
+}
+_NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name != "bfloat16"}
+_BYTES, _POINTER, _BYTE_POINTER = ffi.typeof("char[]"), ffi.typeof("void*"), ffi.typeof("char*")
+_TENSOR = ffi.typeof("ncs_dlpack_tensor*")
+_ADDRESSES = 2 ** (8 * ffi.sizeof("void*"))
+_DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an uninitialised array whose data, if any, begin at a multiple of 64 bytes.
+
+    TensorFlow takes such an array without a copy, and vector instructions like it.
+
+    Args:
+        shape: number of elements, or the shape.
+        dtype: anything that ``np.dtype`` takes.
+
+    Raises:
+        TypeError: a shape that is not of whole numbers, no dtype, or a dtype of Python objects.
+        ValueError: a shape with a number below 0.
+    """
+    try:
+        if isinstance(shape, bool):
+            raise TypeError
+        sizes = [operator.index(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
+    except TypeError:
+        raise TypeError(f"Expected shape to be a whole number, or several. Received: {shape!r}") from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"Expected shape to be of numbers from 0. Received: {shape!r}")
+    given = dtype
+    try:
+        dtype = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(f"Expected a dtype that np.dtype takes. Received: {given!r} ({error})") from None
+    if dtype.hasobject:
+        raise TypeError(f"Expected a dtype of numbers: memory has no Python objects. Received: {given!r}")
+    count = math.prod(sizes)
+    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+class Buffers:
+    """One buffer per rank, read and checked; keeps alive what it points into.
+
+    Attributes:
+        what: the argument's name, for messages.
+        pointers: per rank, as cffi takes them.
+        count: elements of each.
+        dtype: NCCL's code.
+    """
+
+    __slots__ = ("_alive", "count", "dtype", "pointers", "what")
+
+    def __init__(self, buffers: Sequence[Any], what: str, devices: Mapping[int, str], writable: bool) -> None:
+        """Read one buffer per rank.
+
+        Args:
+            buffers: per rank a NumPy array, an object with ``__dlpack__`` or a tuple
+                ``(pointer, count, dtype)``. The same object may stand for several ranks.
+            what: the argument's name, for messages.
+            devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell
+                where it points to: for GPUs CUDA is asked, later, on which one it is.
+            writable: refuse read-only buffers. DLPack's own form has no such mark.
+
+        Raises:
+            TypeError: not a buffer, or of a dtype NCCL does not know.
+            ValueError: not contiguous, read-only, on another device, or unlike rank 0.
+        """
+        self.what = what
+        self.pointers: list[Any] = []
+        self._alive: list[Any] = []
+        last: Any = None
+        pointer: Any = None
+        count = dtype = self.count = self.dtype = -1
+        for rank, buffer in enumerate(buffers):
+            if buffer is last and rank > 0:  # one array for all ranks: read once
+                self.pointers.append(pointer)
+                continue
+            if isinstance(buffer, np.ndarray):
+                pointer, count, dtype = _read_numpy(buffer, what, rank, devices, writable)
+            elif isinstance(buffer, tuple):
+                pointer, count, dtype = _read_tuple(buffer, what, rank)
+            elif hasattr(buffer, "__dlpack__"):
+                pointer, count, dtype, capsule = _read_dlpack(buffer, what, rank, devices)
+                self._alive.append(capsule)
+            else:
+                raise TypeError(
+                    f"Expected {what}[{rank}] to be a NumPy array, an object with __dlpack__ or a "
+                    f"tuple (pointer, count, dtype). Received: {type(buffer).__name__}"
+                )
+            if rank == 0:
+                self.count, self.dtype = count, dtype
+            elif count != self.count or dtype != self.dtype:
+                raise ValueError(
+                    f"Expected {what}[{rank}] to be like {what}[0], {self.count} × "
+                    f"{_DTYPE_NAMES[self.dtype]}. Received: {count} × {_DTYPE_NAMES[dtype]}"
+                )
+            self.pointers.append(pointer)
+            last = buffer
+
+    def check_like(self, other: Buffers, blocks: int = 1) -> None:
+        """Raise ValueError unless each of these is so many blocks of the other's count and dtype."""
+        if self.count != blocks * other.count or self.dtype != other.dtype:
+            like = f"like {other.what}[0]" if blocks == 1 else f"{blocks} blocks like {other.what}[0]"
+            raise ValueError(
+                f"Expected {self.what}[0] to be {like}, {blocks * other.count} × "
+                f"{_DTYPE_NAMES[other.dtype]}. Received: {self.count} × {_DTYPE_NAMES[self.dtype]}"
+            )
+
+    def block(self, index: int, count: int) -> list[Any]:
+        """Return pointers to the block of that index, of `count` elements, of each buffer."""
+        offset = index * count * DTYPE_SIZES[self.dtype]
+        return [ffi.cast(_BYTE_POINTER, pointer) + offset for pointer in self.pointers]
+
+    def addresses(self) -> list[int]:
+        """Return the pointers as numbers."""
+        return [int(ffi.cast("uintptr_t", pointer)) for pointer in self.pointers]
+
+    def check_aligned(self) -> None:
+        """Raise ValueError for a buffer that begins within an element."""
+        size = DTYPE_SIZES[self.dtype]
+        for rank, address in enumerate(self.addresses() if self.count else []):
+            if address % size:
+                raise ValueError(
+                    f"Expected {self.what}[{rank}] to begin at a multiple of {size} bytes. "
+                    f"Received: address {address:#x}"
+                )
+
+    def check_apart(self, other: Buffers, may_be_same: bool = True) -> None:
+        """Raise ValueError if one of these overlaps one of the other's, but for what `may_be_same` allows.
+
+        Then two may be the same; or, where the one is several blocks, the other the one's block of its rank.
+        """
+        size, other_size = (buffers.count * DTYPE_SIZES[buffers.dtype] for buffers in (self, other))
+        others = other.addresses()
+        for rank, address in enumerate(self.addresses()):
+            for other_rank, other_address in enumerate(others):
+                distance = other_address - address
+                if (self is other and rank == other_rank) or not -other_size < distance < size:
+                    continue
+                in_place = other_rank * other_size if other_size < size else -rank * size
+                if may_be_same and distance == (0 if size == other_size else in_place):
+                    continue
+                same = f", or {'the same' if size == other_size else 'in place'}" if may_be_same else ""
+                raise ValueError(
+                    f"Expected {self.what}[{rank}] to be apart from {other.what}[{other_rank}]{same}. "
+                    f"Received: {size} and {other_size} bytes, {abs(distance)} bytes apart"
+                )
+
+
+def _read_numpy(
+    array: np.ndarray, what: str, rank: int, devices: Mapping[int, str], writable: bool
+) -> tuple[Any, int, int]:
+    if devices is not HOST:
+        raise ValueError(
+            f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
+            "Received: a NumPy array, which is in host memory"
+        )
+    dtype = _NUMPY_CODES.get(array.dtype)
+    if dtype is None:
+        dtype = _dtype_code(array.dtype, what, rank)
+    try:
+        return ffi.from_buffer(_BYTES, array, writable), array.size, dtype
+    except ValueError as error:
+        raise ValueError(
+            f"Expected {what}[{rank}] to be contiguous (C order){' and writable' * writable}. "
+            f"Received: shape {array.shape}, strides {array.strides} ({error})"
+        ) from None
+
+
+def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
+    try:
+        pointer, count, dtype = buffer
+        if isinstance(pointer, bool) or isinstance(count, bool):
+            raise TypeError
+        pointer, count = operator.index(pointer), operator.index(count)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Expected {what}[{rank}] to be a tuple (pointer, count, dtype). Received: {buffer!r}"
+        ) from None
+    if count < 0 or pointer < 0 or (pointer == 0 and count > 0):
+        raise ValueError(f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}")
+    code = _dtype_code(dtype, what, rank)
+    # What is cast to a pointer loses all bits above.
+    if pointer + count * DTYPE_SIZES[code] > _ADDRESSES:
+        bits = _ADDRESSES.bit_length() - 1
+        raise ValueError(
+            f"Expected {what}[{rank}] to begin and to end below address 2^{bits}. Received: {buffer!r}"
+        )
+    return ffi.cast(_POINTER, pointer), count, code
+
+
+def _dtype_code(dtype: Any, what: str, rank: int) -> int:
+    """Return NCCL's code of a dtype given as NumPy's or by name."""
+    name = dtype
+    if dtype is None:  # NumPy would take it for float64
+        name = "None"
+    elif not isinstance(dtype, str):
+        try:
+            dtype = np.dtype(dtype)
+        except (TypeError, ValueError):
+            name = repr(dtype)
+        else:
+            name = dtype.name if dtype.isnative else str(dtype)
+    if name not in DTYPES:
+        raise TypeError(
+            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {name}"
+        )
+    return DTYPES[name]
+
+
+def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) -> tuple[Any, int, int, Any]:
+    # Asked for a string's memory, TensorFlow ends the process.
+    name = getattr(getattr(buffer, "dtype", None), "name", None)
+    if isinstance(name, str) and name not in DTYPES:
+        _dtype_code(name, what, rank)
+    try:
+        device_type = int(buffer.__dlpack_device__()[0])
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        _raise_unshared(buffer, what, rank, error)
+    if device_type not in devices:
+        raise ValueError(
+            f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
+            f"Received: DLPack device type {device_type}"
+        )
+    # Not renamed to "used_dltensor": the capsule still owns the tensor and frees it in the end.
+    try:
+        capsule = buffer.__dlpack__()
+        tensor = ffi.cast(_TENSOR, _capsule_pointer(capsule, b"dltensor"))
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        _raise_unshared(buffer, what, rank, error)
+    shape = [tensor.shape[i] for i in range(tensor.ndim)]
+    dtype = _DLPACK_CODES.get((tensor.dtype.code, tensor.dtype.bits))
+    if dtype is None or tensor.dtype.lanes != 1:
+        raise TypeError(
+            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: "
+            f"DLPack type code {tensor.dtype.code}, {tensor.dtype.bits} bits, "
+            f"{tensor.dtype.lanes} lanes"
+        )
+    if tensor.strides != ffi.NULL:
+        strides = [tensor.strides[i] for i in range(tensor.ndim)]
+        dense = 1
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if length > 1 and stride != dense:
+                raise ValueError(
+                    f"Expected {what}[{rank}] to be contiguous (C order). "
+                    f"Received: shape {shape}, strides {strides} in elements"
+                )
+            dense *= length
+    pointer = ffi.cast(_BYTE_POINTER, tensor.data) + tensor.byte_offset
+    return pointer, math.prod(shape), dtype, capsule
+
+
+def _raise_unshared(buffer: Any, what: str, rank: int, error: Exception) -> NoReturn:
+    raise TypeError(
+        f"Expected {what}[{rank}] to tell its memory by __dlpack_device__ and __dlpack__. "
+        f"Received: {type(buffer).__name__} ({error})"
+    ) from error

@@ -1,0 +1,97 @@
+"""Join N ranks in host memory by the C library's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ncclsync.communicator import native
+from ncclsync.communicator.base import (
+    AllGather,
+    AllReduce,
+    AnyCollective,
+    Broadcast,
+    Communicator,
+    ReduceScatter,
+    read_buffers,
+)
+from ncclsync.communicator.buffers import HOST, Buffers
+
+
+class CpuCommunicator(Communicator):
+    """N ranks in host memory. Any number of threads may use it at the same time.
+
+    Results are bitwise the same whatever the number of cores and threads: ranks are combined in order;
+    float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that are to hold the same may
+    all be one array, which is then written once. It owns nothing but a share in the process-wide worker
+    pool.
+    """
+
+    memory = HOST
+
+    def __init__(self, size: int, *, pool: native.Pool | None = None) -> None:
+        """Make N ranks.
+
+        Args:
+            size: number of ranks.
+            pool: worker threads of the caller's own, which must outlive the communicator;
+                by default those that all communicators share, one per usable core.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
+        if pool is not None and not isinstance(pool, native.Pool):
+            raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
+        self.size = size
+        self._pool = pool
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+        self._closed = True
+
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        """One after another: there is no launch to be saved."""
+        runs = [read_buffers(collective, HOST, self.size) for collective in collectives]
+        single = len(runs) == 1 and isinstance(collectives[0], AllReduce | Broadcast)
+        if not single:  # a single call of C's is checked there, before it writes
+            for collective, (reads, writes) in zip(collectives, runs, strict=True):
+                _check(collective, reads, writes)
+        pool = self._pool or native.process_pool()
+        for collective, (reads, writes) in zip(collectives, runs, strict=True):
+            status = _run(pool, collective, reads, writes)
+            if status != 0:
+                _check(collective, reads, writes)  # C has written nothing: find out which buffer it was
+                native.check(status, "ncs_cpu_all_reduce or ncs_cpu_broadcast")
+
+
+def _run(pool: native.Pool, collective: AnyCollective, reads: Buffers, writes: Buffers) -> int:
+    """Return the worst status of the calls that make up a collective."""
+    pointers, dtype = writes.pointers, reads.dtype
+    if isinstance(collective, Broadcast):
+        return native.cpu_broadcast(pool, pointers, writes.count, dtype, collective.root)
+    if isinstance(collective, AllGather):
+        count, blocks = reads.count, range(len(pointers))
+        # A set: what stands for several ranks is written once.
+        copies = ([reads.pointers[r], *set(writes.block(r, count))] for r in blocks)
+        return max(native.cpu_broadcast(pool, buffers, count, dtype, 0) for buffers in copies)
+    count, op = writes.count, native.OPS[collective.op]
+    if isinstance(collective, AllReduce):
+        return native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
+    parts = ((reads.block(r, count), [recv] * len(pointers)) for r, recv in enumerate(pointers))
+    return max(native.cpu_all_reduce(pool, *part, count, dtype, op) for part in parts)
+
+
+def _check(collective: AnyCollective, reads: Buffers, writes: Buffers) -> None:
+    """Raise ValueError for a buffer that begins within an element, or overlaps one that is written."""
+    for buffers in (reads, writes):
+        buffers.check_aligned()
+    writes.check_apart(reads)
+    # Ranks that receive the same may receive it into one buffer.
+    writes.check_apart(writes, may_be_same=not isinstance(collective, ReduceScatter))

@@ -1,0 +1,394 @@
+"""Ranks on GPUs, joined by NCCL: created, used from one thread at a time, aborted when anything fails.
+
+A collective that does not end is ended by `watchdog`; what is sent over each pair's path at creation is
+`preflight`'s matter. Nothing here knows TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ncclsync.communicator import native, nccl_calls, timeouts
+from ncclsync.communicator.base import (
+    AllGather,
+    AllReduce,
+    AnyCollective,
+    Broadcast,
+    Communicator,
+    ReduceScatter,
+    read_buffers,
+)
+from ncclsync.communicator.buffers import CUDA, Buffers
+from ncclsync.communicator.nccl_calls import Progress
+from ncclsync.communicator.preflight import check_paths
+from ncclsync.errors import NcclError, NcclSyncError
+
+_DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
+# The C library's kind of each collective, and what it is called in messages.
+_KINDS = {
+    AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
+    Broadcast: (nccl_calls.BROADCAST, "broadcast"),
+    ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
+    AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
+}
+ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
+_MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
+_LISTED = 6  # collectives of a group that a message names
+
+
+class NcclCommunicator(Communicator):
+    """N ranks, each on a GPU of its own, joined by NCCL.
+
+    A collective first waits for all work queued on its GPUs, on any stream, so buffers need not be ready when
+    it is called; it has written its results, on a stream of its own, when it returns. Inputs are never
+    written. It raises if the GPUs' own work, or then the collective, has not ended within ``timeout_s``. A
+    failed collective aborts the communicator: it never returns quietly without having happened. Threads take
+    turns.
+
+    Attributes:
+        size, world_size: the number of ranks here, and in all processes.
+        ranks, devices: this process' ranks, and the CUDA ordinal of each.
+        timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
+        failure: what ended the communicator, if a failure did.
+    """
+
+    memory = CUDA
+
+    def __init__(
+        self,
+        devices: Sequence[int],
+        *,
+        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
+    ) -> None:
+        """Join GPUs of this process. Blocks until all ranks are up.
+
+        Args:
+            devices: CUDA ordinals; rank r is on ``devices[r]``.
+            timeout_s: how long joining them, then any collective, and the GPUs' own work before it, may
+                take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
+                warning is logged after 60 s.
+            preflight: whether to send known numbers over each pair's path first; see `preflight`.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+            NcclUnavailableError: no libnccl, no driver or no such GPU.
+            NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
+        """
+        self._handle: Any = None
+        ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
+        self._set_up(None, len(ordinals), range(len(ordinals)), ordinals, timeout_s, preflight)
+
+    @classmethod
+    def from_unique_id(
+        cls,
+        unique_id: bytes,
+        world_size: int,
+        ranks: Sequence[int],
+        devices: Sequence[int],
+        *,
+        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
+    ) -> NcclCommunicator:
+        """Join GPUs of several processes. Collective; blocks until the ranks of all processes are up.
+
+        Args:
+            unique_id: what ``NcclCommunicator.unique_id()`` has returned in one of the processes.
+            world_size: the number of ranks in all processes.
+            ranks: this process' ranks; each in exactly one process.
+            devices: CUDA ordinals, one for each of `ranks`.
+            timeout_s, preflight: as of the class; `preflight` equal in all processes.
+
+        Raises:
+            As the class does.
+        """
+        if not isinstance(unique_id, bytes) or len(unique_id) != nccl_calls.UNIQUE_ID_BYTES:
+            raise ValueError(
+                f"Expected unique_id to be the {nccl_calls.UNIQUE_ID_BYTES} bytes of "
+                f"NcclCommunicator.unique_id(). Received: {unique_id!r}"
+            )
+        own = _checked_numbers(ranks, "ranks", "ranks of this process")
+        ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
+        whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+        if not whole or not max(own) < world_size <= _MOST:
+            raise ValueError(f"Expected ranks below world_size. Received: {ranks!r}, {world_size!r}")
+        if len(own) != len(ordinals) or len(set(own)) != len(own):
+            raise ValueError(
+                f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}"
+            )
+        self = cls.__new__(cls)
+        self._handle = None
+        self._set_up(unique_id, world_size, own, ordinals, timeout_s, preflight)
+        return self
+
+    @staticmethod
+    def unique_id() -> bytes:
+        """Return what ranks in several processes find each other by: made in one, given to all.
+
+        NCCL then listens on a network interface (``NCCL_SOCKET_IFNAME`` chooses it).
+
+        Raises:
+            NcclUnavailableError: no libnccl.
+            NcclError: NCCL found no interface.
+        """
+        return nccl_calls.unique_id(native.NcclLibrary())
+
+    def _set_up(
+        self,
+        joined_by: bytes | None,
+        world_size: int,
+        ranks: Sequence[int],
+        devices: Sequence[int],
+        timeout_s: float | None,
+        preflight: bool,
+    ) -> None:
+        timeouts.check_timeout(timeout_s)
+        if not isinstance(preflight, bool):
+            raise TypeError(f"Expected preflight to be a bool. Received: {preflight!r}")
+        self.size, self._world_size = len(ranks), world_size
+        self.ranks, self.devices = tuple(ranks), tuple(devices)
+        self.timeout_s = timeout_s
+        self.failure = None
+        self._preflight = preflight
+        self._joined_by = joined_by
+        self._is_closed = False
+        self._count = 0
+        self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
+        self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
+        self._library = native.NcclLibrary()
+        self._join()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all processes."""
+        return self._world_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended: by ``close`` or by a failed collective."""
+        return self._handle is None
+
+    def reopen(self) -> None:
+        """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
+
+        Raises:
+            NcclSyncError: it was closed, or spans several processes: these have to agree upon a new one.
+            NcclUnavailableError, NcclError: as when it was created.
+        """
+        with self._lock:
+            if self._handle is not None:
+                return
+            if self._is_closed:
+                self.raise_closed()
+            if self._joined_by is not None:
+                raise NcclSyncError(
+                    "Expected a communicator of one process. Received: one that was joined by a unique id. "
+                    "Join all processes anew, by a new unique id."
+                )
+            if self._aborting is not None:
+                self._wait_for_abort(self._aborting)
+            self._join()
+
+    def close(self) -> None:
+        """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            self._is_closed = True
+            if handle is None:
+                return
+
+            def begin(handle, slice_s):
+                nccl_calls.finalize(handle)
+                return nccl_calls.wait(handle, slice_s)
+
+            with self._aborted_on_error(handle):
+                self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
+            nccl_calls.destroy(handle)
+
+    def _join(self) -> None:
+        self._check_different()
+        handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
+        with self._aborted_on_error(handle):
+            try:
+                self._watch(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                if self._preflight and self._world_size > 1:
+                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+                    launch = functools.partial(self._launch, handle)
+                    check_paths(handle, self.ranks, self._world_size, launch)
+            except NcclError as error:
+                nccl_calls.raise_explained(error, self.devices)
+        self._handle, self.failure = handle, None
+
+    def _joining(self) -> str:
+        return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
+
+    def _check_different(self) -> None:
+        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if len(set(self.devices)) != len(self.devices) and not shared:
+            raise ValueError(
+                f"Expected every GPU once. Received: devices={list(self.devices)}. (NCCL 2.30 and newer let "
+                "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
+            )
+
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
+        group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
+        with self._lock:
+            handle = self._handle
+            if handle is None:  # closed by another thread meanwhile
+                self.raise_closed()
+            first = self._count + 1
+
+            def name(index: int) -> str:
+                what, label = _KINDS[type(collectives[index])][1], collectives[index].label
+                count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
+                size_bytes = count * native.DTYPE_SIZES[dtype]
+                return (
+                    f"{what} {first + index}{f' ({label})' if label else ''} of {size_bytes} bytes "
+                    f"({count} × {_DTYPE_NAMES[dtype]})"
+                )
+
+            def begin(handle: Any, slice_s: float) -> bool:
+                return nccl_calls.run_group(handle, group, slice_s, name)
+
+            nccl_calls.check_group(handle, group, name)
+            self._count += group.size
+            with self._aborted_on_error(handle):
+                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
+
+    def _launch(
+        self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
+    ) -> None:
+        """As `_watch`, behind the GPUs' own work, for which NCCL's streams do not wait."""
+        self._wait_for_devices(handle, what)
+        self._watch(handle, what, call, begin)
+
+    def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
+        wait = nccl_calls.wait_for_devices
+        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._tell_busy(handle)
+        self._watch(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+
+    def _watch(
+        self,
+        handle: Any,
+        what: Callable[[], str],
+        call: str,
+        begin: Callable[[Any, float], bool],
+        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
+        arrived: Callable[[], str] | None = None,
+    ) -> None:
+        """Do something and wait for its end; an error tells what it was."""
+        try:
+            timeouts.wait(
+                functools.partial(begin, handle),
+                functools.partial(go_on, handle),
+                call=call,
+                what=what,
+                timeout_s=self.timeout_s,
+                arrived=arrived or functools.partial(self._tell_progress, handle),
+            )
+        except NcclError as error:
+            if error.during:
+                raise
+            raise error.within(what()) from None
+
+    @contextlib.contextmanager
+    def _aborted_on_error(self, handle: Any) -> Iterator[None]:
+        """Whatever is raised, also by Ctrl-C, ends the communicator: its ranks may be anywhere."""
+        try:
+            yield
+        except BaseException as error:
+            self._handle, self.failure = None, error
+            self._abort(handle, error)
+            raise
+
+    def _abort(self, handle: Any, cause: BaseException) -> None:
+        """Free it, aside: CUDA frees memory only behind the GPUs' own work, which may never end."""
+        aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
+        try:
+            self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
+        except NcclError as error:
+            raise error from cause
+
+    def _wait_for_abort(self, aborting: timeouts.Aside) -> None:
+        """Wait until an earlier failure's abort has given back what the communicator had."""
+        timeouts.wait(
+            aborting.wait,
+            aborting.wait,
+            call="ncclCommAbort",
+            what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
+            timeout_s=self.timeout_s,
+            arrived=lambda: "the GPUs' own work has to end first",
+        )
+        self._aborting = None
+
+    def _tell_busy(self, handle: Any) -> str:
+        """Say whose own work is known not to have ended."""
+        return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
+
+    def _tell_progress(self, handle: Any) -> str:
+        """Say which ranks have arrived, as far as it is known here."""
+        states = nccl_calls.progress(handle, self.size)
+        words = []
+        for state, verb in (
+            (Progress.DONE, "done"),
+            (Progress.LAUNCHED, "arrived, waiting for the others"),
+            (Progress.ABSENT, "not arrived"),
+        ):
+            indices = [i for i, reached in enumerate(states) if reached is state]
+            if indices:
+                words.append(f"{self._names(indices)} {verb}")
+        others = sorted(set(range(self._world_size)) - set(self.ranks))
+        if others:
+            words.append(f"rank {', '.join(map(str, others))} of other processes: not known here")
+        return "; ".join(words)
+
+    def _names(self, indices: Sequence[int]) -> str:
+        return ", ".join(f"rank {self.ranks[i]} (GPU {self.devices[i]})" for i in indices)
+
+    def __del__(self) -> None:
+        # Only a warning: destroying may block, and the collector may run in any thread.
+        if getattr(self, "_handle", None) is not None:
+            warnings.warn(
+                f"an NcclCommunicator on devices {self.devices} was not closed",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+
+def _fields(
+    collective: AnyCollective, buffers: tuple[Buffers, Buffers]
+) -> tuple[int, list[Any], list[Any], int, int, int, int]:
+    """Return the fields of an ``ncs_collective`` that reads and writes these."""
+    reads, writes = buffers
+    op = 0 if isinstance(collective, Broadcast | AllGather) else native.OPS[collective.op]
+    root = collective.root if isinstance(collective, Broadcast) else 0
+    count = min(reads.count, writes.count)  # of blocks: of one
+    return _KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
+
+
+def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise TypeError(f"Expected {what} to be a list of {words}. Received: {numbers!r}")
+    checked = list(numbers)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MOST for n in checked)
+    if not checked or not whole:
+        raise ValueError(f"Expected {what} to be {words}, at least one. Received: {numbers!r}")
+    return checked
+
+
+def _list(size: int, name: Callable[[int], str]) -> str:
+    """Name the collectives of a group; of a large one the first ones and the last."""
+    if size == 1:
+        return name(0)
+    names = [name(i) for i in (range(size) if size <= _LISTED else range(_LISTED - 1))]
+    if size > _LISTED:
+        names += [f"{size - _LISTED} more", name(size - 1)]
+    return f"a group of {size} collectives ({'; '.join(names)})"

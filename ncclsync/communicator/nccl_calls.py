@@ -1,0 +1,283 @@
+"""NCCL's calls over the GPUs of this process, as Python sees them: begun, waited for in slices, ended.
+
+One function for each of the C library's; statuses become exceptions here, with advice where there is any.
+Nothing here waits for longer than it is told to: that is `watchdog`'s matter.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ncclsync.communicator import native
+from ncclsync.communicator.native import ffi, lib
+from ncclsync.errors import NcclError, NcclUnavailableError
+
+UNIQUE_ID_BYTES = 128
+
+_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
+_COLLECTIVES = ffi.typeof("ncs_collective[]")
+
+# What NCCL and CUDA say, and what helps.
+_ADVICE = (
+    (
+        "driver version is insufficient",
+        "The NVIDIA driver is missing, or older than this NCCL needs: install a newer driver, or an older "
+        "nvidia-nccl-cu12",
+    ),
+    (
+        "out of memory",
+        "NCCL needs some hundred MB on each GPU: leave them to it (nvidia-smi tells who holds memory; "
+        "tf.config.experimental.set_memory_growth keeps TensorFlow from taking all), or let it take less by "
+        "NCCL_BUFFSIZE or NCCL_MAX_CTAS",
+    ),
+    (
+        "invalid device",
+        "CUDA counts from 0 the GPUs that CUDA_VISIBLE_DEVICES leaves",
+    ),
+    (
+        "Duplicate GPU",
+        "Each rank needs a GPU of its own: let the processes see or name different ones",
+    ),
+    (
+        "peer",
+        "These GPUs have no direct path to each other: set NCCL_P2P_DISABLE=1, so that NCCL goes through "
+        "host memory",
+    ),
+)
+
+
+ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
+REDUCE_SCATTER, ALL_GATHER = lib.NCS_REDUCE_SCATTER, lib.NCS_ALL_GATHER
+_CALLS = {
+    ALL_REDUCE: "ncclAllReduce",
+    BROADCAST: "ncclBroadcast",
+    ALL_TO_ALL: "ncclSend",
+    REDUCE_SCATTER: "ncclReduceScatter",
+    ALL_GATHER: "ncclAllGather",
+}
+
+
+class Progress(enum.IntEnum):
+    """Where a rank of this process is in what is under way."""
+
+    ABSENT = lib.NCS_ABSENT
+    LAUNCHED = lib.NCS_LAUNCHED
+    DONE = lib.NCS_DONE
+
+
+def _advice(words: str) -> str:
+    """Return what helps against an error, as a sentence behind a space; "" if nothing is known."""
+    return next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
+
+
+def unique_id(library: native.NcclLibrary) -> bytes:
+    """Return what ranks in several processes find each other by. Raises NcclError."""
+    failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
+    return bytes(ffi.buffer(made))
+
+
+def create(
+    library: native.NcclLibrary,
+    joined_by: bytes | None,
+    world_size: int,
+    ranks: Sequence[int],
+    devices: Sequence[int],
+) -> Any:
+    """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it.
+
+    Args:
+        library: the NCCL to use.
+        joined_by: the unique id that all processes were given; None if this is the only one.
+        world_size: the number of ranks in all processes.
+        ranks: those of this process.
+        devices: CUDA ordinals, one for each of `ranks`.
+
+    Returns:
+        The communicator's handle, to be ended by `destroy` or `abort`.
+
+    Raises:
+        NcclUnavailableError: no driver, or no CUDA runtime.
+        NcclError: anything else that failed.
+    """
+    failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
+    found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
+    runtimes, driver = native.cuda_paths()
+    tried: list[str] = []
+    call = ""
+    for path in runtimes:
+        paths = (path.encode(), driver.encode())
+        numbers = (world_size, list(ranks), list(devices), len(devices))
+        status = lib.ncs_nccl_create(library.handle, *paths, found, *numbers, failure, handle)
+        if status == 0:
+            return handle[0]
+        call = ffi.string(failure.call).decode()
+        if call not in ("dlopen", "dlsym"):
+            break
+        tried.append(f"{path} ({native.words(failure)})")
+    try:
+        native.check_failure(status, failure)
+    except NcclError as error:
+        if call.startswith("dl"):
+            _raise_without_cuda(library, devices, tried, error)
+        raise_explained(error, devices)
+
+
+def _raise_without_cuda(
+    library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
+) -> NoReturn:
+    """CUDA's libraries are missing. NCCL has its own of the runtime, and may know of a deeper reason."""
+    failure = ffi.new(_FAILURE)
+    try:
+        native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
+    except NcclError as deeper:
+        raise_explained(deeper, devices)
+    if tried:
+        raise NcclUnavailableError(native.missing_runtime(tried)) from error
+    raise NcclUnavailableError(
+        f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}"
+    ) from error
+
+
+def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
+    """Raise an error of creation with advice, as NcclUnavailableError if there is nothing to create upon."""
+    words, remedy = error.last_error, _advice(error.last_error)
+    if error.status == native.UNHANDLED_CUDA_ERROR and ("driver" in words or "invalid device" in words):
+        raise NcclUnavailableError(
+            f"Expected usable GPUs {list(devices)}. Received: {error}. NCCL needs an NVIDIA driver and these "
+            f"GPUs; without them use CpuCommunicator.{remedy}"
+        ) from error
+    if not remedy:
+        raise error
+    raise type(error)(
+        error.status, error.call, f"{words}.{remedy}", error.status_name, error.during
+    ) from error
+
+
+def _is_done(status: int, failure: Any) -> bool:
+    if status == native.IN_PROGRESS:
+        return False
+    native.check_failure(status, failure)
+    return True
+
+
+def wait(comm: Any, slice_s: float) -> bool:
+    """Wait for what is under way, for so many seconds; return whether it has ended. Raises NcclError."""
+    failure = ffi.new(_FAILURE)
+    return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
+
+
+class Group:
+    """Collectives as the C library takes them; keeps alive what these point to, but not the buffers.
+
+    Attributes:
+        array, size: its ``ncs_collective`` structs, and how many there are.
+        failure: what the calls write into.
+        call: NCCL's name of the first one.
+    """
+
+    __slots__ = ("_alive", "array", "call", "failure", "size")
+
+    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
+        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
+        self._alive: list[Any] = []
+        structs = []
+        for kind, sends, recvs, *numbers in collectives:
+            received = ffi.new(_POINTERS, recvs)
+            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
+            self._alive += (sent, received)
+            structs.append((kind, sent, received, *numbers))
+        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
+        self.failure = ffi.new(_FAILURE)
+        self.call = _CALLS[collectives[0][0]]
+
+
+def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order.
+
+    Args:
+        comm: the communicator's handle.
+        group: what is to be run.
+        name: says which collective of the group is meant, by its index.
+    """
+    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
+    if status == native.INVALID_ARGUMENT:
+        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
+        raise ValueError(native.words(group.failure) + which)
+    native.check_failure(status, group.failure)
+
+
+def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+
+    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
+
+    Raises:
+        NcclError: a call failed; it tells of which collective, if it was one's.
+    """
+    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
+    try:
+        return _is_done(status, group.failure)
+    except NcclError as error:
+        if group.failure.index < 0:
+            raise
+        raise error.within(name(group.failure.index)) from None
+
+
+def wait_for_devices(comm: Any, slice_s: float) -> bool:
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended.
+
+    See ``ncs_nccl_wait_for_devices``. Raises NcclError.
+    """
+    failure = ffi.new(_FAILURE)
+    return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+
+
+def busy(comm: Any, size: int) -> list[int]:
+    """Return for which of this process' `size` ranks that wait is known to wait."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
+    return [index for index, state in enumerate(states) if state]
+
+
+def progress(comm: Any, size: int) -> list[Progress]:
+    """Return where each of this process' `size` ranks is in what is under way."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
+    return [Progress(state) for state in states]
+
+
+def finalize(comm: Any) -> None:
+    """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
+    failure = ffi.new(_FAILURE)
+    native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
+
+
+def destroy(comm: Any) -> None:
+    """Free a finalized communicator. Raises NcclError, after which it is gone too."""
+    failure = ffi.new(_FAILURE)
+    native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
+
+
+def abort(comm: Any) -> None:
+    """Free any other communicator. Raises NcclError, after which it is gone too."""
+    failure = ffi.new(_FAILURE)
+    native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
+
+
+def scratch(comm: Any, index: int, size_bytes: int) -> Any:
+    """Return a pointer to memory on the index-th device, which the communicator frees; 0 bytes: frees it now.
+
+    Raises NcclError.
+    """
+    failure, pointer = ffi.new(_FAILURE), ffi.new("void**")
+    native.check_failure(lib.ncs_nccl_scratch(comm, index, size_bytes, failure, pointer), failure)
+    return pointer[0]
+
+
+def copy(comm: Any, index: int, to: Any, source: Any, size_bytes: int) -> None:
+    """Copy to or from the index-th device's memory. Blocks. Raises NcclError."""
+    failure = ffi.new(_FAILURE)
+    native.check_failure(lib.ncs_nccl_copy(comm, index, to, source, size_bytes, failure), failure)

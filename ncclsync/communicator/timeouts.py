@@ -1,0 +1,175 @@
+"""Waiting without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
+
+What cannot be waited for in slices runs aside.
+
+Python handles signals in the main thread only, and only where that thread runs Python. `interruptible` is for
+a main thread that goes into native code which waits for other threads: these see the Ctrl-C in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ncclsync.communicator import native
+from ncclsync.errors import NcclSyncError, NcclTimeoutError
+
+_logger = logging.getLogger("ncclsync")
+
+DEFAULT_TIMEOUT_S = 600.0
+WARN_AFTER_S = 60.0
+SLICE_S = 0.1  # how long Ctrl-C may go unnoticed
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise TypeError or ValueError unless it is a positive number of seconds, or None."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"Expected timeout_s to be a number of seconds, or None. Received: {timeout_s!r}")
+    if not timeout_s > 0 or math.isinf(timeout_s):
+        raise ValueError(f"Expected timeout_s to be positive, or None for no limit. Received: {timeout_s!r}")
+
+
+def wait(
+    begin: Callable[[float], bool],
+    go_on: Callable[[float], bool],
+    *,
+    call: str,
+    what: Callable[[], str],
+    timeout_s: float | None,
+    arrived: Callable[[], str],
+) -> None:
+    """Begin something and wait until it has ended.
+
+    Args:
+        begin: begins it and waits for so many seconds; returns whether it ended.
+        go_on: waits again.
+        call: NCCL's, for messages.
+        what: says what it is, for messages.
+        timeout_s: the limit; None for none.
+        arrived: says which ranks have arrived.
+
+    Raises:
+        NcclTimeoutError: it has not ended within the limit.
+        NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
+        KeyboardInterrupt: the same, in the main thread.
+    """
+    limit_s = math.inf if timeout_s is None else timeout_s
+    slice_s = min(SLICE_S, limit_s)
+    began = time.monotonic()
+    is_done = begin(slice_s)
+    has_warned = False
+    while not is_done:
+        waited_s = time.monotonic() - began
+        if waited_s >= limit_s:
+            words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
+            raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
+        if _is_interrupted():
+            raise NcclSyncError(
+                f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
+            )
+        if waited_s >= WARN_AFTER_S and not has_warned:
+            has_warned = True
+            limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
+            _logger.warning("%s has been pending for %.0f s: %s; %s", what(), waited_s, arrived(), limit)
+        is_done = go_on(min(SLICE_S, limit_s - waited_s))
+
+
+class Aside:
+    """A task in a thread of its own, which goes on when nobody waits for it any more."""
+
+    def __init__(self, task: Callable[[], None], name: str) -> None:
+        """Begin it. An NcclSyncError that it raises is raised where it is waited for."""
+        self._task = task
+        self._error: NcclSyncError | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._task()
+        except NcclSyncError as error:
+            self._error = error
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds; return whether it has ended. Raises its error, once."""
+        self._thread.join(slice_s)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return not self._thread.is_alive()
+
+
+class _Interrupts:
+    """The signals that Python's handler has seen while it could not run: it writes their numbers to a pipe.
+
+    The pipe is never closed: a thread that still waits might read from whatever gets its number next.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self.write_end, False)
+        self.received = b""
+
+    def has_come(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self.received += os.read(self._read_end, 64)
+        return signal.SIGINT in self.received
+
+
+_watched: _Interrupts | None = None  # while the main thread is in `interruptible`
+_kept: _Interrupts | None = None
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Around native code of the main thread that waits for other threads: let `wait` see Ctrl-C there.
+
+    In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
+    """
+    global _watched, _kept
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or _watched or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    _kept = _kept or _Interrupts()
+    _kept.has_come()  # what came between
+    _kept.received = b""
+    before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
+    _watched = _kept
+    try:
+        yield
+    except Exception as error:  # raised again, if not as the Ctrl-C that it hides
+        # Native code that turns an error into a Python exception may run Python for it, and lose the
+        # KeyboardInterrupt that this raises: TensorFlow does.
+        if _kept.has_come():
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        _watched = None
+        signal.set_wakeup_fd(before)
+        _kept.has_come()
+        if before != -1 and _kept.received:  # who was to be told, such as an event loop, still is
+            os.write(before, _kept.received)
+
+
+def _is_interrupted() -> bool:
+    watched = _watched
+    return watched is not None and watched.has_come()
+
+
+def _forget_pipe() -> None:
+    """In a forked child: the pipe is the parent's."""
+    global _watched, _kept
+    _watched = _kept = None
+
+
+os.register_at_fork(after_in_child=_forget_pipe)

@@ -1,0 +1,4 @@
+"""Wrap every interface that TensorFlow, Keras and other libraries do not promise, each in one place.
+
+One module for each library. `tests/compat` tells which assumption broke.
+"""

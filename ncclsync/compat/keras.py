@@ -1,0 +1,138 @@
+"""Every use of an interface that Keras does not promise to keep; see `private.py`."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.models import functional as keras_functional
+from keras.src.ops import numpy as keras_numpy
+
+from ncclsync.compat import tensorflow as tf_compat
+
+
+def nn_functions() -> ModuleType:
+    """Return the module whose `_compute_moments_sync` computes `keras.ops.moments(synchronized=True)`."""
+    return keras_nn
+
+
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """Return the axes that a built layer takes its moments over."""
+    return layer._reduction_axes
+
+
+def variables_of(model: keras.Model) -> list[tf.Variable]:
+    """Return all variables that can be found from a model: layers', metrics', optimizers', its own."""
+    found: dict[int, tf.Variable] = {}
+    owners = [model, *model._flatten_layers(include_self=False)]
+    values = [value for owner in owners for member in vars(owner).values() for value in _contents(member)]
+    for value in [*model.variables, *model.metrics, *values]:
+        states = value.variables if isinstance(value, (keras.Optimizer, keras.Metric)) else [value]
+        for state in states:
+            if isinstance(state, (keras.Variable, tf.Variable)):
+                variable = tf_compat.backend_variable(state)
+                found[id(variable)] = variable
+    return list(found.values())
+
+
+def paths_of(model: keras.Model) -> dict[int, str]:
+    """Return, by the id of the `tf.Variable`, the Keras paths of a model's and its optimizer's variables.
+
+    To those of a metric's state Keras gives no path that names the metric; here they have one.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    named = [(variable, variable.path) for variable in variables]
+    named += [
+        (state, f"{metric.name}/{state.name}") for metric in metrics_of(model) for state in metric.variables
+    ]
+    return {id(tf_compat.backend_variable(variable)): name for variable, name in named}
+
+
+def layers_of(owner: keras.Layer) -> list[keras.Layer]:
+    """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
+    return owner._flatten_layers(include_self=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer, or of an operation such as `+`, in a functional model."""
+
+    layer: Any
+    index: int
+
+    def inputs(self) -> "list[Call]":
+        """Return the calls whose results it gets, in order."""
+        return _calls_behind(self.layer._inbound_nodes[self.index].input_tensors)
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds up its inputs: `keras.layers.Add`, or `+`."""
+        return isinstance(self.layer, (keras.layers.Add, keras_numpy.Add))
+
+
+def calls_at_end(layer: keras.Layer) -> list[Call]:
+    """Return the calls whose results are the outputs of a functional model; none of any other layer."""
+    # A Sequential is functional as well, within.
+    graph = getattr(layer, "_functional", layer)
+    return _calls_behind(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
+
+
+def _calls_behind(tensors: Sequence[Any]) -> list[Call]:
+    histories = [tensor._keras_history for tensor in tensors]
+    return [Call(history.operation, history.node_index) for history in histories]
+
+
+def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """Return the seed generators that a layer itself owns, without those of the layers within it."""
+    return list(layer._seed_generators)
+
+
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics; of those given to `compile`, before they are built, the Metric objects."""
+    found: list[keras.Metric] = []
+    for metric in model.metrics:
+        if hasattr(metric, "_user_metrics"):
+            given = [metric._user_metrics, metric._user_weighted_metrics]
+            metrics = metric.metrics if metric.built else keras.tree.flatten(given)
+            found.extend(one for one in metrics if isinstance(one, keras.Metric))
+        else:
+            found.append(metric)
+    return found
+
+
+def _contents(member: Any) -> Iterator[Any]:
+    """Yield what an attribute holds, inside lists, tuples and dictionaries too."""
+    if isinstance(member, dict):
+        member = list(member.values())
+    if isinstance(member, (list, tuple)):
+        for item in member:
+            yield from _contents(item)
+    else:
+        yield member
+
+
+def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
+    """Return the `tf.distribute` strategy that a Keras model or optimizer was created under, if any."""
+    for name in ("_distribute_strategy", "_distribution_strategy"):
+        strategy = getattr(owner, name, None)
+        # Keras records TensorFlow's default strategy, which stands for "none", on each optimizer.
+        if strategy is not None and type(strategy).__name__ != "_DefaultDistributionStrategy":
+            return strategy
+    return None
+
+
+def build_symbolically(model: keras.Model, batch: Any) -> None:
+    """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
+    model._symbolic_build(data_batch=batch)
+
+
+def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
+    """Return where a backup's weights are, those of the backup before it, and what Keras notes beside them.
+
+    Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
+    """
+    return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path

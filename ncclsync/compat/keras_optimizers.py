@@ -1,0 +1,222 @@
+"""Every use of an interface of Keras' optimizers that Keras does not promise to keep; see `private.py`."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+
+
+def accumulates(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer itself accumulates gradients over several batches."""
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def update_is_due(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return, as a bool scalar, whether the next `apply` of an accumulating optimizer makes an update."""
+    return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> list[Any]:
+    """Return the variables that `optimizer.apply` updates, having built it for them as `apply` does."""
+    if variables is None:
+        return list(optimizer._trainable_variables)
+    variables = list(variables)
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+    return variables
+
+
+def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tf.Variable]:
+    """Return what an accumulating optimizer accumulates the gradients of each variable in."""
+    return [
+        tf_compat.backend_variable(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)])
+        for variable in variables
+    ]
+
+
+@contextlib.contextmanager
+def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
+    """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
+    zeros = [tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients]
+    replaced = {
+        "_accumulated_gradients": zeros,
+        "_backend_increment_gradient_accumulators": lambda *_: None,
+        "_backend_reset_gradient_accumulators": lambda *_: None,
+    }
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return the optimizer that makes the updates, of which others may be wrappers."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def schedule_of(optimizer: keras.Optimizer) -> keras.optimizers.schedules.LearningRateSchedule | None:
+    """Return what tells an optimizer's rate by the number of batches, if that is what it has."""
+    schedule = optimizer._learning_rate
+    return schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def batches_applied(optimizer: keras.Optimizer) -> tf.Tensor:
+    """Return the count that schedules get: of batches, also where several make an update."""
+    return tf.convert_to_tensor(optimizer._iterations)
+
+
+def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
+    """Replace what an optimizer does between unscaling gradients and applying constraints, for a while.
+
+    That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
+    """
+    return tf_compat.methods_wrapped(
+        tf_compat.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap
+    )
+
+
+def has_wrapped_update(optimizer: keras.Optimizer) -> bool:
+    """Return whether `wrap_update` was called."""
+    return "_backend_apply_gradients" in vars(optimizer)
+
+
+def wrap_update(optimizer: keras.Optimizer, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace what `apply` of this optimizer does once gradients are whole, by `wrap` of it, for good.
+
+    It takes gradients and variables, and makes the update with weight decay and clipping, or accumulates.
+    """
+    vars(optimizer)["_backend_apply_gradients"] = wrap(optimizer._backend_apply_gradients)
+
+
+def apply_gradients(optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Do what `updates_wrapped` is about: all of an update but unscaling, constraints and counting."""
+    optimizer._backend_apply_gradients(list(gradients), list(variables))
+
+
+def applies_untouched(optimizer: keras.Optimizer) -> bool:
+    """Return whether gradients reach `updates_wrapped` as `apply` got them, and are not clipped there."""
+    touches = ("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor", "gradient_accumulation_steps")
+    plain = type(optimizer).apply.__module__.startswith("keras.src.optimizers.base_optimizer")
+    return plain and not any(getattr(optimizer, name) for name in touches)
+
+
+def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients as an optimizer clips them."""
+    return list(optimizer._clip_gradients(list(gradients)))
+
+
+def unclipped(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
+    """Let an optimizer take gradients as they are, for a while."""
+    return _members_replaced(optimizer, {"_clip_gradients": lambda gradients: gradients})
+
+
+@contextlib.contextmanager
+def update_replaced(
+    optimizer: keras.Optimizer, rate: tf.Tensor, replace: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Let an optimizer read `rate` as its learning rate, and make its updates by `replace(update)`.
+
+    `update` takes gradients, variables and the learning rate; it is called where an update is due.
+    """
+    replaced = {
+        "_get_current_learning_rate": lambda: rate,
+        "_backend_update_step": replace(optimizer._backend_update_step),
+    }
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+@contextlib.contextmanager
+def increments_scaled(
+    optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor
+) -> Iterator[None]:
+    """Let what an optimizer adds to these variables, or subtracts, be `factor` times as much."""
+    scaled = {id(tf_compat.backend_variable(variable)) for variable in variables}
+
+    def scaling(assign: Callable) -> Callable:
+        def scaled_assign(variable, value):
+            if id(tf_compat.backend_variable(variable)) in scaled:
+                value = keras.ops.multiply(value, tf.cast(factor, variable.dtype))
+            assign(variable, value)
+
+        return scaled_assign
+
+    replaced = {name: scaling(getattr(optimizer, name)) for name in ("assign_add", "assign_sub")}
+    with _members_replaced(optimizer, replaced):
+        yield
+
+
+def has_velocities(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer sums up, in slots, increments that have been multiplied by the rate."""
+    updates = (keras.optimizers.SGD.update_step, keras.optimizers.RMSprop.update_step)
+    return type(optimizer).update_step in updates and optimizer.momentum > 0
+
+
+def velocities(optimizer: keras.Optimizer) -> list[tf.Variable]:
+    """Return those slots; none before the optimizer is built."""
+    slots = "momentums" if isinstance(optimizer, keras.optimizers.SGD) else "_momentums"
+    found = getattr(optimizer, slots, []) if has_velocities(optimizer) else []
+    return [tf_compat.backend_variable(slot) for slot in found if slot is not None]
+
+
+def decays(optimizer: keras.Optimizer, variable: Any) -> bool:
+    """Return whether an optimizer decays a weight by itself, beside its update."""
+    value = tf_compat.backend_variable(variable)
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(value)
+
+
+def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
+    """Exclude variables from weight decay, beside those that are excluded by name or by themselves."""
+    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
+    excluded.update(optimizer._var_key(variable) for variable in variables)
+    vars(optimizer)["_exclude_from_weight_decay"] = excluded
+    vars(optimizer)["_exclude_from_weight_decay_cache"] = {}
+
+
+def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:
+    """Return what a built optimizer keeps for each weight: by attribute, lists in the order of the weights.
+
+    Keras' own keep it so; an entry may be None.
+    """
+    count = len(optimizer._trainable_variables)
+    return {
+        name: list(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (list, tuple))
+        and len(value) == count
+        and name not in ("_variables", "_trainable_variables")
+        and any(isinstance(one, keras.Variable) for one in value)
+        and all(one is None or isinstance(one, keras.Variable) for one in value)
+    }
+
+
+def scalars_of(optimizer: keras.Optimizer) -> dict[str, keras.Variable]:
+    """Return the variables that an optimizer keeps for all weights together, by attribute."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
+
+
+def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return a new, unbuilt optimizer that does what another does, but for clipping, at its learning rate."""
+    twin = type(optimizer).from_config(optimizer.get_config())
+    twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
+    twin._clip_gradients = lambda gradients: gradients
+    return twin
+
+
+@contextlib.contextmanager
+def _members_replaced(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+    """Let an object have these members for a while, past what its class does when a member is set."""
+    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
+    vars(owner).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(owner)[name]
+        vars(owner).update(before)

@@ -1,0 +1,29 @@
+"""Name the user's line that an op comes from."""
+
+import linecache
+import os
+import pathlib
+import traceback as stack
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_OWN = str(pathlib.Path(__file__).parent.parent)
+
+
+def user_line(traceback: Any = None) -> str:
+    """Name the innermost line of a stack that belongs to none of the libraries.
+
+    Args:
+        traceback: of an op; None: of the caller.
+    """
+    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN)
+    if traceback is None:
+        # An op's own, in a graph: there TensorFlow maps what autograph has generated back to its source.
+        traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback
+    for frame in reversed(traceback):
+        if not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            return f"{frame.filename}:{frame.lineno} ({line})"
+    return "a line that could not be found"

@@ -1,0 +1,67 @@
+"""Whether an optimizer updates each element of a weight by itself, whatever the others are."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.compat import keras_optimizers
+
+# Ops on arrays of one shape, and scalars, of which each element of the result depends on the operands' only.
+_ELEMENTWISE = (
+    "Add AddN AddV2 Div DivNoNan FloorDiv Inv Mul MulNoNan Neg Pow RealDiv Reciprocal Square "
+    "SquaredDifference Sub Xdivy Xlogy "
+    "Abs Cast Exp Expm1 Floor Log Log1p Maximum Minimum Round Rsqrt Sigmoid Sign Softplus Sqrt Tanh "
+    "Equal Greater GreaterEqual IsFinite IsInf IsNan Less LessEqual LogicalAnd LogicalNot LogicalOr "
+    "NotEqual Select SelectV2 "
+    "Identity OnesLike ReadVariableOp StopGradient ZerosLike"
+)
+# What writes a variable, and what passes each of its inputs on.
+_APART = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "IdentityN"})
+
+# Different lengths, so that no axis can be taken for another.
+_LENGTHS = (6, 5, 4, 3, 2, 2, 2)
+
+
+def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
+    """Return what couples the elements of a weight in an optimizer's update, in words; None if nothing does.
+
+    A twin of it is traced on one small weight of each rank, since an optimizer may treat each in its own way,
+    and every op that computes with an array is looked at.
+
+    Args:
+        optimizer: any; it is left as it is.
+        ranks: of the weights that it is to update.
+    """
+    twin = keras_optimizers.twin_of(optimizer)
+    twin.ema_overwrite_frequency = None  # a branch that copies averages to weights
+    shapes = [_LENGTHS[:rank] for rank in sorted(ranks)]
+    weights = [keras.Variable(np.zeros(shape, "float32"), name=f"weight_{len(shape)}") for shape in shapes]
+    twin.build(weights)
+    for name, slots in sorted(keras_optimizers.slots_of(twin).items()):
+        for weight, state in zip(weights, slots, strict=True):
+            if state is None or state.shape != weight.shape:
+                kept = "nothing" if state is None else f"{tuple(state.shape)}"
+                return f"it keeps {kept} in {name!r} for a weight of shape {tuple(weight.shape)}"
+    specs = [tf.TensorSpec(shape, tf.float32) for shape in shapes]
+
+    @tf.function(input_signature=specs, autograph=False)
+    def update(*gradients):
+        keras_optimizers.apply_gradients(twin, gradients, weights)
+
+    with ops.running_in(None):
+        graph = update.get_concrete_function().graph
+    for op in graph.get_operations():
+        if (found := _coupling_of(op)) is not None:
+            return found
+    return None
+
+
+def _coupling_of(op: tf.Operation) -> str | None:
+    arrays = {tuple(t.shape) for t in op.inputs if t.dtype != tf.resource and t.shape.rank}
+    if not arrays or op.type in _APART:
+        return None
+    results = {tuple(t.shape) for t in op.outputs}
+    if op.type in _ELEMENTWISE.split() and len(arrays) == 1 and results == arrays:
+        return None
+    return f"its update computes {op.type} ({op.name}) of {' and '.join(map(str, sorted(arrays)))}"

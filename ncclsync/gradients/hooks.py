@@ -1,0 +1,195 @@
+"""What optimizers, functions and summaries do differently while a step is traced for towers.
+
+Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers
+right: that is `semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once
+and in buckets, compressed or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be
+placed op by op; a summary is written once, not once for each tower.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.compat import keras_optimizers, other_libraries
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.gradients.compression import ErrorFeedback
+from ncclsync.gradients.sharded_optimizer import OptimizerSharding
+from ncclsync.ops import Collective, Context
+
+# The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
+ACCUMULATED = Collective("all_reduce", "sum", empty_too=True)
+
+_nested = threading.local()
+
+
+@contextlib.contextmanager
+def step_hooks(
+    compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
+) -> Iterator[None]:
+    """All of them."""
+    with (
+        gradients_reduced(compression, sharding),
+        functions_inlined(),
+        summaries_written_once(),
+        tapes_checked(),
+    ):
+        yield
+
+
+def tapes_checked() -> contextlib.AbstractContextManager[None]:
+    """Refuse a tape that Horovod wraps."""
+
+    def checking(gradient: Callable) -> Callable:
+        @functools.wraps(gradient)
+        def checked_gradient(self, *args, **kwargs):
+            if ops.current_context() is not None:
+                other_libraries.check_not_horovods(self)
+            return gradient(self, *args, **kwargs)
+
+        return checked_gradient
+
+    return tf_compat.methods_wrapped([tf.GradientTape], "gradient", checking)
+
+
+def gradients_reduced(
+    compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Let every optimizer all-reduce its gradients before `apply`.
+
+    There all of them meet at once, in buckets. Left alone, each would travel where an op first needs it.
+
+    Args:
+        compression: what adds up the towers' parts of gradients; None: as they are.
+        sharding: what adds up those that nobody looks at before the optimizer's state is updated.
+    """
+
+    def reducing(apply: Callable) -> Callable:
+        @functools.wraps(apply)
+        def reducing_apply(self, grads, trainable_variables=None, **kwargs):
+            context = ops.current_context()
+            if context is not None:
+                other_libraries.check_not_horovods(self)
+            # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
+            if context is None or _is_nested("apply"):
+                return apply(self, grads, trainable_variables, **kwargs)
+            with _nesting("apply"):
+                if not context.can_exchange():  # the branch or loop that it is in gets whole inputs
+                    return apply(self, grads, trainable_variables, **kwargs)
+                grads = list(grads)
+                if trainable_variables is not None:
+                    trainable_variables = list(trainable_variables)
+                for gradient, variable in zip(grads, trainable_variables or (), strict=False):
+                    if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+                        gradient.set_shape(variable.shape)  # which a trace may have lost; it is packed by it
+                if keras_optimizers.accumulates(self):
+                    return _apply_accumulated(apply, self, grads, trainable_variables, context)
+                left: list[Any] = grads
+                added: list[Any] = [None] * len(grads)
+                if compression is not None:
+                    variables = keras_optimizers.built_for(self, trainable_variables)
+                    added = compression.add_up(grads, variables, context)
+                    left = [g if a is None else None for g, a in zip(grads, added, strict=True)]
+                addends: list[Any] = [None] * len(grads)
+                if sharding is not None:
+                    addends = sharding.leave_addends(self, left)
+                    left = [g if a is None else None for g, a in zip(left, addends, strict=True)]
+                reduced = ops.whole(left, rows_add_up=_adds_rows_up(self))
+                sums = zip(added, addends, reduced, strict=True)
+                chosen = [next((one for one in given if one is not None), None) for given in sums]
+                return apply(self, chosen, trainable_variables, **kwargs)
+
+        return reducing_apply
+
+    return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", reducing)
+
+
+def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
+    """Whether a repeated row of a sparse gradient is to an optimizer what the sum of its slices is.
+
+    Not to one that clips or squares: Keras' do so with each slice by itself.
+    """
+    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    return type(optimizer) is keras.optimizers.SGD and not any(clips)
+
+
+def _apply_accumulated(
+    apply: Callable, optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Any, context: Context
+) -> None:
+    """Accumulate on each tower by itself, and add up once, when the optimizer is to update.
+
+    The optimizer's accumulators become partial: what one device would have accumulated is their sum over
+    the towers.
+    """
+    variables = keras_optimizers.built_for(optimizer, variables)
+    accumulators = keras_optimizers.accumulators(optimizer, variables)
+    running = {}
+    for i, part in enumerate(ops.parts(gradients)):
+        if part is not None:
+            tf_compat.set_partial(accumulators[i])
+            part = context.share.of_samples(tf.convert_to_tensor(part))
+            running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
+    updates = keras_optimizers.update_is_due(optimizer)
+    totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
+    reduced = dict(zip(running, totals, strict=True))
+    with keras_optimizers.accumulators_emptied(optimizer):
+        apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
+    for i, total in running.items():
+        accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))
+
+
+def functions_inlined() -> contextlib.AbstractContextManager[None]:
+    """Let a `tf.function` that a step calls be traced as a part of the step, not as a function of its own."""
+
+    def inlining(call: Callable) -> Callable:
+        @functools.wraps(call)
+        def inlined(self, *args, **kwargs):
+            context = ops.current_context()
+            # What its author has XLA compile may be what TensorFlow's own kernels cannot: a grouped Conv3D.
+            if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
+                return call(self, *args, **kwargs)
+            return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
+
+        return inlined
+
+    return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
+
+
+def summaries_written_once() -> contextlib.AbstractContextManager[None]:
+    """Let a summary within a step be written by tower 0 alone, with the batch's value."""
+
+    def writing(write: Callable) -> Callable:
+        @functools.wraps(write)
+        def written_once(tag, tensor, *args, **kwargs):
+            context = ops.current_context()
+            if context is None or not context.can_exchange():
+                return write(tag, tensor, *args, **kwargs)
+            value = tf.convert_to_tensor(tensor() if callable(tensor) else tensor)
+            (value,) = context.mark([value], "whole")
+            return tf.cond(
+                tf.equal(context.share.tower, 0),
+                lambda: write(tag, value, *args, **kwargs),
+                lambda: tf.constant(False),
+            )
+
+        return written_once
+
+    return tf_compat.methods_wrapped([tf.summary], "write", writing)
+
+
+def _is_nested(what: str) -> bool:
+    return getattr(_nested, what, False)
+
+
+@contextlib.contextmanager
+def _nesting(what: str) -> Iterator[Any]:
+    setattr(_nested, what, True)
+    try:
+        yield
+    finally:
+        setattr(_nested, what, False)

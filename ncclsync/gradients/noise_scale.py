@@ -1,0 +1,95 @@
+"""The gradient noise scale: how much the towers' own gradients differ, beside the one they add up to.
+
+`gradient_moments` estimates it in the graph of a step, `NoiseAverages` holds running averages of that, and
+`NoiseScale` puts them into the logs.
+Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.1.
+"""
+
+import logging
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.gradients.observer import Watch
+
+logger = logging.getLogger("ncclsync")
+
+
+def gradient_moments(watch: Watch) -> tf.Tensor | None:
+    """Estimate, in the graph of a step, the samples' covariance and the true gradient, from one batch.
+
+    Of a batch of B samples, of which each of M towers has n_i, with mean gradient g_i, and G = sum n_i/B g_i:
+    E |g_i|^2 = |true|^2 + tr / n_i, and E |G|^2 = |true|^2 + tr / B. With each tower weighted by its samples,
+    sum n_i/B |g_i|^2 - |G|^2 has the expectation (M - 1) tr / B, for shards of any sizes, and is never
+    negative. All gradients of the step are taken as one vector.
+
+    Returns:
+        float32, [2], the same on all towers: tr, the trace of the covariance of one sample's gradient, and
+        |true|^2, both without bias. Not finite if one tower has all samples. None if there is no gradient.
+    """
+    context = ops.current_context()
+    if not watch.gradients or context is None:
+        return None
+    share = context.share
+    # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
+    sums = ops.whole(watch.gradients)
+    part, whole = (
+        tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, watch.scales, strict=True)])
+        for gradients in (ops.parts(watch.gradients), sums)  # n_i/B g_i, and their sum
+    )
+    weighted = tf.math.divide_no_nan(part, tf.cast(share.fraction, part.dtype))  # n_i/B |g_i|^2
+    own = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])
+    weighted, towers, samples = tf.unstack(ops.all_reduce(own, op="sum"))
+    trace = (weighted - whole) * samples / (towers - 1.0)
+    return tf.stack([trace, whole - trace / samples])
+
+
+def _squared_norm(gradient: Any, scale: tf.Tensor | None) -> tf.Tensor:
+    """Return the sum of squares as a float32 scalar; slices of one row are added up before."""
+    if isinstance(gradient, tf.IndexedSlices):
+        rows, places = tf.unique(gradient.indices)
+        gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    if gradient.dtype.size < 4:
+        gradient = tf.cast(gradient, tf.float32)
+    square = tf.cast(2.0 * tf.nn.l2_loss(gradient), tf.float32)
+    return square if scale is None else square / tf.square(tf.cast(scale, tf.float32))
+
+
+class NoiseAverages:
+    """Running averages of `gradient_moments` over steps.
+
+    Attributes:
+        active: whether steps are to tell them.
+    """
+
+    def __init__(self) -> None:
+        """Be inactive."""
+        self.active = False
+        with tf.device("/CPU:0"):
+            self._averages = tf.Variable(tf.zeros([3]), trainable=False)  # both; how many steps they are of
+            self._decay = tf.Variable(0.0, trainable=False)
+
+    def start(self, decay: float) -> None:
+        """Begin anew, with the weight that the averages keep in each step."""
+        self._averages.assign(tf.zeros([3]))
+        self._decay.assign(decay)
+        self.active = True
+
+    def stop(self) -> None:
+        """Let steps be without it."""
+        self.active = False
+
+    def update(self, moments: tf.Tensor) -> None:
+        """Take in a step's moments, in its graph; nothing if they are not finite."""
+        decay, before = self._decay.read_value(), self._averages.read_value()
+        after = tf.concat([decay * before[:2] + (1.0 - decay) * moments, before[2:] + 1.0], 0)
+        self._averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(moments)), after, before))
+
+    def ratio(self) -> float | None:
+        """Return tr / |true|^2, in samples; NaN if the average of |true|^2 is not above 0; None if none."""
+        # Both start from 0, so that both are too small by the same factor.
+        trace, square, steps = self._averages.numpy().tolist()
+        if not steps:
+            return None
+        return trace / square if square > 0 else float("nan")

@@ -1,0 +1,141 @@
+"""Gradients that are not finite: found on each tower before they are reduced, told with their rows, saved.
+
+`finite_flags` finds them in a step; `OnNonFinite` is what happens when such a gradient turns up. What undoes
+the step is `layout.Rollback`.
+"""
+
+import logging
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.errors import NonFiniteError
+from ncclsync.gradients.observer import Watch
+from ncclsync.semantics.shards import shard_sizes
+
+logger = logging.getLogger("ncclsync")
+
+MODES = ("raise", "skip")
+MOST_FILES = 10  # that one run saves: every step may be skipped
+MOST_KEPT = 50  # of all runs and processes of this user: the newest
+
+
+def finite_flags(watch: Watch) -> tf.Tensor | None:
+    """Tell, in the graph of a step, which gradients of which tower are finite.
+
+    Returns:
+        bool, [towers with samples, gradients], equal on all towers; None if there is nothing to tell: a
+        `LossScaleOptimizer` meets infinite gradients as a rule, skips such steps itself, and must see them to
+        lower its scale.
+    """
+    context = ops.current_context()
+    if not watch.gradients or watch.scale is not None or context is None:
+        return None
+    own = ops.parts(watch.gradients)
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in own]
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(one)) for one in values])
+    return ops.stack(finite)
+
+
+class OnNonFinite:
+    """What happens when a gradient is not finite.
+
+    Attributes:
+        mode: "raise" or "skip"; None: nothing, and nothing is watched.
+        raised: the error of a step that has failed so.
+    """
+
+    def __init__(self, mode: str | None) -> None:
+        """Check the argument.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if mode is not None and mode not in MODES:
+            raise ValueError(f"Expected on_nonfinite to be None or one of {MODES}. Received: {mode!r}")
+        self.mode = mode
+        self.raised: NonFiniteError | None = None
+        self._files = 0
+
+    def tell(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
+        """Save the rows of the towers that have such gradients; raise what happened, or log it.
+
+        Args:
+            finite: [towers with samples, gradients] bool.
+            names: [gradients] of the variables.
+            batch: nested structure of eager tensors.
+            towers: how many, those without samples too.
+
+        Raises:
+            NonFiniteError: unless the step is to be skipped.
+        """
+        rows = next(
+            int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank
+        )
+        ends = np.cumsum(shard_sizes(rows, towers))
+        found: dict[int, tuple[int, int, tuple[str, ...]]] = {}
+        indices: list[int] = []
+        for tower, flags in enumerate(finite):
+            if not flags.all():
+                begin, end = int(ends[tower - 1]) if tower else 0, int(ends[tower])
+                bad = tuple(dict.fromkeys(name for name, one in zip(names, flags, strict=True) if not one))
+                found[tower] = (begin, end, bad)
+                indices.extend(range(begin, end))
+        error = NonFiniteError(found, *self._save(batch, np.array(indices)))
+        if self.mode == "raise":
+            self.raised = error
+            raise error
+        logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
+
+    def _save(self, batch: Any, indices: np.ndarray) -> tuple[str | None, str]:
+        """Save rows of a batch; return the file, or None and why there is none."""
+        if self._files >= MOST_FILES:
+            return None, f"this run has saved {MOST_FILES} files already"
+        self._files += 1
+        try:
+            return _save_rows(batch, indices), ""
+        except Exception as error:  # whatever it is: the step is to be skipped, or to fail by its own error
+            return None, f"{type(error).__name__}: {error}"
+
+
+def _save_rows(batch: Any, indices: np.ndarray) -> str:
+    """Save rows of a batch to a new file, and remove the oldest ones; return its path."""
+    arrays: dict[str, Any] = {
+        "/".join(map(str, path)): _rows_of(leaf, indices)
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if leaf is not None
+    }
+    # One folder for each user: errors tell of a file that is to be there when its process has ended.
+    folder = pathlib.Path(tempfile.gettempdir(), f"ncclsync-nonfinite-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's")
+    descriptor, name = tempfile.mkstemp(".npz", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-", folder)
+    file = pathlib.Path(name)
+    try:
+        with open(descriptor, "wb") as opened:
+            np.savez(opened, indices=indices, **arrays)
+    except BaseException:
+        file.unlink()
+        raise
+    for old in sorted(folder.glob("*.npz"), key=lambda one: one.name)[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)  # another process may do the same
+    return name
+
+
+def _rows_of(leaf: Any, indices: np.ndarray) -> np.ndarray:
+    if isinstance(leaf, tf.SparseTensor):
+        leaf = tf.sparse.to_dense(leaf)
+    if isinstance(leaf, tf.RaggedTensor):
+        leaf = leaf.to_tensor()
+    array = leaf.numpy()
+    array = array[indices] if array.ndim else array
+    return array.astype(bytes) if array.dtype == object else array

@@ -1,0 +1,139 @@
+"""What each tower holds of a tensor that is divided among all, and a variable that is divided so.
+
+An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ncclsync.errors import NcclSyncError
+from ncclsync.semantics.holders import Holder
+
+
+class Place(NamedTuple):
+    """Where a weight lies in a partition.
+
+    Attributes:
+        begin: index in every tower's partition.
+        length: elements that each tower holds of it: of N towers the N-th part, rounded up. Where that is
+            more than there is, the last tower to hold any holds some that the one before it holds too, and
+            towers behind it hold the same.
+        elements: of the whole weight.
+        towers: N.
+    """
+
+    begin: int
+    length: int
+    elements: int
+    towers: int
+
+    @property
+    def end(self) -> int:
+        """Index behind it."""
+        return self.begin + self.length
+
+    @property
+    def full(self) -> int:
+        """How many towers hold `length` elements that no tower before them holds."""
+        return self.elements // self.length if self.length else self.towers  # of nothing all hold nothing
+
+    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
+        if self.full == self.towers:
+            return tf.reshape(tensor, [self.towers, self.length])
+        flat = tf.reshape(tensor, [-1])
+        last = flat[-self.length :]
+        flat = tf.concat([flat[: self.full * self.length], *[last] * (self.towers - self.full)], 0)
+        return tf.reshape(flat, [self.towers, self.length])
+
+    def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
+        """Return what a tower holds of a tensor of the weight's shape: [length]."""
+        first = tf.minimum(tower * self.length, self.elements - self.length)
+        return tf.slice(tf.reshape(tensor, [-1]), [first], [self.length])
+
+    def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+        """Return the weight of what the towers hold, [N, length]; the inverse of `rows`."""
+        if self.full == self.towers:
+            return tf.reshape(rows, shape)
+        flat = tf.reshape(rows[: self.full], [-1])
+        if rest := self.elements % self.length:
+            flat = tf.concat([flat, rows[self.full, self.length - rest :]], 0)
+        return tf.reshape(flat, shape)
+
+
+class PartitionedSlot(Holder):
+    """One of an optimizer's own variables, of which the towers hold the parts.
+
+    It takes memory only from when somebody reads or writes it until the next step.
+    """
+
+    def __init__(self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable]) -> None:
+        """Take over a variable, with the value it has.
+
+        Args:
+            variable: the optimizer's, which is not kept alive.
+            place: of its weight.
+            partitions: [N] the towers' variables.
+        """
+        super().__init__(variable)
+        self._place = place
+        self._partitions = partitions
+        self._is_whole = self._is_written = True
+        self.watch_reads()
+
+    def divide(self) -> None:
+        """Before a step: bring what was written to the towers, and free the whole."""
+        variable = self.held
+        if variable is None or not self._is_whole:
+            return
+        if self._is_written:
+            value = variable.value()
+            for tower, partition in enumerate(self._partitions):
+                with tf.device(partition.device):
+                    part = self._place.part(tf.identity(value), tower)
+                    before, behind = partition[: self._place.begin], partition[self._place.end :]
+                    # Not into a slice, after which TensorFlow would copy whatever it reads.
+                    partition.assign(tf.concat([before, part, behind], 0))
+        with tf.device(variable.device):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+        self._is_whole = self._is_written = False
+        self.tell_others()  # who read it before their next step, which makes it whole
+
+    def make_whole(self) -> None:
+        """Let the optimizer's variable hold what the towers have."""
+        variable = self.held
+        if variable is None or self._is_whole:
+            return
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
+                "written outside of any tf.function. Received: a tf.function that does so, or a step on "
+                "other towers, which need shard_optimizer=True as well."
+            )
+        with tf.device(variable.device):
+            held = [tf.identity(partition.value()) for partition in self._partitions]
+            rows = tf.stack([partition[self._place.begin : self._place.end] for partition in held])
+            whole = self._place.whole(rows, variable.shape)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
+        self._is_whole = True
+
+    def release(self) -> None:
+        """Give the variable back, whole."""
+        variable = self.held
+        if variable is None:
+            return
+        self.make_whole()
+        self.unwatch()
+
+    def before_access(self) -> None:
+        """Before Python reads or writes: let the variable hold the whole."""
+        self.make_whole()
+
+    def note_write(self) -> None:
+        """Take the variable's value at the next step: other towers that divide it make it whole by then."""
+        self._is_whole = self._is_written = True
+
+    def note_shared(self) -> None:
+        """Nothing to prepare: the others are told whenever it is divided."""

@@ -1,0 +1,284 @@
+"""An optimizer whose state is divided among the towers: each updates its part of every weight, and sends it.
+
+What Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, call
+stage 1. Weights of one dtype and treatment lie one behind the other in one flat variable, of which each tower
+holds its partition. A twin of the optimizer updates that as if it were a weight: what the twin keeps for it
+is the tower's part of what the optimizer would keep.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.compat import keras_optimizers
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.gradients.elementwise import find_coupling
+from ncclsync.gradients.partitions import PartitionedSlot, Place
+from ncclsync.ops import SCATTERED, Collective
+
+# Towers without samples have updated their part as well.
+GATHERED = Collective("stack", empty_too=True)
+
+Copies = Callable[[tf.Variable], list[tf.Variable]]
+
+
+class _Group(NamedTuple):
+    """Weights that lie in one flat variable, and that variable on tower 0."""
+
+    weights: tuple[Any, ...]
+    places: tuple[Place, ...]
+    flat: keras.Variable
+
+    @property
+    def pairs(self) -> list[tuple[Any, Place]]:
+        return list(zip(self.weights, self.places, strict=True))
+
+
+class _Sharded:
+    """One optimizer, divided."""
+
+    def __init__(
+        self,
+        optimizer: keras.Optimizer,
+        weights: Sequence[Any],
+        copies: Copies,
+        bucket_bytes: int,
+        towers: int,
+    ) -> None:
+        self._dense = {id(weight) for weight in weights}
+        _check(optimizer, weights)
+        self.twin = keras_optimizers.twin_of(optimizer)
+        self.groups = _groups(optimizer, weights, bucket_bytes, towers)
+        kept = [
+            group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.weights[0])
+        ]
+        if kept:
+            self.twin.exclude_from_weight_decay(var_list=[flat.value for flat in kept])
+        self.twin.build([group.flat for group in self.groups])
+        for name, scalar in keras_optimizers.scalars_of(optimizer).items():
+            setattr(self.twin, name, scalar)
+        indices = {id(weight): i for i, weight in enumerate(keras_optimizers.built_for(optimizer, None))}
+        wholes = keras_optimizers.slots_of(optimizer)
+        self.slots = []
+        partitions = keras_optimizers.slots_of(self.twin) if wholes else {}
+        for name, of_groups in partitions.items():
+            for group, partition in zip(self.groups, of_groups, strict=True):
+                tf_compat.set_partitioned(tf_compat.backend_variable(partition))
+                parts = copies(tf_compat.backend_variable(partition))
+                for weight, place in group.pairs:
+                    whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
+                    self.slots.append(PartitionedSlot(whole, place, parts))
+        for group in self.groups:
+            tf_compat.set_partitioned(tf_compat.backend_variable(group.flat))
+
+    def takes(self, weights: Sequence[Any]) -> bool:
+        return {id(weight) for weight in weights} == self._dense
+
+    def update(self, gradients: dict[int, Any], addends: set[int], context: ops.Context) -> None:
+        """In a step that is traced: update the weights.
+
+        Args:
+            gradients: by the weights' ids.
+            addends: ids of the weights whose gradients the towers are to add up.
+            context: the step's.
+        """
+        tower = context.share.tower
+        pairs = [pair for group in self.groups for pair in group.pairs]
+        added = [(weight, place) for weight, place in pairs if id(weight) in addends]
+        rows = [place.rows(gradients[id(weight)]) for weight, place in added]
+        sums = context.exchange(rows, SCATTERED) if rows else []
+        pairs_of_rows = zip(added, sums, strict=True)
+        parts = {id(weight): tf.reshape(row, [place.length]) for (weight, place), row in pairs_of_rows}
+        for weight, place in pairs:
+            part = parts.get(id(weight))
+            part = place.part(gradients[id(weight)], tower) if part is None else part
+            parts[id(weight)] = tf.cast(part, weight.dtype)
+        flat_gradients = [tf.concat([parts[id(w)] for w in group.weights], 0) for group in self.groups]
+        for group in self.groups:
+            held = [place.part(tf.convert_to_tensor(weight), tower) for weight, place in group.pairs]
+            group.flat.assign(tf.concat(held, 0))
+        keras_optimizers.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
+        updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.weights]
+        sent = [
+            flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)
+        ]
+        for (weight, place), rows in zip(pairs, context.exchange(sent, GATHERED), strict=True):
+            weight.assign(place.whole(rows, weight.shape))
+
+
+class OptimizerSharding:
+    """The optimizers of a model or a step whose state is divided among its towers."""
+
+    def __init__(self, towers: int, bucket_bytes: int) -> None:
+        """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
+
+        Args:
+            towers: how many.
+            bucket_bytes: how large the weights of one flat variable may be together.
+        """
+        self._towers = towers
+        self._bucket_bytes = bucket_bytes
+        self._sharded: dict[int, _Sharded] = {}  # by id of the optimizer
+        self._addends: dict[int, tf.Tensor] = {}  # by their ids
+
+    def leave_addends(self, optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
+        """Return, of the gradients that `optimizer.apply` is to be given so, what each tower adds to them.
+
+        They are then added up where the optimizer's state is: none that the optimizer looks at before.
+
+        Args:
+            optimizer: about to be called.
+            gradients: the batch's.
+
+        Returns:
+            None for those that are to be given whole.
+
+        Raises:
+            ValueError: `LargeBatch` updates the optimizer in its own way.
+        """
+        if keras_optimizers.has_wrapped_update(optimizer):
+            raise ValueError(
+                "Expected shard_optimizer or LargeBatch. "
+                f"Received: both, for {type(optimizer).__name__} {optimizer.name!r}"
+            )
+        if not keras_optimizers.applies_untouched(optimizer):
+            return [None] * len(gradients)
+        addends = ops.parts([one if isinstance(one, tf.Tensor) else None for one in gradients])
+        self._addends = {id(part): part for part in addends if part is not None}
+        return addends
+
+    def hooks(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
+        """Let optimizers update partitions, in a step that is traced.
+
+        Args:
+            copies: what stands for a variable of tower 0's on each tower.
+        """
+
+        def sharding(update: Callable) -> Callable:
+            @functools.wraps(update)
+            def sharded_update(optimizer, grads, trainable_variables):
+                context = ops.current_context()
+                if context is None or tf.executing_eagerly() or self._is_twin(optimizer):
+                    return update(optimizer, grads, trainable_variables)
+                return self._update(optimizer, update, grads, trainable_variables, copies, context)
+
+            return sharded_update
+
+        return keras_optimizers.updates_wrapped(sharding)
+
+    def divide(self) -> None:
+        """Before a step: bring what Python wrote into optimizers' variables to the towers, and free them."""
+        for sharded in self._sharded.values():
+            for slot in sharded.slots:
+                slot.divide()
+
+    def release(self) -> None:
+        """Give all optimizers their state back."""
+        for sharded in self._sharded.values():
+            for slot in sharded.slots:
+                slot.release()
+        self._sharded.clear()
+
+    def _is_twin(self, optimizer: keras.Optimizer) -> bool:
+        return any(optimizer is sharded.twin for sharded in self._sharded.values())
+
+    def _update(
+        self,
+        optimizer: keras.Optimizer,
+        update: Callable,
+        gradients: Sequence[Any],
+        weights: Sequence[Any],
+        copies: Copies,
+        context: ops.Context,
+    ) -> None:
+        if not context.can_exchange():
+            raise NcclSyncError(
+                "Expected, with shard_optimizer, an optimizer that updates at the top level of every step. "
+                f"Received: {optimizer.name} within a branch, as a LossScaleOptimizer or tf.cond makes it"
+            )
+        if keras_optimizers.accumulates(optimizer):
+            raise ValueError(
+                "Expected, with shard_optimizer, an optimizer without gradient accumulation. Received: "
+                f"{optimizer.name} with gradient_accumulation_steps={optimizer.gradient_accumulation_steps}"
+            )
+        gradients = keras_optimizers.clipped(optimizer, gradients)
+        pairs = list(zip(gradients, weights, strict=True))
+        dense = [(g, w) for g, w in pairs if not isinstance(g, tf.IndexedSlices)]
+        sparse = [(g, w) for g, w in pairs if isinstance(g, tf.IndexedSlices)]
+        if sparse:
+            _check_scalars(optimizer, sparse[0][1])
+            with keras_optimizers.unclipped(optimizer):
+                update(optimizer, *map(list, zip(*sparse, strict=True)))
+        if dense:
+            sharded = self._sharded_of(optimizer, [weight for _, weight in dense], copies)
+            addends, self._addends = {id(w) for g, w in dense if id(g) in self._addends}, {}
+            sharded.update({id(weight): gradient for gradient, weight in dense}, addends, context)
+
+    def _sharded_of(self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies) -> _Sharded:
+        sharded = self._sharded.get(id(optimizer))
+        if sharded is None:
+            with tf.init_scope():
+                sharded = _Sharded(optimizer, weights, copies, self._bucket_bytes, self._towers)
+            self._sharded[id(optimizer)] = sharded
+            weakref.finalize(optimizer, self._sharded.pop, id(optimizer), None).atexit = False
+        if not sharded.takes(weights):
+            raise ValueError(
+                "Expected, with shard_optimizer, the same weights in every update of an optimizer. Received: "
+                f"{optimizer.name} with gradients of {[weight.path for weight in weights]}"
+            )
+        return sharded
+
+
+def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
+    coupling = find_coupling(optimizer, {len(weight.shape) for weight in weights})
+    if coupling is not None:
+        raise ValueError(
+            "Expected, with shard_optimizer, an optimizer that updates each element of a weight by itself, "
+            f"as SGD and Adam do. Received: {type(optimizer).__name__}: {coupling}"
+        )
+
+
+def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
+    """Weights with sparse gradients are updated by the optimizer itself, beside its twin."""
+    both = set(keras_optimizers.scalars_of(optimizer)) - {"_iterations", "_learning_rate"}
+    if both:
+        raise ValueError(
+            f"Expected, with shard_optimizer, dense gradients for {type(optimizer).__name__}, which keeps "
+            f"{sorted(both)} for all weights together. Received: a sparse gradient of {weight.path}"
+        )
+
+
+def _groups(
+    optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int
+) -> tuple[_Group, ...]:
+    """Put weights of one dtype, device and treatment into flat variables, in the order of the weights."""
+    kinds: dict[Any, list[tuple[list[Any], list[Place]]]] = {}
+    for weight in weights:
+        value = tf_compat.backend_variable(weight)
+        decayed = keras_optimizers.decays(optimizer, weight)
+        lists = kinds.setdefault((value.dtype, value.device, decayed), [])
+        elements = int(value.shape.num_elements())
+        length = -(-elements // towers)
+        most = bucket_bytes // value.dtype.size // towers
+        begin = lists[-1][1][-1].end if lists else 0
+        if not lists or begin + length > most:
+            begin = 0
+            lists.append(([], []))
+        lists[-1][0].append(weight)
+        lists[-1][1].append(Place(begin, length, elements, towers))
+    groups: list[_Group] = []
+    for (_, device, _), lists in kinds.items():
+        for members, places in lists:
+            with tf.device(device):
+                flat = keras.Variable(
+                    tf.zeros([places[-1].end], members[0].dtype), name=f"partition_{len(groups)}"
+                )
+            groups.append(_Group(tuple(members), tuple(places), flat))
+    return tuple(groups)

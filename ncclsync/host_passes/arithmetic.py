@@ -1,0 +1,146 @@
+"""Write element-wise ops as one program, as `csrc/arithmetic.h` has it, and the node that runs it."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.ops.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
+
+# What a `Writer` can compute, by TensorFlow's names.
+COMPUTED = {*ARITHMETIC, "AddN", "BroadcastTo"}
+
+WHOLE = 0  # instead of a repeat: of an input that has as many elements as the result
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is computed for each element.
+
+    Attributes:
+        repeats: by input: how many neighbouring elements of the result take the same one of the input's, or
+            `WHOLE`.
+        outputs: how many there are.
+        sums: how many there are.
+        code: steps of (operation, register, register), the outputs' registers, then sums of (register,
+            period, whether it is a mean).
+    """
+
+    repeats: tuple[int, ...]
+    outputs: int
+    sums: int
+    code: tuple[int, ...]
+
+    def node(
+        self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
+    ) -> Any:
+        """Return the node that runs it, once for each set of inputs among the values.
+
+        Args:
+            name: the node's.
+            dtype: of all values and results.
+            values: names of the inputs.
+            controls: what else it waits for, as a node's input.
+            alone: whether it runs on the thread that calls it only.
+        """
+        instances = len(values) // len(self.repeats)
+        node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
+        n_results = instances * (self.outputs + self.sums)
+        attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
+        attributes |= {"sums": self.sums, "program": self.code, "alone": int(alone)}
+        attributes |= {"n_values": len(values), "n_results": n_results}
+        for attribute, value in attributes.items():
+            set_attribute(node, attribute, value)
+        return node
+
+
+class Writer:
+    """A program that is being written, by names of the values that it takes and computes."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, Any, Any]] = []
+        self._inputs: dict[str, None] = {}  # in the order of their first use
+        self._computed: dict[str, Any] = {}  # by name: an input, or the number of a step
+
+    def value(self, name: str) -> Any:
+        """Return what has that name; what has not been computed is an input."""
+        if name not in self._computed:
+            self._inputs[name] = None
+        return self._computed.get(name, name)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Give a value a name."""
+        self._computed[name] = value
+
+    def compute(self, operation: str, values: Sequence[Any]) -> Any:
+        """Add what an op of that type does; return its result."""
+        if operation == "BroadcastTo":
+            return values[0]
+        if operation == "AddN":  # TensorFlow adds from left to right
+            total = values[0]
+            for value in values[1:]:
+                total = self.compute("AddV2", (total, value))
+            return total
+        self._steps.append((ARITHMETIC[operation], values[0], values[-1]))
+        return len(self._steps) - 1
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs."""
+        return list(self._inputs)
+
+    @property
+    def registers(self) -> int:
+        """How many it needs; more than `MOST_REGISTERS` cannot be run."""
+        return len(self._steps) + len(self._inputs)
+
+    def program(
+        self,
+        inputs: Sequence[str],
+        repeats: Sequence[int | None],
+        results: Sequence[str],
+        sums: Sequence[tuple[str, int, bool]] = (),
+    ) -> Program | None:
+        """Return what was written, with the inputs in that order; None if it cannot be run.
+
+        Args:
+            inputs: all names of inputs.
+            repeats: of each of them; None for one that no number says it of.
+            results: names of the outputs.
+            sums: names of what is added up, periods, and whether their means are wanted.
+        """
+        known = tuple(repeat for repeat in repeats if repeat is not None)
+        too_many = self.registers + len(sums) > MOST_REGISTERS
+        if not (self._steps or sums) or too_many or len(known) < len(repeats):
+            return None
+        registers: dict[Any, int] = {name: i for i, name in enumerate([*inputs, *range(len(self._steps))])}
+        code = [number for step, a, b in self._steps for number in (step, registers[a], registers[b])]
+        code += [registers[self._computed[result]] for result in results]
+        for name, period, is_mean in sums:
+            code += [registers[self.value(name)], period, int(is_mean)]
+        return Program(known, len(results), len(sums), tuple(code))
+
+
+def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:
+    """Return how many neighbouring elements of a result take the same element of an operand.
+
+    Args:
+        operand: of a shape that broadcasts to the result's.
+        result: of known dimensions, except for the first one.
+
+    Returns:
+        None if it takes more than that number, and the operand's size, to tell which element they take.
+    """
+    if operand.rank is None or operand.rank > result.rank:
+        return None
+    dims = [1] * (result.rank - operand.rank) + operand.as_list()
+    if None in dims[1:]:
+        return None
+    sizes = [(dim, full) for dim, full in zip(dims, result.as_list(), strict=True) if full != 1]
+    while sizes and sizes[0][0] == 1:
+        sizes.pop(0)
+    repeat = 1
+    while sizes and sizes[-1][0] == 1:
+        repeat *= sizes.pop()[1]
+    return repeat if all(dim != 1 for dim, _ in sizes) else None

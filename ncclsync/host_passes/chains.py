@@ -1,0 +1,290 @@
+"""Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
+
+A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
+size, and each of them waits for memory. What lies between two ops of another kind becomes one, with bitwise
+the same results, as the updates of variables do in `fusion.py`. Most of what a normalisation computes is only
+added up over the batch: that is done in the same pass, and what is added up is never written. `segment.py`
+puts it in place.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.host_passes.arithmetic import COMPUTED, WHOLE, Program, Writer, repeat_of
+from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
+from ncclsync.ops.host_ops import MOST_PERIOD, MOST_REGISTERS, set_attribute
+from ncclsync.program.graph import StepGraph, in_order, op_name
+
+# Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
+_FUSIBLE = COMPUTED - {"Maximum", "Minimum"}
+_SUMMING = {"BiasAddGrad", "Mean", "Sum"}
+
+# TensorFlow adds up to so many tensors from left to right.
+_MOST_ADDED = 8
+
+# What TensorFlow itself makes one op of with those that multiply matrices.
+_BEHIND = {"Add", "AddV2", "Relu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """An op that adds up an array over its first axes.
+
+    Attributes:
+        name: of the op.
+        values: the tensor that it adds up.
+        period: how many elements the result has.
+        shape: the result's.
+        is_mean: whether it divides by their number.
+    """
+
+    name: str
+    values: str
+    period: int
+    shape: tuple[int, ...]
+    is_mean: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Some ops that can run as one.
+
+    Attributes:
+        members: their names.
+        inputs: names of the tensors it takes, the first one of the results' shape.
+        outputs: names of the members whose results others take.
+        sums: those of the members whose results others take.
+        awaited: names of the other members that others wait for.
+        dtype: of all tensors.
+        program: what it computes.
+    """
+
+    members: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sums: tuple[Sum, ...]
+    awaited: tuple[str, ...]
+    dtype: tf.DType
+    program: Program
+
+
+def find_chains(
+    graph: StepGraph,
+    shapes: Shapes,
+    ops: Sequence[str],
+    needed: Collection[str],
+    taken: Sequence[Collection[str]],
+) -> list[Chain]:
+    """Find the chains of one segment.
+
+    Args:
+        graph: the step.
+        shapes: of the segment's tensors.
+        ops: names of the segment's ops, inputs before consumers.
+        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+        taken: sets of ops, each of which runs as one already.
+    """
+    unit = {name: name for name in ops}
+    for i, members in enumerate(taken):
+        unit.update(dict.fromkeys(members, f"@taken_{i}"))
+    consumers: dict[str, set[str]] = collections.defaultdict(set)
+    awaiting: dict[str, set[str]] = collections.defaultdict(set)
+    for name in ops:
+        for operand in graph.inputs[name]:
+            consumers[op_name(operand)].add(name)
+        for control in graph.controls[name]:
+            awaiting[control].add(name)
+    single = [name for name in ops if unit[name] == name]
+    sums = {name: found for name in single if (found := _sum_of(graph, shapes, name)) is not None}
+    kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
+    levels = _levels(graph, ops, unit, kinds, sums)
+    order = [name for name in levels if kinds.get(name) is not None]
+    for name in reversed(order):  # as late as its consumers allow: it may be one of them
+        if (
+            name not in sums
+            and name not in needed
+            and not awaiting[name]
+            and {kinds.get(c) for c in consumers[name]} == {kinds[name]}
+        ):
+            levels[name] = min(levels[consumer] for consumer in consumers[name])
+    chains = []
+    for members in _components(graph, shapes, order, {n: (levels[n], kinds[n]) for n in order}):
+        inside = set(members)
+        outputs = [n for n in members if n in needed or not consumers[n] <= inside]
+        awaited = [n for n in members if n not in outputs and not awaiting[n] <= inside]
+        chain = _chain_of(graph, shapes, members, outputs, awaited, sums)
+        if chain is not None:
+            chains.append(chain)
+    return chains
+
+
+def _operands(graph: StepGraph, name: str) -> list[str]:
+    """What a member computes with."""
+    of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
+    return graph.inputs[name][: 1 if of_one else None]
+
+
+def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
+    """An op as a sum, if it is one of an array over all of its first axes, those of size 1 aside."""
+    op = graph.by_name[name]
+    axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
+    if not axes:
+        return None
+    values, result = graph.inputs[name][0], shapes.spec(f"{name}:0").shape
+    dims = [(i in axes, dim) for i, dim in enumerate(shapes.spec(values).shape) if dim != 1]
+    while dims and dims[0][0]:
+        dims.pop(0)
+    if any(summed or dim is None for summed, dim in dims) or not result.is_fully_defined():
+        return None
+    period = math.prod(dim for _, dim in dims)
+    return Sum(name, values, period, tuple(result), op.type == "Mean") if period <= MOST_PERIOD else None
+
+
+def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
+    """The dtype and shape of an op's result, or of what it adds up, if it can be a member of a chain."""
+    op, inputs = graph.by_name[name], _operands(graph, name)
+    if op.type not in _FUSIBLE and not is_sum:
+        return None
+    whole = inputs[0] if is_sum else f"{name}:0"
+    result, key = shapes.spec(whole), shapes.key(whole)
+    operands = [shapes.spec(operand) for operand in inputs]
+    if result.dtype not in (tf.float32, tf.float64) or not key or 0 in key or len(inputs) > _MOST_ADDED:
+        return None
+    if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
+        return None
+    producers = {graph.producer_type(operand) for operand in inputs}
+    return None if op.type in _BEHIND and producers & MULTIPLYING else (result.dtype, key)
+
+
+def _levels(
+    graph: StepGraph,
+    ops: Sequence[str],
+    unit: dict[str, str],
+    kinds: dict[str, Any],
+    sums: Collection[str],
+) -> dict[str, int]:
+    """By unit, in an order in which each is behind all that it waits for.
+
+    Of those of one kind and level, none waits for another by way of one that is not of that kind and level,
+    and none for a sum.
+    """
+    levels: dict[str, int] = {}
+    for one, parents in in_order(graph, ops, unit):
+        kind = kinds.get(one)
+        left = (levels[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in sums)) for p in parents)
+        levels[one] = max(left, default=0)
+    return levels
+
+
+def _components(
+    graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
+) -> Iterator[list[str]]:
+    """Yield ops of one place that share an array, one's result too, as many as a program can have.
+
+    And those that wait for each other: of two chains, each might wait for the other.
+    """
+    component: dict[str, list[str]] = {}
+    using: dict[Any, str] = {}  # by place and tensor
+    for name in order:
+        component[name] = [name]
+        others = [control for control in graph.controls[name] if place.get(control) == place[name]]
+        for operand in _operands(graph, name):
+            other = op_name(operand)
+            if place.get(other) != place[name]:
+                whole = shapes.key(operand) == place[name][1][1]
+                other = using.setdefault((place[name], operand), name) if whole else name
+            others.append(other)
+        for other in others:
+            if component[other] is not component[name]:
+                larger, smaller = component[other], component[name]
+                larger += smaller
+                component.update(dict.fromkeys(smaller, larger))
+    position = {name: i for i, name in enumerate(order)}
+    for members in {id(found): found for found in component.values()}.values():
+        part: list[str] = []
+        registers: set[str] = set()
+        for name in sorted(members, key=position.__getitem__):
+            operands = _operands(graph, name)
+            own = {*operands, *(f"{name}:{step}" for step in range(max(1, len(operands) - 1)))}
+            if len(registers | own) > MOST_REGISTERS:
+                yield part
+                part, registers = [], set()
+            part.append(name)
+            registers |= own
+        yield part
+
+
+def _chain_of(
+    graph: StepGraph,
+    shapes: Shapes,
+    members: Sequence[str],
+    results: Sequence[str],
+    awaited: Sequence[str],
+    sums: dict[str, Sum],
+) -> Chain | None:
+    """Write ops as a program; None if there are too few of them, or no input tells the results' shape."""
+    whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
+    result, key = shapes.spec(whole), shapes.key(whole)
+    few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)
+    if few or not results:
+        return None
+    writer = Writer()
+    for name in members:
+        values = [writer.value(operand) for operand in _operands(graph, name)]
+        if name not in sums:
+            writer.keep(f"{name}:0", writer.compute(graph.by_name[name].type, values))
+    outputs, added = [n for n in results if n not in sums], [sums[n] for n in results if n in sums]
+    inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
+    if shapes.key(inputs[0]) != key:
+        return None
+    repeats = [
+        WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs
+    ]
+    added_up = [(s.values, s.period, s.is_mean) for s in added]
+    program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
+    if program is None:
+        return None
+    names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
+    return Chain(*names, result.dtype, program)
+
+
+def chain_nodes(
+    graph: StepGraph,
+    chain: Chain,
+    name: str,
+    own: Collection[str],
+    named: Callable[[str], str],
+    alone: bool,
+) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yield the nodes that take the place of a chain; its outputs keep their names.
+
+    Args:
+        graph: the step.
+        chain: of the segment.
+        name: of the op that does the arithmetic.
+        own: names of the segment's ops.
+        named: a function from the name of a tensor to what the segment calls it.
+        alone: whether it runs on one thread.
+    """
+    controls = {control for member in chain.members for control in graph.controls[member]}
+    waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
+    yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits, alone)
+    for i, output in enumerate(chain.outputs):
+        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape", input=[f"{name}:{i}"])
+        set_attribute(node, "T", chain.dtype)
+        node.attr["shape"].shape.CopyFrom(graph.spec(f"{output}:0").shape.as_proto())
+        yield node
+    for i, one in enumerate(chain.sums, start=len(chain.outputs)):
+        shape = tf.compat.v1.NodeDef(name=f"{name}/shape_{i}", op="Const")
+        set_attribute(shape, "dtype", tf.int32)
+        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(one.shape, tf.int32, [len(one.shape)]))
+        node = tf.compat.v1.NodeDef(name=one.name, op="Reshape", input=[f"{name}:{i}", shape.name])
+        set_attribute(node, "T", chain.dtype)
+        yield from (shape, node)
+    for member in chain.awaited:
+        yield tf.compat.v1.NodeDef(name=member, op="NoOp", input=[f"^{name}"])

@@ -1,0 +1,292 @@
+"""Find which tensors of a segment have the same shape, though the number of their rows is not known.
+
+The first dimension of most tensors is the batch's, `None` in the trace; all others are known. What runs many
+element-wise ops as one has to know that no two of them differ in their rows. Few kinds of ops tell: the rows
+of what any other computes are taken as unlike all others, and less is fused.
+"""
+
+import collections
+import copy
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.host_passes.arithmetic import COMPUTED
+from ncclsync.program.graph import StepGraph, op_name
+
+_ONCE = Fraction(1)
+_PASSING = {"Identity", "PreventGradient", "StopGradient"}
+# The result has the first operand's rows.
+_KEEPING = _PASSING | {
+    *(
+        "Abs",
+        "Cast",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "LeakyRelu",
+        "Log",
+        "Log1p",
+        "LogSoftmax",
+        "Neg",
+        "OnesLike",
+    ),
+    *("Relu", "Relu6", "Rsqrt", "RsqrtGrad", "Selu", "Sigmoid", "SigmoidGrad", "Sign", "Softmax", "Softplus"),
+    *("Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
+    *("AvgPool", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolGrad"),
+}
+_OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse others
+_BROADCASTING = {
+    *(
+        "Add",
+        "AddV2",
+        "DivNoNan",
+        "Equal",
+        "Greater",
+        "GreaterEqual",
+        "Less",
+        "LessEqual",
+        "Maximum",
+        "Minimum",
+    ),
+    *("Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
+}
+# TensorFlow makes one op of one of these and of what is behind it, if nobody else asks for its result.
+MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
+_REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
+
+
+class Shapes:
+    """What is known of the shapes of a segment's tensors.
+
+    Attributes:
+        passed: by name of a tensor that is nothing but another tensor: the name of the latter.
+    """
+
+    def __init__(self, graph: StepGraph, ops: Sequence[str]):
+        """Look at ops, inputs before consumers."""
+        self._graph = graph
+        self._specs: dict[str, tf.TensorSpec] = {}
+        # By name of a tensor: another one, or None for a single row, and how many times that one's rows.
+        self._alike: dict[str | None, tuple[str | None, Fraction]] = {}
+        self.passed: dict[str, str] = {}
+        self._summed: dict[str, str] = {}  # what is summed over axes of size 1 at most: of what
+        for name in ops:
+            self._look_at(name)
+
+    def spec(self, name: str) -> tf.TensorSpec:
+        """Return the shape as far as it is known by itself, and the dtype."""
+        if name not in self._specs:
+            self._specs[name] = self._graph.spec(name)
+        return self._specs[name]
+
+    def key(self, name: str) -> tuple[Any, ...] | None:
+        """Return what tensors of one shape have in common; None if too little of it is known."""
+        shape = self.spec(name).shape
+        if not shape.rank:
+            return None if shape.rank is None else ()
+        return (self._rows(name), *shape[1:]) if shape[1:].is_fully_defined() else None
+
+    def source(self, name: str) -> str:
+        """Return the tensor that `name` is another name for, or itself."""
+        while name in self.passed:
+            name = self.passed[name]
+        return name
+
+    def reduced_axes(self, name: str) -> set[int] | None:
+        """Return the axes that an op reduces over; None if they are not known."""
+        op, values = self._graph.by_name[name], self._graph.inputs[name][0]
+        rank = self._rank(values)
+        if op.type == "BiasAddGrad":
+            return set(range(rank - 1)) if rank and op.get_attr("data_format") == b"NHWC" else None
+        axes = self._graph.inputs[name][1]
+        return (
+            {axis % rank for axis in self._numbers(axes)} if rank and self._graph.is_constant(axes) else None
+        )
+
+    def _rank(self, name: str) -> int:
+        return self.spec(name).shape.rank or 0
+
+    def _order(self, name: str) -> list[int] | None:
+        """A permutation of axes, or the inverse of one whose first element is the same; None if not known."""
+        if self._graph.producer_type(name) == "InvertPermutation":
+            order = self._order(self._graph.inputs[op_name(name)][0])
+            return order if order and order[0] == 0 else None
+        producer = self._graph.by_name.get(op_name(name))
+        value = None if producer is None else tf.get_static_value(producer.outputs[0])
+        return None if value is None else [int(axis) for axis in value]
+
+    def _is_zero(self, name: str) -> bool:
+        return self._graph.is_constant(name) and self._numbers(name) == [0]
+
+    def _numbers(self, constant: str) -> list[int]:
+        value = tf.get_static_value(self._graph.by_name[op_name(constant)].outputs[0])
+        return [int(number) for number in value.ravel()]
+
+    def _rows(self, name: str) -> Any:
+        """Their number if it is known, else a tensor and by how many times its rows they are."""
+        shape = self.spec(name).shape
+        known = shape.rank is not None and shape[0] is not None
+        root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
+        while root in self._alike:
+            root, more = self._alike[root]
+            times *= more
+        return int(times) if root is None and times.denominator == 1 else (root, times)
+
+    def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
+        """The other tensor has so many times the rows of the one."""
+        (root, first), (other_root, second) = (
+            rows if isinstance(rows, tuple) else (None, Fraction(rows))
+            for rows in (self._rows(one), self._rows(other))
+        )
+        if other_root not in (None, root):
+            self._alike[other_root] = (root, first * times / second)
+        elif root is not None and other_root is None and first * times != 0:
+            self._alike[root] = (None, second / (first * times))
+
+    def _look_at(self, name: str) -> None:
+        graph, op, inputs = self._graph, self._graph.by_name[name], self._graph.inputs[name]
+        result = f"{name}:0"
+        if op.type in _PASSING and op.outputs[0].dtype.is_floating and not graph.controls[name]:
+            self.passed[result] = inputs[0]
+        if op.type in _REDUCING:
+            self._look_at_reduction(name)
+        elif op.type == "Reshape" and self._is_same_reshaped(values := self._reshaped(inputs[0]), result):
+            if not graph.controls[name]:
+                self.passed[result] = values
+            self._unite(values, result)
+        elif op.type in ("BroadcastTo", "Reshape"):
+            like = self._shape_of(inputs[1])
+            before, after = (self.spec(tensor).shape for tensor in (inputs[0], result))
+            if like is not None and self.spec(like).shape.rank and after.rank:
+                self._unite(like, result)
+            elif op.type == "BroadcastTo" or not before.rank or not after.rank:
+                return
+            elif before[1:].is_fully_defined() and after[1:].is_fully_defined():
+                elements = before[1:].num_elements(), after[1:].num_elements()
+                if 0 not in elements:
+                    self._unite(inputs[0], result, Fraction(*elements))
+        elif not op.outputs or not self.spec(result).shape.rank:
+            return
+        elif op.type in _OF_ONE_SHAPE:
+            for operand in inputs:
+                self._unite(operand, result)
+        elif op.type in _KEEPING:
+            self._unite(inputs[0], result)
+        elif op.type == "MatMul":
+            if not op.get_attr("transpose_a"):
+                self._unite(inputs[0], result)
+                self._look_at_factor(inputs[0], self.spec(inputs[1]).shape[int(op.get_attr("transpose_b"))])
+        elif op.type == "Transpose":
+            order = self._order(inputs[1])
+            if order and order[0] == 0:
+                self._unite(inputs[0], result)
+        elif op.type == "BatchMatMulV2":
+            if self.spec(inputs[0]).shape.rank == self.spec(result).shape.rank > self._rank(inputs[1]) > 1:
+                self._unite(inputs[0], result)
+        elif op.type == "Einsum":
+            operands, _, letters = op.get_attr("equation").decode().replace(" ", "").partition("->")
+            for operand, own in zip(inputs, operands.split(","), strict=True):
+                if "." not in operands and own[:1] == letters[:1] != "":
+                    self._unite(operand, result)
+        elif op.type == "GatherV2":
+            if self._is_zero(inputs[2]) and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:
+                self._unite(inputs[1], result)
+        elif op.type in _BROADCASTING:
+            rank = self.spec(result).shape.rank
+            shapes = {operand: self.spec(operand).shape for operand in inputs}
+            full = [
+                o
+                for o, shape in shapes.items()
+                if shape.rank is None or (shape.rank == rank and shape[0] != 1)
+            ]
+            if len({self._rows(operand) for operand in full}) == 1:
+                self._unite(full[0], result)
+
+    def _look_at_factor(self, name: str, columns: int | None) -> None:
+        """A matrix has so many columns, though its own shape, that of a reshaped tensor, may not tell it."""
+        if self._graph.producer_type(name) == "Reshape" and self.spec(name).shape[1] is None and columns:
+            source = self._graph.inputs[op_name(name)][0]
+            row = self.spec(source).shape[1:]
+            if row.is_fully_defined() and row.num_elements() > 0:
+                self._unite(source, name, Fraction(row.num_elements(), columns))
+
+    def _look_at_reduction(self, name: str) -> None:
+        graph, (values, axes) = self._graph, self._graph.inputs[name]
+        if graph.producer_type(axes) == "BroadcastGradientArgs":
+            one, other = map(self._shape_of, graph.inputs[op_name(axes)])
+            if one is not None and other is not None and self.key(one) == self.key(other) is not None:
+                self._summed[f"{name}:0"] = self.source(values)
+        elif self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
+            reduced = self.reduced_axes(name)
+            if reduced is not None and 0 not in reduced:
+                self._unite(values, f"{name}:0")
+
+    def _shape_of(self, name: str) -> str | None:
+        """The tensor whose shape `name` is, if it is one's."""
+        is_shape = self._graph.producer_type(name) == "Shape"
+        return self._graph.inputs[op_name(name)][0] if is_shape else None
+
+    def _reshaped(self, name: str) -> str:
+        """The tensor that `name` has the values of, in another shape at most."""
+        return self._summed.get(self.source(name), self.source(name))
+
+    def _is_same_reshaped(self, name: str, result: str) -> bool:
+        """Whether all dimensions but the first stay, and so, as the number of elements does, it too."""
+        before, after = (self.spec(tensor).shape for tensor in (name, result))
+        return (
+            bool(before.rank)
+            and before.rank == after.rank
+            and before[1:].is_fully_defined()
+            and before[1:].as_list() == after[1:].as_list()
+            and before[1:].num_elements() > 0
+        )
+
+
+def simplify(
+    graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]
+) -> tuple[StepGraph, list[str]]:
+    """Leave out ops of a segment that pass on what they are given.
+
+    They would keep apart what can be fused. Who asks for a shape is told that of another tensor of the same
+    shape, so that nobody but those who compute with a tensor wants it.
+
+    Args:
+        graph: the step.
+        shapes: of the segment's tensors.
+        ops: names of the segment's ops, inputs before consumers.
+        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+
+    Returns:
+        The same step with other inputs for some of the ops, and the ops that are left.
+    """
+    view = copy.copy(graph)
+    view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
+    for name in ops:
+        view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
+    computing = [n for n in ops if graph.by_name[n].type != "Shape" and f"{n}:0" not in shapes.passed]
+    users = collections.Counter(operand for name in computing for operand in set(view.inputs[name]))
+    first: dict[Any, str] = {}  # of a shape and dtype
+    first_written: dict[Any, str] = {}  # the same of those that no chain can do without writing
+    for name in ops:
+        inputs = view.inputs[name]
+        kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
+        for operand, kind in zip(inputs, kinds, strict=True):
+            made_by = graph.producer_type(operand)
+            if made_by not in MULTIPLYING or users[operand] > 1:
+                (first if made_by in COMPUTED else first_written).setdefault(kind, operand)
+        if graph.by_name[name].type == "Shape" and kinds[0][0]:
+            view.inputs[name] = [first_written.get(kinds[0]) or first.get(kinds[0], inputs[0])]
+        if graph.by_name[name].type == "Const":  # a gradient's wait for what computes it
+            view.controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
+    wanted = set(needed) | graph.must_run
+    left = []
+    for name in reversed(ops):
+        if name in wanted or tf_compat.is_stateful(graph.by_name[name]) or graph.writes[name]:
+            left.append(name)
+            wanted.update(map(op_name, view.inputs[name]), view.controls[name])
+    return view, left[::-1]

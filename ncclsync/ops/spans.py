@@ -1,0 +1,311 @@
+"""When the parts of a step begin and end: notes in the step's graph, there only while somebody watches.
+
+`layout.py` says what the parts are, `step.py` lays out a graph with notes for the steps that are watched,
+`timeline.py` and `throughput.py` watch. A note waits for nothing but what it is put behind: towers stay
+independent of each other.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import host_ops
+
+logger = logging.getLogger("ncclsync")
+
+STEPS, COMMUNICATION = "steps", "communication"  # rows; the others are those of towers
+STEP, WAIT = "step", "wait_for_data"  # spans of the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A part of a step.
+
+    Attributes:
+        row: the number of the tower that is at work, or `STEPS` or `COMMUNICATION`.
+        name: one word.
+        details: what is known about it beforehand.
+    """
+
+    row: int | str
+    name: str
+    details: Mapping[str, Any]
+
+    @property
+    def full_name(self) -> str:
+        """The name, with the tower's before it; what a timeline and TensorFlow's profiler call it."""
+        return self.name if isinstance(self.row, str) else f"tower_{self.row}/{self.name}"
+
+
+class TimedSpan(NamedTuple):
+    """A span that has ended; times are in ns, of `time.monotonic_ns()`."""
+
+    span: Span
+    begin_ns: int
+    end_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredStep:
+    """What was noted of one step.
+
+    Attributes:
+        complete: whether it ended; not so if it failed, or if there was no batch for it.
+        samples: how many rows its batch had, if it is complete, else 0.
+        spans: those that have ended, in the order of their ends.
+    """
+
+    complete: bool
+    samples: int
+    spans: tuple[TimedSpan, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was noted of one call of a step's graph.
+
+    Attributes:
+        traced: whether the graph was made for this call, which is most of what the call took.
+        failed: whether the call raised.
+        completed: how many steps it made.
+        samples: how many rows their batches had.
+        step_ns: how long these steps took, without waiting for data.
+        waiting_ns: how long batches were waited for.
+        communicating_ns: how long at least one collective was under way.
+    """
+
+    traced: bool
+    failed: bool
+    completed: int
+    samples: int
+    step_ns: int
+    waiting_ns: int
+    communicating_ns: int
+    _expand: Callable[[], tuple[MeasuredStep, ...]]
+
+    @functools.cached_property
+    def steps(self) -> tuple[MeasuredStep, ...]:
+        """All that was noted, step by step; made when it is first asked for, since it takes its time."""
+        return self._expand()
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A span that has begun, in a graph.
+
+    Attributes:
+        ops: what belongs to the span waits for these.
+        end: `end(after=(), tokens=(), samples=None)` lets it end behind `after` (tensors or ops), and behind
+            `tokens` (float32 scalars) when they have arrived in the host's memory; `samples` are the step's.
+            Returns what is to be waited for by what comes next: else it might be noted later than that, since
+            a thread that has both to run may choose.
+    """
+
+    ops: list[tf.Operation]
+    end: Callable[..., list[tf.Operation]]
+
+
+_NOTHING = Begun([], lambda *_, **__: [])
+
+
+def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
+    """Return nested tensors such that whatever uses them waits for `ops`; the same if there are none."""
+    if not ops:
+        return structure
+    held: dict[int, tf.Tensor] = {}  # all towers may have the same one
+
+    def held_back(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if id(leaf) not in held:
+            held[id(leaf)] = tf.identity(leaf)
+        return held[id(leaf)]
+
+    with tf.control_dependencies(ops):
+        return tf.nest.map_structure(held_back, structure, expand_composites=True)
+
+
+class Meter:
+    """The spans of a step's graphs, and what was noted of them. It must live as long as these."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._notes = native.Notes()
+        self._spans: list[Span] = []
+        self._kinds: list[str | None] = []  # [spans] what it counts as in the totals
+        self._of_any_tower: set[int] = set()  # the value of its notes is the tower
+        self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
+        if not host_ops.available():
+            logger.warning("The times of a step are noted by Python ops, at about 35 µs each")
+
+    def begin(
+        self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any
+    ) -> Begun:
+        """See the function `begin`."""
+        number, of_any = len(self._spans), tf.is_tensor(row)
+        self._spans.append(Span(0 if of_any else row, name, details))
+        kinds = {STEPS: name, COMMUNICATION: COMMUNICATION}
+        self._kinds.append(kinds[row] if isinstance(row, str) else None)
+        if of_any:
+            self._of_any_tower.add(number)
+        about = [tf.cast(row, tf.int64)] if of_any else []
+
+        def end(
+            after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
+        ) -> list[tf.Operation]:
+            values = about if samples is None else [tf.cast(samples, tf.int64)]
+            return [self._note(number, True, after, tokens, values)]
+
+        return Begun([self._note(number, False, after, tokens, about)], end)
+
+    def _note(
+        self,
+        span: int,
+        ends: bool,
+        after: Sequence[Any],
+        tokens: Sequence[tf.Tensor],
+        values: Sequence[tf.Tensor],
+    ) -> tf.Operation:
+        graph = tf.compat.v1.get_default_graph()
+        # Within a branch an identity stands for a tensor from outside; for an op there, all of it waits.
+        here = [tf.identity(one) if tf.is_tensor(one) and one.graph is not graph else one for one in after]
+        with tf.control_dependencies(here):
+            if host_ops.available():
+                op = host_ops.note(self._notes, span, ends, tokens, values)
+            else:
+                op = self._note_by_python(span, ends, tokens, values)
+        tf_compat.run_independently(op)
+        return op
+
+    def _note_by_python(
+        self, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+    ) -> tf.Operation:
+        # TensorFlow keeps every py op's function for good.
+        borrowed = weakref.ref(self._notes)
+
+        def note(*given: Any) -> None:
+            notes = borrowed()
+            if notes is not None:
+                notes.note(span, ends, int(given[-1]) if values else 0)
+
+        with tf.device("/CPU:0"):
+            return tf.numpy_function(note, [*tokens, *values], [])
+
+    def take(self, traced: bool, failed: bool) -> Measured:
+        """Return what was noted since the last call."""
+        notes = self._notes.take()
+        totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
+        begins, under_way = dict(totals), dict(totals)
+        completed = samples = 0
+        for time_ns, value, number, ends in notes:
+            kind = self._kinds[number]
+            if kind is None:
+                continue
+            under_way[kind] += -1 if ends else 1
+            if not ends and under_way[kind] == 1:
+                begins[kind] = time_ns
+            elif ends and under_way[kind] == 0:
+                totals[kind] += time_ns - begins[kind]
+                if kind == STEP:
+                    completed, samples = completed + 1, samples + value
+        expand = functools.partial(self._expand, notes)
+        times = totals[STEP], totals[WAIT], totals[COMMUNICATION]
+        return Measured(traced, failed, completed, samples, *times, expand)
+
+    def _expand(self, notes: Sequence[tuple[int, int, int, int]]) -> tuple[MeasuredStep, ...]:
+        steps: list[_Step] = []
+        pending: dict[Any, collections.deque[tuple[_Step, int]]] = collections.defaultdict(collections.deque)
+        for time_ns, value, number, ends in notes:
+            span = self._span(number, value)
+            key = number, span.row
+            if not ends:
+                # Waiting for a batch, if any, is the first that a step does, and all else is within it.
+                if not steps or span.name == WAIT or (span.name == STEP and steps[-1].began):
+                    steps.append(_Step())
+                steps[-1].began |= span.name == STEP
+                pending[key].append((steps[-1], time_ns))
+            elif pending[key]:
+                step, begin_ns = pending[key].popleft()
+                step.spans.append(TimedSpan(span, begin_ns, time_ns))
+                if span.name == STEP:
+                    step.complete, step.samples = True, value
+        return tuple(MeasuredStep(step.complete, step.samples, tuple(step.spans)) for step in steps)
+
+    @contextlib.contextmanager
+    def told_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
+        """Tell what was noted within, also if it fails; but not if it was for a batch that does not exist.
+
+        While TensorFlow's profiler is recording, the spans are shown to it too.
+
+        Args:
+            watchers: who are told.
+            traced: see `Measured`.
+        """
+        self._profiled.clear()  # of a call that failed
+        self._notes.listen(self._show if tf_compat.is_profiling() else None)
+        try:
+            yield
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._notes.take()
+            raise
+        except BaseException:
+            self._tell(watchers, self.take(traced, failed=True))
+            raise
+        self._tell(watchers, self.take(traced, failed=False))
+
+    @staticmethod
+    def _tell(watchers: Sequence[Callable[[Measured], None]], measured: Measured) -> None:
+        for watcher in watchers:
+            watcher(measured)
+
+    def _span(self, number: int, value: int) -> Span:
+        span = self._spans[number]
+        return dataclasses.replace(span, row=value) if number in self._of_any_tower else span
+
+    def _show(self, number: int, ends: bool, value: int) -> None:
+        """Called on the thread that notes; the profiler shows a span on the row of the one that ends it."""
+        span = self._span(number, value)
+        shown = self._profiled[number, span.row]
+        if not ends:
+            shown.append(tf.profiler.experimental.Trace(span.full_name))
+        elif shown:
+            shown.popleft().__exit__(None, None, None)
+
+
+@dataclasses.dataclass
+class _Step:
+    """A `MeasuredStep` that is not known to the end."""
+
+    began: bool = False
+    complete: bool = False
+    samples: int = 0
+    spans: list[TimedSpan] = dataclasses.field(default_factory=list)
+
+
+def begin(
+    meter: Meter | None,
+    row: Any,
+    name: str,
+    after: Sequence[Any] = (),
+    tokens: Sequence[tf.Tensor] = (),
+    **details: Any,
+) -> Begun:
+    """Let a span begin here, in the graph that is being built; do nothing without a meter.
+
+    Args:
+        meter: of that graph, or None.
+        row, name, details: see `Span`; in a function that runs on any tower, the row is an integer tensor.
+        after: tensors and ops that it begins behind.
+        tokens: float32 scalars that it begins behind, when they have arrived in the host's memory: where they
+            lie on a GPU, what computes them has ended by then, and not only been queued.
+    """
+    return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)

@@ -1,0 +1,272 @@
+"""The graph of a traced step by names: who computes what, and what is put in between.
+
+A view for the passes that cut a step (`exchanges.py`, `cut.py`, `segment.py`); it decides nothing itself.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import Collective
+from ncclsync.program.program import Exchange
+from ncclsync.program.trace import Trace
+from ncclsync.semantics.placements import LOCAL, REPLICATE, Kind, Placement, shard
+from ncclsync.semantics.roles import Role, role_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A variable whose towers' values become one at the end of the step.
+
+    Attributes:
+        handle: name of the variable's handle.
+        source: name of its value behind its last write, to be read; None if the step reads it there itself.
+        result: name of the combined value.
+        writers: names of the ops that write it.
+        root_only: whether tower 0 alone keeps the result and the others start again from zero.
+    """
+
+    handle: str
+    source: str | None
+    result: str
+    writers: tuple[str, ...]
+    root_only: bool
+
+
+class StepGraph:
+    """The traced graph by names: who computes what, and what is put between them.
+
+    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
+    """
+
+    def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
+        self._trace = trace
+        function = trace.function
+        self.home_device = home_device
+        definition = function.graph.as_graph_def()
+        self.versions = definition.versions
+        self.nodes = {node.name: node for node in definition.node}
+        self.functions = {f.signature.name: f for f in definition.library.function}
+        self.gradients = list(definition.library.gradient)
+        self.tf_graph = function.graph
+        flat_inputs = [tensor.name for tensor in function.inputs]
+        captured = function.captured_inputs
+        count = len(flat_inputs) - len(captured)
+        self.arguments = tuple(flat_inputs[:count])
+        self.piece_kinds: dict[int, str] = {}  # of the batch's leaves that consist of several tensors
+        self.argument_placements = self._place_arguments(trace)
+        by_handle = {id(variable.handle): variable for variable in function.variables}
+        self.variables: list[tuple[str, tf.Variable]] = []
+        captures = []
+        for name, tensor in zip(flat_inputs[count:], captured, strict=True):
+            if id(tensor) in by_handle:
+                self.variables.append((name, by_handle[id(tensor)]))
+            else:
+                captures.append((name, tensor))
+        self.captures = tuple(captures)
+        self.variable_of = dict(self.variables)
+        self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
+        # What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
+        self.kept = {
+            name
+            for name, variable in self.variables
+            if self.role[name] in (Role.SAME, Role.PARTIAL, Role.PARTITION)
+            and not tf_compat.is_seed(variable)
+        }
+        self.placeholders = {op_name(name) for name in flat_inputs}
+        # tf.function returns identities that wait for every side effect; what they wait for says the layout.
+        self.results = [
+            tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs
+        ]
+        # Rows of a shard, where they are known.
+        self.rows = {t.shape[0] for t in function.inputs[:count] if t.shape.rank} - {None}
+        self.must_run = {op.name for op in self.tf_graph.control_outputs}
+        self.ops = self._live_ops(function)
+        self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
+        self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
+        self._merge_duplicates()
+        self.writes = {op.name: tf_compat.written_handles(op) & set(self.role) for op in self.ops}
+        self.marks = trace.marks
+        self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
+        # Not computed by any segment: a consumer of such an op is given what it passes on.
+        self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.open_axes: dict[
+            str, int
+        ] = {}  # of tensors that have a tower's rows, where the trace has a length
+        self.local: set[str] = set()  # ops that compute on what differs between towers
+        self.exchanges: dict[str, Exchange] = {}  # by name of the result
+        self._result_of: dict[tuple[str, Collective, str | None], str] = {}
+        self.folds: list[Fold] = []
+        self.structure = function.graph.structured_outputs
+        self.outputs: list[tuple[str, str]] = []
+        self.by_name = {op.name: op for op in self.ops}
+
+    def _place_arguments(self, trace: Trace) -> dict[str, Placement]:
+        """Place what a tower is given: its rows of the batch, and what it knows of them."""
+        placed = {tensor.name: LOCAL for tensor in trace.share}
+        placed[trace.share.total.name] = REPLICATE
+        for number, leaf in enumerate(tf.nest.flatten(trace.batch)):
+            if isinstance(leaf, tf.Tensor):
+                placed[leaf.name] = shard() if leaf.shape.rank else REPLICATE
+            elif leaf is not None:
+                self.piece_kinds[number] = "sparse" if isinstance(leaf, tf.SparseTensor) else "ragged"
+                for index, piece in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
+                    placed[piece.name] = Placement(Kind.PIECE, place=(number, index))
+        return placed
+
+    def _live_ops(self, function: Any) -> list[tf.Operation]:
+        """What the outputs and side effects need, inputs before consumers."""
+        order: list[tf.Operation] = []
+        done: set[str] = set()
+        roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
+        # Creation order is not topological: automatic control dependencies are added later. Walking the
+        # roots in creation order keeps as much of it as there can be.
+        created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
+        for root in sorted(roots, key=lambda op: created[op.name]):
+            stack = [(root, _parents(root))]
+            while stack:
+                op, parents = stack[-1]
+                if op.name in done:
+                    stack.pop()
+                    continue
+                for parent in parents:
+                    if parent.name not in done:
+                        stack.append((parent, _parents(parent)))
+                        break
+                else:
+                    done.add(op.name)
+                    order.append(op)
+                    stack.pop()
+        return order
+
+    def _merge_duplicates(self) -> None:
+        """Compute once what the trace computes twice, such as the learning rate for each variable.
+
+        TensorFlow does so too, but not with what is read from a variable.
+        """
+        kept: dict[Any, tf.Operation] = {}
+        renamed: dict[str, str] = {}  # of tensors, and of ops
+        ops = []
+        for op in self.ops:
+            inputs = self.inputs[op.name] = [renamed.get(name, name) for name in self.inputs[op.name]]
+            controls = [renamed.get(name, name) for name in self.controls[op.name]]
+            self.controls[op.name] = list(dict.fromkeys(controls))
+            reads = op.type == "ReadVariableOp" and self.role.get(inputs[0]) is Role.SAME
+            if op.name in self.placeholders or (tf_compat.is_stateful(op) and not reads):
+                ops.append(op)
+                continue
+            attributes = self.nodes[op.name].attr
+            described = tuple((name, attributes[name].SerializeToString()) for name in sorted(attributes))
+            key = (op.type, op.device, described, tuple(inputs), tuple(sorted(controls)))
+            same = kept.setdefault(key, op)
+            if same is op or op.type == "IdentityN":
+                ops.append(op)
+            else:
+                pairs = zip(op.outputs, same.outputs, strict=True)
+                renamed.update((tensor.name, other.name) for tensor, other in pairs)
+                renamed[op.name] = same.name
+        self.ops = ops
+        self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
+
+    def spec(self, name: str) -> tf.TensorSpec:
+        """Shape and dtype of a tensor of the trace, or of an exchange's result."""
+        if name in self.exchanges:
+            return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
+        tensor = self.tf_graph.get_tensor_by_name(name)
+        shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
+        if name in self.open_axes:
+            lengths = shape.as_list()
+            lengths[self.open_axes[name]] = None
+            shape = tf.TensorShape(lengths)
+        return tf.TensorSpec(shape, tensor.dtype)
+
+    def producer_type(self, name: str) -> str | None:
+        """The type of the op that a tensor comes from; None for the result of an exchange."""
+        op = self.by_name.get(op_name(name))
+        return None if op is None else op.type
+
+    def take_in(self, op: tf.Operation, inputs: list[str]) -> None:
+        """Make an op that was added to the traced graph a part of the step."""
+        self.nodes[op.name] = op.node_def
+        self.inputs[op.name] = inputs
+        self.controls[op.name] = [control.name for control in op.control_inputs]
+        self.writes[op.name] = set()
+        self.by_name[op.name] = op
+
+    def stands_for(self, op: str, other: str, but_not_to: Collection[str] = ()) -> None:
+        """Let whatever waits for one op, but for some, wait for another, which does its work."""
+        for name, controls in self.controls.items():
+            if op in controls and name not in but_not_to:
+                self.controls[name] = [other if control == op else control for control in controls]
+        definitions = self.tf_graph.as_graph_def().library.function
+        self.functions.update((f.signature.name, f) for f in definitions)
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
+        op = self.by_name.get(op_name(name))
+        return op is not None and op.type == "Const" and not op.control_inputs
+
+    def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
+        """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
+
+        Args:
+            source: name of a tensor.
+            collective: what happens to it.
+            when: see `Exchange`.
+            line: the user's that asks for it.
+        """
+        if result := self._result_of.get((source, collective, when)):
+            return result
+        spec = self.spec(source)
+        result = f"@exchange_{len(self.exchanges)}:0"
+        shape = collective.shape(spec.shape)
+        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)
+        self._result_of[source, collective, when] = result
+        return result
+
+    def origin(self, name: str) -> tuple[str, int]:
+        """The op that a tensor comes from, and how many exchanges lie between."""
+        hops = 0
+        while name in self.exchanges:
+            name, hops = self.exchanges[name].source, hops + 1
+        return op_name(name), hops
+
+
+def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
+    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
+
+
+def in_order(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
+    """Yield units, each an op or some ops as one, behind all that they wait for, and what that is.
+
+    Args:
+        graph: the step.
+        ops: names of some of its ops; what comes from others is there already.
+        unit: by name of an op: that of its unit.
+
+    Those that wait for themselves, by way of another unit, are left out, with all that wait for them.
+    """
+    parents: dict[str, set[str]] = {one: set() for one in unit.values()}
+    children: dict[str, list[str]] = {one: [] for one in unit.values()}
+    for name in ops:
+        for parent in (*map(op_name, graph.inputs[name]), *graph.controls[name]):
+            if parent in unit and unit[parent] not in {unit[name]} | parents[unit[name]]:
+                parents[unit[name]].add(unit[parent])
+                children[unit[parent]].append(unit[name])
+    waiting = {one: len(before) for one, before in parents.items()}
+    ready = [one for one, count in waiting.items() if count == 0]
+    while ready:
+        one = ready.pop()
+        yield one, parents[one]
+        for child in children[one]:
+            waiting[child] -= 1
+            if waiting[child] == 0:
+                ready.append(child)
+
+
+def op_name(tensor_name: str) -> str:
+    """Return the name of the op that a tensor comes from."""
+    return tensor_name.split(":")[0]

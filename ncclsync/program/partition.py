@@ -1,0 +1,840 @@
+"""Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
+
+The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
+it is computed: each op's rule (`rules.py`, asked by `placing.py`) says how its results are placed. An op
+without a rule gets the batch's values: its inputs are gathered or reduced, and every tower computes alike.
+What is put in (a tower's own rows of a whole tensor, the batch's count of rows, …) are ordinary ops of the
+same graph; collectives become `Exchange`s.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import Collective, Share
+from ncclsync.program.graph import Fold, StepGraph, op_name
+from ncclsync.program.program import Exchange, Results, Whole
+from ncclsync.program.trace import Mark
+from ncclsync.semantics import rules
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
+from ncclsync.semantics.placing import BRANCHES, REPEATABLE, Call, Placer, Refused, serves
+from ncclsync.semantics.roles import Role
+
+logger = logging.getLogger("ncclsync")
+
+# TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
+_SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
+GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
+
+_ADDING = frozenset(
+    {"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"}
+)
+
+
+class Unshared(Exception):
+    """Variables are used so that the towers cannot each hold a part of them: all are to hold the same."""
+
+    def __init__(self, handles: set[str]) -> None:
+        """Name the variables' handles."""
+        super().__init__(sorted(handles))
+        self.handles = handles
+
+
+class Partition(Placer):
+    """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
+
+    def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            graph: the step; is changed.
+            share: its second argument, a tower's part of the batch.
+            results: what becomes of the towers' results.
+            exact: whether what is each tower's own by choice is to be the batch's.
+        """
+        super().__init__(Functions(graph.functions, graph.tf_graph))
+        self.graph = graph
+        self.share = share
+        self._results = results
+        self._exact = exact
+        self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
+        self.gathered: list[Whole] = []
+        self.warned: list[str] = []
+        self.normalized: list[str] = []
+        self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self._own: dict[str, tf.Tensor] = {}
+        self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
+        self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
+        self._receivers: dict[str, tf.Tensor] = {}  # and back
+        self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
+        self._order: list[tf.Operation] = []
+        self._appended: set[str] = set()
+        self._differs: set[str] = set()
+        self._sums: set[str] = set()  # reads of metric state that were reduced
+        self._seen = len(graph.tf_graph.get_operations())
+        self._line_of: dict[str, str] = {}
+        self._costs = [0.0, 0.0]  # for a tower's own rows; for all rows
+
+    def run(self) -> None:
+        """Place the step.
+
+        Raises:
+            Unshared: variables are to be the same on all towers; begin anew with them so.
+        """
+        for op in list(self.graph.ops):
+            self._step(op)
+        self._settle_results()
+        self.graph.ops = self._order
+        self.graph.by_name = {op.name: op for op in self._order}
+        _find_folds(self.graph, self._sums)
+
+    @property
+    def share_alike(self) -> float:
+        """The share of the step's arithmetic that every tower does for all rows, as `_cost` counts it."""
+        return self._costs[1] / (sum(self._costs) or 1.0)
+
+    # One op.
+
+    def _step(self, op: tf.Operation) -> None:
+        graph = self.graph
+        names = graph.inputs[op.name]
+        if op.name in graph.placeholders:
+            self._argument(op)
+            self._append(op)
+            return
+        tensors, placements = [], []
+        for name in names:
+            tensor, placed = self.placed[name]
+            tensors.append(tensor)
+            placements.append(placed)
+        call = Call(op, tensors, placements, self)
+        if op.name in graph.marks:
+            self._mark(op, graph.marks[op.name], call)
+            return
+        if op.name in graph.passing:
+            for output, tensor, placed, name in zip(op.outputs, tensors, placements, names, strict=True):
+                self._put(output, tensor, placed)
+                if name in self._altered:
+                    self._altered.add(output.name)
+            return
+        try:
+            made = self._made(call)
+        except Refused as reason:
+            raise NcclSyncError(
+                f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
+                f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
+            ) from reason
+        if op.type in _SHAPED and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
+            shape = op.inputs[0].shape.as_list()
+            if call.inputs[0].kind is Kind.SHARD:
+                shape[call.inputs[0].axis] = None
+            with self._building():
+                call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
+        altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
+        rest = altered or any(name in self._altered for name in names)
+        graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self._append(op)
+        if any(not placed.whole for placed in (*call.given[1], *made)):
+            self._costs[0] += _cost(op)
+        elif any(
+            output.shape.rank is None or None in output.shape.as_list()
+            for output in (*op.inputs, *op.outputs)
+        ):
+            self._costs[1] += _cost(op)
+        for output, placed in zip(op.outputs, made, strict=True):
+            if output.name in self.placed:  # what all towers have from tower 0
+                continue
+            self._put(output, output, placed)
+            if rest and placed.kind is not Kind.SHARD:
+                self._altered.add(output.name)
+
+    def _made(self, call: Call) -> list[Placement]:
+        op, graph = call.op, self.graph
+        if graph.writes[op.name] and not self.is_function(op):
+            return self._write(call)
+        if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
+            return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
+        if op.type == "Assert":
+            self._assert(call)
+            return []
+        hidden = self._hides(op, REPEATABLE | rules.DRAWS)
+        # What a branch on the tower's own number does is that tower's alone.
+        chosen = op.type in BRANCHES and call.inputs[0].kind is Kind.LOCAL
+        if (hidden or op.type in ("Print", "PrintV2")) and not chosen:
+            return self._hidden(call)
+        if op.type == "RngReadAndSkip":
+            for i in (1, 2):
+                call.require(i, REPLICATE)
+            return [call.inputs[0] if call.inputs[0].kind is Kind.LOCAL else REPLICATE]
+        unseen = op.type not in rules.SEEDED_DRAWS and self._hides(op, REPEATABLE)
+        if unseen and all(placed.whole for placed in call.inputs):
+            return self.alike(call)
+        return self.place(call)
+
+    def _hides(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
+        """Whether an op, or what it calls, has a state that no variable holds."""
+        return tf_compat.is_stateful(op) and self.functions.hides_state(op, repeatable)
+
+    def _argument(self, op: tf.Operation) -> None:
+        graph, output = self.graph, op.outputs[0]
+        placed = graph.argument_placements.get(output.name)
+        if placed is None:
+            role = graph.role.get(output.name, Role.SAME)
+            placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
+        self._put(output, output, placed)
+        known = placed.kind is Kind.SHARD and output.shape[0] is not None
+        if known:  # what is traced for so many rows computes on the whole batch
+            self._append(op)
+            self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
+
+    def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
+        self.placed[output.name] = tensor, placed
+        if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
+            self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
+        if not placed.whole:
+            self._differs.add(self._name(tensor))
+
+    def name_of(self, traced: str) -> str:
+        """Return what a traced tensor is called in the step: perhaps an exchange's result."""
+        return self._name(self.placed[traced][0])
+
+    def _name(self, tensor: tf.Tensor) -> str:
+        return self._received.get(tensor.name, tensor.name)
+
+    def _append(self, op: tf.Operation) -> None:
+        """Compute an op next, unless it was computed before."""
+        if op.name in self._appended:
+            return
+        self._appended.add(op.name)
+        self._order.append(op)
+        if any(name in self._differs for name in self.graph.inputs[op.name]):
+            self.graph.local.add(op.name)
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
+        graph = self.graph
+        with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
+            yield
+        made = graph.tf_graph.get_operations()[self._seen :]
+        self._seen += len(made)
+        for op in made:
+            if op.outputs and op.outputs[0].name in self._received:
+                continue
+            graph.take_in(op, [self._name(tensor) for tensor in op.inputs])
+            self._append(op)
+            if op.name in graph.local:
+                self._differs.update(output.name for output in op.outputs)
+
+    def exchange(
+        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
+    ) -> tf.Tensor:
+        """Let a tensor meet its counterparts on the other towers; return what stands for the result.
+
+        Args:
+            tensor: each tower's.
+            collective: what happens to it.
+            op: for which it does.
+            when: see `Exchange`.
+        """
+        if op.name not in self._line_of:
+            mark = self.graph.marks.get(op.name)
+            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
+        source = self._name(tensor)
+        result = self.graph.exchange(source, collective, when, self._line_of[op.name])
+        if result in self._receivers:
+            return self._receivers[result]
+        with self.graph.tf_graph.as_default(), tf.name_scope("ncclsync_received/"):
+            placeholder = tf.compat.v1.placeholder(tensor.dtype, self.graph.exchanges[result].shape)
+        self._received[placeholder.name] = result
+        self._receivers[result] = placeholder
+        self._seen = len(self.graph.tf_graph.get_operations())
+        if collective.differs:
+            self._differs.add(result)
+        return placeholder
+
+    # Conversions.
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """See `Placer`."""
+        if serves(before, after):
+            return tensor
+        key = (tensor.name, before, after)
+        if key not in self._converted:
+            self._converted[key] = self._convert(tensor, before, after, op)
+        return self._converted[key]
+
+    def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        if after.whole:
+            return self._made_whole(tensor, before, op)
+        if after == MEAN and before == LOCAL:
+            return tensor
+        if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
+            with self._building():
+                return tensor * tf.cast(self.share.fraction, tensor.dtype)
+        if not before.whole:
+            tensor = self.convert(tensor, before, REPLICATE, op)
+        if after.kind is Kind.SHARD:
+            return self._own_rows(tensor, rules.counted(after))
+        if after == SUM:
+            value = self.constant(tensor) if tensor.name not in self._received else None
+            if value is not None and not np.any(value):
+                return tensor
+            with self._building():
+                return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
+        raise NcclSyncError(
+            f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}"
+        )
+
+    def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        if before.kind is Kind.ITEMS:
+            return self._anew(tensor)
+        if tensor.dtype in (tf.resource, tf.variant):
+            raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
+        if before.kind is Kind.SHARD:
+            return self._gathered(tensor, before, op)
+        if before.kind is Kind.PARTIAL:
+            boolean = tensor.dtype == tf.bool
+            if boolean:
+                with self._building():
+                    tensor = tf.cast(tensor, tf.int32)
+            if tensor.op.type == "ReadVariableOp":
+                self._sums.add(tensor.op.name)
+            reduced = self.exchange(tensor, Collective("all_reduce", before.op), op)
+            if not boolean:
+                return reduced
+            with self._building():
+                return tf.cast(reduced, tf.bool)
+        if before.kind is Kind.ROWS:
+            counts = np.reshape(before.counts, [] if tensor.shape.rank == 0 else [-1])
+            with self._building():
+                own, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
+                each = tf.constant(counts, tensor.dtype)
+                if np.all(counts > 0):
+                    return each * total
+                counted = tf.where(each > 0, each, tensor // own) * total
+                return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
+        if before.kind is Kind.LOCAL:
+            if tensor.dtype.is_floating and before.op == "mean":
+                return self.exchange(tensor, Collective("all_reduce", "mean"), op)
+            return self._followed(tensor, op)
+        if before.kind is Kind.PIECE and tensor.name in self.graph.argument_placements:
+            return self._whole_piece(tensor, before, op)
+        if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE):  # such as a cast of the rows' places
+            return self._anew(tensor)
+        raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
+
+    def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        """What tower 0 has, on all towers."""
+        if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
+            return self.exchange(tensor, FOLLOW, op)
+        with self._building():
+            first = tf.equal(self.share.tower, 0)
+            flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
+            flat = flat[: tf.where(first, tf.size(flat), 0)]
+            shape = shape[: tf.where(first, tf.size(shape), 0)]
+        return self._received_whole(flat, shape, tensor, op)
+
+    def _received_whole(
+        self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation
+    ) -> tf.Tensor:
+        """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
+        for one in (flat, shape):
+            one.set_shape([None])
+        values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
+        with self._building():
+            return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
+
+    def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Compute a tensor again, of whole inputs: a list of tensors, or axes, cannot be sent."""
+        op = tensor.op
+        if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
+            raise NcclSyncError(
+                "Expected a loop that can be run again for the whole batch. Received: "
+                f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
+            )
+        given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
+        inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
+        with self._building():
+            return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+
+    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """All towers' rows, in the order of the batch."""
+        moved = tensor
+        turned = before.axis or before.blocks > 1
+        if turned:
+            with self._building():
+                rank = tf.rank(tensor) if tensor.shape.rank is None else tensor.shape.rank
+                order = tf.concat([[before.axis], tf.range(before.axis), tf.range(before.axis + 1, rank)], 0)
+                moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
+                rest = tf.shape(moved)[1:]
+                if before.blocks > 1:
+                    moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
+                    moved = _swapped(moved, rank)  # [rows, blocks, ...]
+        whole = self.exchange(moved, GATHER, op)
+        if op.name not in self.graph.marks:
+            exchange = self.graph.exchanges[self._name(whole)]
+            self.gathered.append(Whole(op.type, exchange.line, _row_bytes(exchange)))
+        if not turned:
+            return whole
+        with self._building():
+            if before.blocks > 1:
+                whole = tf.reshape(_swapped(whole, rank), tf.concat([[-1], rest], 0))
+            whole = tf.transpose(whole, tf.math.invert_permutation(order))
+            if tensor.shape.rank is None:
+                return whole
+            shape = tensor.shape.as_list()
+            shape[before.axis] = None
+            return tf.ensure_shape(whole, shape)
+
+    def _own_rows(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
+        """A tower's rows of what all have. One row that is broadcast stays."""
+        known = tensor.shape[after.axis]
+        with self._building():
+            length, total = tf.shape(tensor)[after.axis], tf.maximum(self.share.total, 1)
+            each = length // (total * after.blocks)
+            if known is None:
+                broadcast = tf.equal(length, 1)
+                begin = tf.where(broadcast, 0, self.share.begin * each)
+                size = tf.where(broadcast, 1, self.share.rows * each)
+            else:
+                self.declared.add((known, after.blocks * max(after.each, 1)))
+                begin, size = self.share.begin * each, self.share.rows * each
+            if after.blocks > 1:
+                blocks = after.blocks if known is not None else tf.where(broadcast, 1, after.blocks)
+                starts = tf.range(blocks) * (length // after.blocks) + begin
+                places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
+                return tf.gather(tensor, places, axis=after.axis)
+            rank = tensor.shape.rank
+            at = tf.one_hot(after.axis, rank, dtype=tf.int32)
+            own = tf.slice(tensor, at * begin, at * (size + 1) - 1)
+            lengths = tensor.shape.as_list()
+            lengths[after.axis] = None
+            return tf.ensure_shape(own, lengths)
+
+    def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """A component of a sparse or ragged tensor of all rows."""
+        pieces = [
+            self.graph.tf_graph.get_tensor_by_name(name)
+            for name, placed in self.graph.argument_placements.items()
+            if placed.kind is Kind.PIECE and placed.place[0] == before.place[0]
+        ]
+        kind = self.graph.piece_kinds[before.place[0]]
+        index = before.place[1]
+        if kind == "sparse":
+            indices, _, shape = pieces
+            if index == 2:
+                with self._building():
+                    total = tf.cast(self.share.total, shape.dtype)
+                    return tf.concat([[total], shape[1:]], 0)
+            if index == 1:
+                return self.exchange(tensor, GATHER, op)
+            with self._building():
+                begin = tf.cast(self.share.begin, indices.dtype)
+                moved = tf.concat([indices[:, :1] + begin, indices[:, 1:]], 1)
+            return self.exchange(moved, GATHER, op)
+        if index == 0 and len(pieces) > 1:
+            return self.exchange(tensor, GATHER, op)
+        with self._building():
+            lengths = tensor[1:] - tensor[:-1]
+        lengths = self.exchange(lengths, GATHER, op)
+        with self._building():
+            return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
+
+    # Ops that are made whole.
+
+    def whole(self, call: Call) -> list[Placement]:
+        """See `Placer`: every tower computes alike."""
+        handles = {
+            self.graph.inputs[call.op.name][i]
+            for i, tensor in enumerate(call.tensors)
+            if tensor.dtype == tf.resource and not call.inputs[i].whole
+        }
+        if handles:
+            raise Unshared(handles)
+        for i in range(len(call.inputs)):
+            call.require(i, REPLICATE)
+        logger.debug(
+            "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
+        )
+        if call.op.type not in rules.DRAWS and self._hides(call.op, REPEATABLE):
+            self._follow(call)
+        return [REPLICATE] * len(call.op.outputs)
+
+    def alike(self, call: Call) -> list[Placement]:
+        """See `Placer`."""
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is not Kind.LOCAL:
+                call.require(i, REPLICATE)
+        self._follow(call)
+        return [REPLICATE] * len(call.op.outputs)
+
+    def _follow(self, call: Call) -> None:
+        """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
+        op = call.op
+        self.graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self._append(op)
+        self._differs.update(output.name for output in op.outputs)
+        for output in op.outputs:
+            if output.dtype in (tf.resource, tf.variant):
+                self._put(output, output, REPLICATE)
+                continue
+            self._put(output, self._followed(output, op), REPLICATE)
+        if op.type not in rules.DRAWS:
+            self._follow_writes(op)
+
+    def _follow_writes(self, op: tf.Operation) -> None:
+        """Give all towers what an op, or a dataset that it iterates, has written to tower 0's variables."""
+        graph, sources = self.graph, [op]
+        for one in sources:
+            sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
+        handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
+        is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.is_function(op)
+        if not handles or is_dataset:  # which writes when it is iterated
+            return
+        with self._building():
+            reads = [
+                tf.raw_ops.ReadVariableOp(
+                    resource=graph.tf_graph.get_tensor_by_name(handle), dtype=graph.variable_of[handle].dtype
+                )
+                for handle in handles
+            ]
+        self._differs.update(read.name for read in reads)
+        values = [self._followed(read, op) for read in reads]
+        with self._building():
+            writes = [
+                tf.raw_ops.AssignVariableOp(resource=graph.tf_graph.get_tensor_by_name(handle), value=value)
+                for handle, value in zip(handles, values, strict=True)
+            ]
+            done = tf.group(*writes)
+        for write, handle in zip(writes, handles, strict=True):
+            graph.writes[write.name] = {handle}
+        graph.must_run.add(done.name)
+        own = {one.name for one in sources}
+        for one in sources:
+            graph.stands_for(one.name, done.name, but_not_to=own)
+        for read in reads:
+            graph.controls[read.op.name] = [op.name]
+
+    def _hidden(self, call: Call) -> list[Placement]:
+        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
+
+        The other towers receive its results, of any shape.
+        """
+        op, graph = call.op, self.graph
+        for i in range(len(call.inputs)):
+            self._require_whole(call, i)
+        outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
+        lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
+        if len(outputs) < len(op.outputs) or self.is_function(op) or lazy:
+            # It may write variables, which every tower must: all run it, and what it does besides it does N
+            # times.
+            self.warned.append(
+                f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
+                "Python, or prints, or draws without a seed): every tower does it, with the batch's values, "
+                "and tower 0's results, and what it writes to variables, are taken"
+            )
+            self._follow(call)
+            return [REPLICATE] * len(op.outputs)
+
+        def run():
+            made = tf_compat.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
+            if not outputs:
+                with tf.control_dependencies([made]):
+                    return [tf.constant(0)]
+            return [part for one in made.outputs for part in (tf.reshape(one, [-1]), tf.shape(one))]
+
+        def receive():
+            if not outputs:
+                return [tf.constant(0)]
+            return [part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32))]
+
+        before = len(self._order)
+        with self._building():
+            sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+            # By a result, since TensorFlow prunes what a branch does and none needs.
+            done = tf.identity(sent[0])
+        for made in self._order[before:]:
+            if made.type in BRANCHES:
+                graph.controls[made.name] += graph.controls[op.name]
+        graph.must_run.add(done.op.name)
+        graph.stands_for(op.name, done.op.name)
+        self._appended.add(op.name)  # it is run there
+        if not outputs:
+            return []
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
+            self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
+        return [REPLICATE] * len(op.outputs)
+
+    def _require_whole(self, call: Call, index: int) -> None:
+        try:
+            call.require(index, REPLICATE)
+        except Refused:
+            raise Unshared({self.graph.inputs[call.op.name][index]}) from None
+
+    def _assert(self, call: Call) -> None:
+        """An assertion about each row may fail on the tower that has the row."""
+        placed = call.inputs[0]
+        if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
+            call.require(0, REPLICATE)
+        for i, one in enumerate(call.inputs):
+            if one.kind in (Kind.AXES, Kind.PENDING):
+                call.require(i, REPLICATE)
+
+    def _write(self, call: Call) -> list[Placement]:
+        graph, op = self.graph, call.op
+        handles = {handle: graph.role[handle] for handle in graph.writes[op.name]}
+        roles = set(handles.values())
+        plain = op.type.startswith("Assign")
+        if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
+            for i, placed in enumerate(call.inputs):
+                if placed.kind in (Kind.SHARD, Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.ROWS):
+                    call.require(i, REPLICATE)
+        elif roles == {Role.SUM} and plain:
+            call.require(1, SUM)
+        elif roles == {Role.SUM} and op.type in _ADDING:
+            indices, updates = call.inputs[1:3]
+            fits = indices.kind is updates.kind is Kind.SHARD and indices.axis == updates.axis == 0
+            if not fits or not rules.same_rows(indices, updates):
+                call.require(1, REPLICATE)
+                call.require(2, SUM)
+        elif roles == {Role.SAME}:
+            for i, tensor in enumerate(call.tensors):
+                if tensor.dtype != tf.resource:
+                    call.require(i, REPLICATE)
+        else:
+            raise Unshared({handle for handle, role in handles.items() if role is not Role.SAME})
+        return [REPLICATE] * len(op.outputs)
+
+    # Marks.
+
+    def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
+        count = len(op.outputs) - mark.conditional
+        pairs = list(zip(call.tensors, call.inputs, strict=True))
+        names = self.graph.inputs[op.name]
+        if mark.purpose == "slices":
+            for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
+                self._put(output, tensor, REPLICATE)
+            return
+        if mark.purpose == "slices part":
+            for output, tensor in zip(op.outputs, self._slices_part(op, call), strict=True):
+                self._put(output, tensor, LOCAL)
+            return
+        when = None
+        if mark.conditional:
+            condition, placed = pairs.pop()
+            when = self._name(self.convert(condition, placed, REPLICATE, op))
+        for i, (tensor, placed) in enumerate(pairs[:count]):
+            result, after = self._meet(op, mark, names[i], tensor, placed, when)
+            # From here on it is what it is, however it came about.
+            self._put(op.outputs[i], result, after)
+
+    def _meet(
+        self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
+    ) -> tuple[tf.Tensor, Placement]:
+        if mark.by_choice and mark.purpose == "local" and not mark.of and placed.kind is Kind.SHARD:
+            self.normalized.append(mark.line)
+        if mark.by_choice and self._exact:
+            return tensor, placed
+        if mark.purpose == "whole":
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        if mark.purpose == "local":
+            return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
+        if mark.purpose == "parts":
+            return self.convert(tensor, placed, SUM, op), LOCAL
+        if mark.purpose == "addends":
+            if placed.kind in (Kind.SHARD, Kind.LOCAL) or placed == SUM:
+                return tensor, LOCAL
+            tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
+            with self._building():
+                return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
+        if mark.purpose == "rows":
+            _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
+            return tensor, taken if taken.kind is Kind.SHARD else SUM
+        if mark.purpose == "own row":
+            whole = self.convert(tensor, placed, REPLICATE, op)
+            with self._building():
+                at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
+                return whole[at : at + 1], LOCAL
+        collective = mark.collective
+        if collective.kind == "all_gather" and placed.kind is Kind.SHARD:
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE
+        if (
+            placed.kind is Kind.PARTIAL
+            and collective.kind == "all_reduce"
+            and collective.op in ("mean", placed.op)
+        ):
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
+        own = self._own_value(name)
+        settled = collective.kind == "broadcast" or (
+            collective.kind == "all_reduce" and collective.op in ("mean", "max", "min")
+        )
+        if settled and placed.whole and own is tensor:
+            return tensor, REPLICATE
+        result = self.exchange(own, collective, op, when)
+        return result, LOCAL if collective.differs else REPLICATE
+
+    def _own_value(self, name: str) -> tf.Tensor:
+        """What a tower by itself computes of its shard: what a collective of the step's own is given."""
+        tensor, placed = self.placed[name]
+        if placed.kind is Kind.SHARD or name not in self._altered:
+            return tensor
+        if name in self._own:
+            return self._own[name]
+        op = self.graph.tf_graph.get_tensor_by_name(name).op
+        kept = (
+            not op.inputs
+            or op.name in self.graph.marks
+            or op.name in self.graph.passing
+            or tf_compat.is_stateful(op)
+        )
+        if kept:
+            return tensor
+        inputs = [self._own_value(one) for one in self.graph.traced_inputs[op.name]]
+        with self._building():
+            made = tf_compat.copied_op(op, inputs)
+        for output, one in zip(op.outputs, made.outputs, strict=True):
+            self._own[output.name] = one
+            self._differs.add(one.name)
+        return self._own[name]
+
+    def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
+        """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
+        (values, indices), (of_values, of_indices) = call.tensors, call.inputs
+        if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
+            return [values, indices]
+        return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
+
+    def _slices(self, op: tf.Operation, mark: Mark, call: Call) -> list[tf.Tensor]:
+        """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
+        values, indices = call.inputs
+        by_rows = values.kind is indices.kind is Kind.SHARD
+        if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
+            return [
+                self.convert(t, placed, REPLICATE, op)
+                for t, placed in zip(call.tensors, call.inputs, strict=True)
+            ]
+        slices, places = call.tensors
+        width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
+        with self._building():
+            count = tf.shape(slices)[0]
+            counted = tf.cast(count, tf.int64)
+        total = self.exchange(counted, Collective("all_reduce", "sum"), op)
+        height = int(mark.height)
+        # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
+        # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
+        with self._building():
+            dense = 2 * height * width < total * (width + places.dtype.size)
+            kept = tf.where(dense, 0, count)
+            rest = tf.where(dense, height, 0)
+            few, where = slices[:kept], places[:kept]
+            summed = tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest)
+        few, where = self.exchange(few, GATHER, op), self.exchange(where, GATHER, op)
+        summed = self.exchange(summed, Collective("all_reduce", "sum"), op)
+        with self._building():
+            every = tf.cast(tf.range(rest), places.dtype)
+            return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
+
+    # Results.
+
+    def _settle_results(self) -> None:
+        graph = self.graph
+        for result in graph.results:
+            tensor, placed = self.placed[result.name]
+            if self._results is Results.EACH:
+                graph.outputs.append((self._name(self._own_value(result.name)), "first"))
+                continue
+            if placed.kind is Kind.SHARD and placed.axis == 0 and placed.blocks == 1:
+                graph.outputs.append((self._name(tensor), "concat"))
+                continue
+            whole = self.convert(tensor, placed, REPLICATE, result.op)
+            graph.outputs.append((self._name(whole), "first"))
+
+
+def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
+    """Swap the first two axes of a tensor that has one axis more than `rank`."""
+    return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
+
+
+def _cost(op: tf.Operation) -> float:
+    """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
+    sizes = [
+        _elements(tensor)
+        for tensor in (*op.inputs, *op.outputs)
+        if tensor.dtype not in (tf.resource, tf.variant)
+    ]
+    cost = float(sum(sizes))
+    if op.type in (
+        "MatMul",
+        "Conv2D",
+        "Conv3D",
+        "Conv2DBackpropInput",
+        "Conv2DBackpropFilter",
+        "BatchMatMulV2",
+        "Einsum",
+    ):
+        cost += float(np.prod(sorted(sizes)[-2:]))
+    return cost
+
+
+def _elements(tensor: tf.Tensor) -> int:
+    return int(np.prod([length or 1 for length in tensor.shape.as_list()])) if tensor.shape.rank else 1
+
+
+def _row_bytes(exchange: Exchange) -> int:
+    elements = 1
+    for length in exchange.shape[1:] if exchange.shape.rank else []:
+        elements *= length or 1
+    return elements * max(exchange.dtype.size, 1)
+
+
+def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:
+    """Place a step; see `Partition`."""
+    placing = Partition(graph, share, results, exact)
+    placing.run()
+    return placing
+
+
+def _find_folds(graph: StepGraph, reads: set[str]) -> None:
+    """Plan what brings metric state together at the end of the step: tower 0 keeps the sum."""
+    variables = dict(graph.variables)
+    writers: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for handle in graph.writes[op.name]:
+            writers.setdefault(handle, []).append(op.name)
+    for handle, names in writers.items():
+        if graph.role[handle] is not Role.SUM:
+            continue
+        variable = variables[handle]
+        if read := _final_read(graph, handle, names[-1], reads):
+            result = next(
+                name
+                for name, e in graph.exchanges.items()
+                if op_name(e.source) == read and e.collective == Collective("all_reduce", "sum")
+            )
+            graph.folds.append(Fold(handle, None, result, (), root_only=True))
+            continue
+        source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
+        line = user_line(graph.by_name[names[-1]].traceback)
+        collective = Collective("all_reduce", "sum")
+        graph.exchanges[result] = Exchange(
+            source, result, collective, variable.shape, variable.dtype, line=line
+        )
+        graph.folds.append(Fold(handle, source, result, tuple(names), True))
+
+
+def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:
+    """The name of a read of metric state behind its last write, which serves the fold as well."""
+    for op in graph.ops:
+        if op.name in reads and graph.inputs[op.name][0] == handle and writer in graph.controls[op.name]:
+            return op.name
+    return None

@@ -1,0 +1,176 @@
+"""Name the parts of a step that is cut: exchanges, buckets, segments, and the program they make.
+
+`cut.py` makes a program, `towers/layout.py` runs it on every tower. This module knows no device.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.ops import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One tensor of the program that meets its counterparts between two segments.
+
+    Attributes:
+        source: name of the tensor before; a name is unique within the program.
+        result: name of the tensor behind the exchange.
+        collective: what happens to it.
+        shape: static shape, perhaps with unknown dimensions.
+        dtype: its dtype.
+        when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
+            same. None: always.
+        line: the user's that asks for it, as `user_line` names it.
+    """
+
+    source: str
+    result: str
+    collective: Collective
+    shape: tf.TensorShape
+    dtype: tf.DType
+    when: str | None = None
+    line: str = ""
+
+    def size_bytes(self, towers: int, rows: int | None = None) -> int | None:
+        """Return the size of the whole tensor; None where it is known only when it runs.
+
+        Args:
+            towers: how many.
+            rows: of the batch; None if they are not known.
+        """
+        shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
+        if self.collective.kind == "all_gather" and shape.rank:
+            shape = tf.TensorShape([rows, *shape[1:]])
+        return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Exchanges that travel together as one tensor: of one dtype, condition and operation on the wire.
+
+    Attributes:
+        wire: what the communicator does.
+        exchanges: what travels; one only if it is not packed.
+        packed: whether they are flattened and concatenated. Else the one tensor travels in its own shape.
+        on_host: whether `host_ops` takes the tensor as it is, and multiplies it by the tower's weight, which
+            is 0 for a tower without samples. Else the segment has seen to both.
+    """
+
+    wire: Collective
+    exchanges: tuple[Exchange, ...]
+    packed: bool
+    on_host: bool = False
+
+    @property
+    def when(self) -> str | None:
+        """The condition of its exchanges."""
+        return self.exchanges[0].when
+
+    @property
+    def result(self) -> str:
+        """The name of its first exchange's result, which no other bucket of the program has."""
+        return self.exchanges[0].result
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A part of the program between collectives: one function, the same for every tower.
+
+    `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
+    the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
+    token depends on every side effect of the segment. If it is `metered`, the last argument is the tower's
+    number (int32). If there are variables that it writes `for_all` (names of their handles), tower 0 alone
+    runs it, and the others take its results and these variables' values.
+    """
+
+    function: Any
+    sources: tuple[str, ...]
+    incoming: tuple[Bucket, ...]
+    fetches: tuple[str, ...]
+    outgoing: tuple[Bucket, ...]
+    metered: bool = False
+    for_all: tuple[str, ...] = ()
+
+
+class Results(enum.Enum):
+    """What becomes of the towers' results: `COMBINED` into one device's, concatenated as one row per sample
+    (`ROWS`), or those of `EACH` tower, in a list.
+    """
+
+    COMBINED = "combined"
+    ROWS = "rows"
+    EACH = "each"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Rows that were gathered for an op that needs the batch's.
+
+    Attributes:
+        op: its type.
+        line: the user's that it comes from.
+        row_bytes: of a row of what was gathered.
+    """
+
+    op: str
+    line: str
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced step, cut.
+
+    Attributes:
+        segments: in order; what one sends is reduced before the one that receives it, mostly the next.
+        arguments: names of the tensors of the batch, in the order of its flattened structure, and of the
+            tower's `ops.Share` of it.
+        captures: (name, tensor) of what the step closes over, other than variables.
+        variables: (name of the handle, variable of tower 0).
+        outputs: names of the flattened results, and what stands for all towers': the "first", since they are
+            equal (perhaps by an exchange), or the "concat" of their rows.
+        structure: the results' structure, with None in place of tensors that are None.
+        results: what becomes of the towers' results.
+        warnings: what a user should know of the step on towers, in words.
+        gathered: rows that every tower gets of all, but for the slices of sparse gradients.
+        draws: lines that draw random numbers for rows, each tower its own.
+        normalized: lines that normalise by a tower's own rows.
+        declared: numbers of rows, of which the batch must have one that the step was traced for.
+        alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be
+            told.
+        rollback: names of the handles of variables to restore if a step fails on the way: those that are
+            written before the last segment, or all, if that one may fail or the step may be undone.
+        finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
+            which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
+        gradients: names of the variables of these gradients.
+        noise: name of what `noise.gradient_moments` tells, equal on all towers; None if nobody asks.
+        updates: (name of a variable's handle, the exchange's result that its new value rests on).
+    """
+
+    segments: tuple[Segment, ...]
+    arguments: tuple[str, ...]
+    captures: tuple[tuple[str, tf.Tensor], ...]
+    variables: tuple[tuple[str, tf.Variable], ...]
+    outputs: tuple[tuple[str, str], ...]
+    structure: Any
+    results: Results
+    warnings: tuple[str, ...]
+    gathered: tuple[Whole, ...]
+    draws: tuple[str, ...]
+    normalized: tuple[str, ...]
+    declared: tuple[int, ...]
+    alike: float
+    rollback: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...]
+    finite: str | None = None
+    gradients: tuple[str, ...] = ()
+    noise: str | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything is packed to be sent."""
+        return any(bucket.packed for segment in self.segments for bucket in segment.outgoing)

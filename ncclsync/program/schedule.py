@@ -1,0 +1,274 @@
+"""Decide in which segment of a step each op lies, and behind which one each exchange is sent.
+
+Every op gets a *level*, one more than any exchange before it, and a level is a segment. Where the gradients
+of one level fill several buckets that travel while the towers compute, it becomes several segments: as many
+as there are buckets, each ending where a bucket is complete. The towers go on with the next one meanwhile,
+and get what was exchanged in the segment behind the last.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+section 3.2.3, which does this by hooks as gradients come; here the traced graph tells their order.
+
+What the last segment does alike on every tower, above all the update of the weights, may become a segment of
+its own, which one tower runs for all: towers that share memory need not compute the same values N times.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops.buckets import plan_buckets
+from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.program import Exchange
+from ncclsync.semantics.roles import Role
+
+# The first bucket is small, so that something travels soon. Source: PyTorch's DistributedDataParallel.
+_FIRST_BUCKET_BYTES = 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """In which segment everything is.
+
+    Attributes:
+        levels: by name of an op: its segment.
+        sent: by name of an exchange's result: the segment that ends with what it sends.
+        received: by the same: the segment that is given the result.
+        count: number of segments.
+        once: whether the last segment does the same on every tower.
+    """
+
+    levels: dict[str, int]
+    sent: dict[str, int]
+    received: dict[str, int]
+    count: int
+    once: bool = False
+
+    @property
+    def last_local(self) -> int:
+        """The last segment that is each tower's own."""
+        return self.count - 1 - self.once
+
+
+def schedule(graph: StepGraph, overlap_bytes: int | None, once: bool = False) -> Schedule:
+    """Schedule a step.
+
+    Args:
+        graph: the step, with its exchanges.
+        overlap_bytes: the size of the buckets that travel while the towers compute; None: none does.
+        once: whether what writes variables alike on every tower gets a segment of its own, at the end.
+    """
+    scheduled = _by_exchanges(graph, overlap_bytes)
+    # An exchange that need not happen leaves each tower with what it had.
+    conditional = any(exchange.when for exchange in graph.exchanges.values())
+    return _with_common_end(graph, scheduled) if once and not conditional else scheduled
+
+
+def _by_exchanges(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
+    levels = _assign_levels(graph)
+    sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
+    count = 1 + max([*levels.values(), *(level + 1 for level in sent.values()), 0])
+    of_level: dict[int, list[str]] = collections.defaultdict(list)
+    for result, level in sent.items():
+        of_level[level].append(result)
+    parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
+    begins = [0]  # of levels, and the end
+    for level in range(count):
+        buckets = []
+        if overlap_bytes is not None:
+            buckets = _overlapping(graph, levels, level, of_level[level], overlap_bytes)
+        for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
+            sources = [graph.origin(result)[0] for result in bucket]
+            parts.update(dict.fromkeys([*bucket, *_ancestors(graph, levels, level, sources)], part))
+        begins.append(begins[level] + max(len(buckets), 1))
+
+    def segment(name: str, level: int) -> int:
+        return begins[level] + parts[name] if name in parts else begins[level + 1] - 1
+
+    return Schedule(
+        {name: segment(name, level) for name, level in levels.items()},
+        {result: segment(result, level) for result, level in sent.items()},
+        {result: begins[level + 1] for result, level in sent.items()},
+        begins[-1],
+    )
+
+
+def _with_common_end(graph: StepGraph, scheduled: Schedule) -> Schedule:
+    """Move what the last segment does alike on every tower to one behind it, if that writes anything."""
+    last = scheduled.count - 1
+    common = _common(graph, scheduled.levels, last)
+    if not any(graph.writes[name] for name in common):
+        return scheduled
+    needed = {name for name, level in scheduled.levels.items() if level == last and name not in common}
+    needed_results = {tensor for name in needed for tensor in graph.inputs[name]}
+    needed_results |= {fold.result for fold in graph.folds}
+    needed_results |= {name for name, exchange in graph.exchanges.items() if exchange.collective.differs}
+    levels = {name: level + (name in common) for name, level in scheduled.levels.items()}
+    received = {
+        result: level + (level == last and result not in needed_results)
+        for result, level in scheduled.received.items()
+    }
+    return Schedule(levels, scheduled.sent, received, scheduled.count + 1, once=True)
+
+
+def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
+    """Return the ops of a level that do the same on every tower, and that no other op of it waits for."""
+    drifting = {fold.handle for fold in graph.folds}
+
+    def alike(name: str) -> bool:
+        op = graph.by_name[name]
+        handles = graph.writes[name].union(h for h in graph.inputs[name] if h in graph.role)
+        if any(graph.role[handle] is not Role.SAME or handle in drifting for handle in handles):
+            return False
+        # Not a scatter: what it has written could be read, and so shared, only as a copy.
+        plain = op.type == "ReadVariableOp" or op.type.startswith("Assign")
+        return name not in graph.local and (plain or not tf_compat.is_stateful(op))
+
+    common: set[str] = set()
+    waited_for: set[str] = set()  # by ops that are each tower's own
+    for op in reversed(graph.ops):
+        if levels.get(op.name) != level:
+            continue
+        if op.name not in waited_for and alike(op.name):
+            common.add(op.name)
+        else:
+            waited_for.update(parent for parent, _ in _dependencies(graph, op.name))
+    return common
+
+
+def _overlapping(
+    graph: StepGraph, levels: dict[str, int], level: int, results: Sequence[str], bucket_bytes: int
+) -> list[list[str]]:
+    """Put the exchanges of a level that can travel early into buckets, in the order in which they are done.
+
+    None where all of them fit one bucket.
+    """
+    early = [result for result in results if _travels_early(graph, levels, level, graph.exchanges[result])]
+    sizes = {
+        result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early
+    }
+    if sum(sizes.values()) <= bucket_bytes:
+        return []
+    depths: dict[str, int] = {}  # how many ops run one after another, up to each
+    for op in graph.ops:
+        parents = [depths.get(parent, 0) for parent, _ in _dependencies(graph, op.name)]
+        depths[op.name] = 1 + max(parents, default=0)
+    early.sort(key=lambda result: depths[graph.origin(result)[0]], reverse=True)
+    first_bytes = min(_FIRST_BUCKET_BYTES, bucket_bytes)
+    planned = plan_buckets(
+        [sizes[result] for result in early], [None] * len(early), bucket_bytes, first_bytes
+    )
+    return [[early[index] for index in bucket] for bucket in planned]
+
+
+def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchange: Exchange) -> bool:
+    """Whether an exchange is a sum of known size, of what its level computes."""
+    return (
+        exchange.collective.kind == "all_reduce"
+        and exchange.dtype.is_floating
+        and exchange.when is None
+        and exchange.shape.is_fully_defined()
+        and exchange.source not in graph.exchanges
+        and levels.get(op_name(exchange.source)) == level
+    )
+
+
+def _ancestors(graph: StepGraph, levels: dict[str, int], level: int, names: Sequence[str]) -> set[str]:
+    """Return these ops and all of the same level that they wait for."""
+    found: set[str] = set()
+    queue = list(names)
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            parents = _dependencies(graph, name)
+            queue += [parent for parent, _ in parents if levels.get(parent) == level]
+    return found
+
+
+def _assign_levels(graph: StepGraph) -> dict[str, int]:
+    """Give each live op a level: one more than any exchange before it.
+
+    First as early as can be. Then every write to a variable that must be the same on all towers moves as
+    late as can be, into the last segment if nothing needs it before: that segment starts when all towers
+    have finished all others, so that a tower's error leaves every weight as it was.
+    """
+    floors: dict[str, int] = collections.defaultdict(int)
+    levels = _earliest(graph, floors)
+    last = max(
+        [levels[name] for name in levels]
+        + [_available(graph, levels, result) for result in graph.exchanges]
+        + [0]
+    )
+    weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
+    if weight_writes:
+        last = max(last, 1)
+    latest = _latest(graph, levels, last)
+    # What is read from a variable is read where it is used: held meanwhile, it would have to be copied before
+    # the variable can be written in place.
+    reads = [
+        name
+        for name in levels
+        if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
+    ]
+    for name in [*weight_writes, *reads]:
+        floors[name] = latest[name]
+    return _earliest(graph, floors)
+
+
+def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
+    levels: dict[str, int] = {}
+    for op in graph.ops:
+        name = op.name
+        if name in graph.placeholders or name in graph.passing or graph.is_constant(f"{name}:0"):
+            continue
+        level = floors[name]
+        for parent, hops in _dependencies(graph, name):
+            level = max(level, levels.get(parent, 0) + hops)
+        levels[name] = level
+    return levels
+
+
+def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
+    latest = dict.fromkeys(levels, last)
+    for fold in graph.folds:
+        for name in fold.writers:
+            latest[name] = min(latest[name], last - 1)
+    bounds = [(name, last) for name, _ in graph.outputs]
+    for result, exchange in graph.exchanges.items():
+        # The layout must have these when it joins the towers.
+        sent = _available(graph, levels, result) - 1
+        bounds += [(exchange.when, sent)] if exchange.when else []
+    for name, bound in bounds:
+        origin, hops = graph.origin(name)
+        if origin in latest:
+            latest[origin] = min(latest[origin], bound - hops)
+    for op in reversed(graph.ops):
+        if op.name in levels:
+            for parent, hops in _dependencies(graph, op.name):
+                if parent in latest:
+                    latest[parent] = min(latest[parent], latest[op.name] - hops)
+    return latest
+
+
+def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
+    """(op, exchanges between) for all that op `name` waits for; a passing op stands for what it is fed by."""
+    for tensor in graph.inputs[name]:
+        yield graph.origin(tensor)
+    for control in graph.controls[name]:
+        if control in graph.passing:
+            for tensor in graph.inputs[control]:
+                origin, hops = graph.origin(tensor)
+                yield origin, hops + (control in graph.marks)
+        else:
+            yield control, 0
+
+
+def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
+    """The first segment that can use tensor `name`."""
+    for fold in graph.folds:
+        if fold.source is not None and name == fold.source:
+            return max(levels[writer] for writer in fold.writers)
+        if fold.source is not None and name == fold.result:
+            return _available(graph, levels, fold.source) + 1
+    origin, hops = graph.origin(name)
+    return levels.get(origin, 0) + hops

@@ -1,0 +1,132 @@
+"""Trace a step once, as the program of one device, with marks where it calls a collective."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import Collective, Share, running_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """An `IdentityN` of the trace that says how tensors are to be placed from there on.
+
+    Attributes:
+        name: the op's.
+        purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the
+            batch's. "slices": values and indices of a sparse gradient are. "parts": what each tower adds to
+            them. "slices part": the same of values and indices. "local": each tower's own. "addends": a
+            gradient, of which each tower takes its own addend. "rows": each tower's own are its rows of the
+            batch. "own row": of one row for each tower, its own.
+        collective: see "collective".
+        conditional: whether its last tensor tells if the collective happens.
+        line: the user's that asks for it, or calls what does.
+        rows_add_up: see `ops.whole`.
+        height: the rows of the table that slices are of, where `rows_add_up`.
+        of: the name of the mark that "rows" are taken back to.
+        by_choice: whether it gives other numbers than one device's, for speed.
+    """
+
+    name: str
+    purpose: str
+    collective: Collective = dataclasses.field(default_factory=lambda: Collective("all_reduce"))
+    conditional: bool = False
+    line: str = ""
+    rows_add_up: bool = False
+    height: int = 0
+    of: str = ""
+    by_choice: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A step as `tf.function` traced it: the program of one device on the whole batch.
+
+    Attributes:
+        function: the ConcreteFunction, of the batch and a tower's `Share` of it.
+        share: the second argument's tensors within the graph.
+        marks: by name of the marking op.
+        batch: the batch's structure, with the graph's tensors.
+    """
+
+    function: Any
+    share: Share
+    marks: dict[str, Mark]
+    batch: Any
+
+
+class _Marking:
+    """The context of a step that is being traced: leaves marks."""
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+        self.share: Any = None
+        self.batch: Any = None
+        self.marks: list[tuple[Any, Mark]] = []
+
+    def can_exchange(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self.graph
+
+    def exchange(
+        self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
+        if not self.can_exchange():
+            raise NcclSyncError(
+                "Expected a collective at the top level of a step, where the step can be cut. Received: one "
+                f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
+                "collective out of it, or leave it away: steps on towers compute what one device computes."
+            )
+        conditions = [] if when is None else [when]
+        results = self.mark(
+            [*tensors, *conditions], "collective", collective=collective, conditional=when is not None
+        )
+        results = results[: len(tensors)]
+        if collective.changes_rows:
+            # On towers there will be other rows, which what is traced from here on must not know.
+            results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
+        return results
+
+    def mark(self, tensors: Sequence[tf.Tensor], purpose: str, **details: Any) -> list[tf.Tensor]:
+        if not self.can_exchange():  # in a loop, or a branch: what has no rule there is made whole before it
+            return list(tensors)
+        outputs = tf.identity_n(list(tensors), name="ncclsync_mark")
+        line = user_line(outputs[0].op.traceback)
+        self.marks.append((self.graph, Mark(outputs[0].op.name, purpose, line=line, **details)))
+        return list(outputs)
+
+
+def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
+    """Trace `step(batch)` for one tower.
+
+    Args:
+        step: any function of a batch; its collectives become marks.
+        batch_specs: the batch's structure with a `tf.TypeSpec` (or None) in place of each tensor.
+
+    Returns:
+        The trace: a valid program of one tower, in which a mark changes nothing.
+
+    Raises:
+        NcclSyncError: for a collective where the step cannot be cut; the message names the line.
+        Exception: whatever the step raises while it is traced.
+    """
+    marking = _Marking()
+
+    def traced(batch, share):
+        # tf.function traces again when a step created variables; the last trace is the one that counts.
+        marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
+        marking.batch = batch
+        with running_in(marking):
+            return step(batch)
+
+    function = tf.function(traced, autograph=False).get_concrete_function(
+        batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
+    )
+    marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
+    traced_step = Trace(function, marking.share, marks, marking.batch)
+    # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
+    vars(marking).clear()
+    return traced_step

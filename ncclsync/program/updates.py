@@ -1,0 +1,56 @@
+"""Which exchange the new value of a variable rests on: its gradient's, or that of the value itself."""
+
+import collections
+
+from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.semantics.roles import Role
+
+
+def find_updates(graph: StepGraph) -> dict[str, str]:
+    """Follow what is written to each variable back to the nearest exchange of a tensor of its shape.
+
+    An optimizer's slots rest on their weight's gradient too; it is told of the weight alone. Where a branch
+    writes several variables, as an accumulating optimizer does, those of one shape are told apart by order.
+
+    Returns:
+        The exchange's result by the variable's handle, for those that have one.
+    """
+    writers = collections.defaultdict(list)
+    for op in graph.ops:
+        for handle in graph.writes[op.name]:
+            writers[handle].append(op.name)
+    for fold in graph.folds:
+        writers[fold.handle].append(fold.result)
+    # Weights first, as a gradient is theirs.
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for handle, variable in sorted(graph.variables, key=lambda pair: not pair[1].trainable):
+        if graph.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
+            for result in _nearest(graph, writers[handle]):
+                exchange = graph.exchanges[result]
+                fits = exchange.shape.is_compatible_with(variable.shape) or exchange.collective.divides
+                if result not in taken and fits:
+                    found[handle] = result
+                    taken.add(result)
+                    break
+    return found
+
+
+def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
+    """Results of exchanges that ops rest on, nearest first; no further than what differs between towers."""
+    results = [name for name in writers if name in graph.exchanges]
+    queue = collections.deque(name for name in writers if name not in graph.exchanges)
+    seen = set(queue)
+    while queue:
+        child = queue.popleft()
+        parents = [op_name(name) for name in graph.inputs[child] if name not in graph.exchanges]
+        results += [name for name in graph.inputs[child] if name in graph.exchanges]
+        if graph.by_name[child].type == "ReadVariableOp":
+            # A slot is read again behind its own update, and the weight's update computed from that.
+            handle = graph.inputs[child][0]
+            parents += [name for name in graph.controls[child] if handle in graph.writes.get(name, ())]
+        for parent in parents:
+            if parent in graph.inputs and parent not in seen and parent not in graph.local:
+                seen.add(parent)
+                queue.append(parent)
+    return list(dict.fromkeys(results))

@@ -1,0 +1,96 @@
+"""What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
+
+Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are
+choices.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from ncclsync.compat import keras as keras_compat
+
+_NAMED = 3  # so many layers are named where the same holds for many
+
+
+@dataclasses.dataclass(frozen=True)
+class Inexact:
+    """One reason why N towers and one device part.
+
+    Attributes:
+        where: the layer or loss, or whatever it is, by class and name.
+        reason: what it does on towers that it does not do on one device.
+        remedy: what makes it exact, in the user's code.
+    """
+
+    where: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}. Remedy: {self.remedy}"
+
+
+NORMALISES = (
+    "normalises by the statistics of one tower's shard, not of the whole batch",
+    "@nccl_parallel(sync_batch_norm=True), or BatchNormalization(synchronized=True)",
+)
+DRAWS = (
+    "each tower draws random numbers of its own, not those that one device draws",
+    "@nccl_parallel(batch_invariant_random=True)",
+)
+
+
+def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) -> tuple[Inexact, ...]:
+    """Find what cannot train exactly as on one device.
+
+    Args:
+        model: nested models, wrappers, and layers in lists and dictionaries are searched too. What a layer
+            creates when it is built is found once it is.
+        batch_invariant_random: whether random layers draw on towers what they draw on one device.
+
+    Returns:
+        One `Inexact` for each cause; layers of one class with the same cause are named together. Empty for
+        a model that does not train: not compiled, without an optimizer, or frozen as a whole.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: {model!r} of type {type(model).__name__}")
+    if not model.compiled or getattr(model, "optimizer", None) is None or not model.trainable:
+        return ()
+    names: dict[tuple[str, tuple[str, str]], list[str]] = {}
+    for layer, cause in _layers_with_cause(model, batch_invariant_random):
+        names.setdefault((type(layer).__name__, cause), []).append(repr(layer.path or layer.name))
+    return tuple(Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items())
+
+
+def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[Any, tuple[str, str]]]:
+    within: set[int] = set()  # parts of a random layer of Keras' own: named with it
+    for layer in keras_compat.layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
+            yield layer, NORMALISES
+        if _draws(layer) and not invariant and id(layer) not in within:
+            yield layer, DRAWS
+            if type(layer).__module__.startswith("keras."):
+                within.update(map(id, keras_compat.layers_of(layer)))
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a layer draws random numbers in training.
+
+    A layer of Keras makes a generator only if its rate is above 0; but a recurrent cell makes one always.
+    """
+    if not keras_compat.seed_generators_of(layer):
+        return False
+    if hasattr(layer, "recurrent_dropout"):
+        return bool(layer.dropout or layer.recurrent_dropout)
+    return True
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,133 @@
+"""Who holds copies or parts of a variable, of all towers in the process: each is told what another writes.
+
+A variable may belong to several models, each on towers of its own: a GAN's discriminator trains by itself and
+as part of another model. `replicas` and `partitions` are the holders; a variable has one watch for all.
+"""
+
+import abc
+import functools
+import weakref
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import current_context
+
+
+class Holder(abc.ABC):
+    """What some towers hold of one variable, beside the variable itself."""
+
+    def __init__(self, variable: tf.Variable, forget: Callable[[], None] | None = None) -> None:
+        """Prepare; nothing is watched yet.
+
+        Args:
+            variable: is not kept alive.
+            forget: is called when it is deleted.
+        """
+        self._variable = weakref.ref(variable, lambda _: forget() if forget is not None else None)
+
+    @property
+    def held(self) -> tf.Variable | None:
+        """The variable; None once it was deleted."""
+        return self._variable()
+
+    @abc.abstractmethod
+    def before_access(self) -> None:
+        """Before Python reads or writes the variable: let it hold its whole value."""
+
+    @abc.abstractmethod
+    def note_write(self) -> None:
+        """Python or another holder's step has written the variable, or a graph that will tell nobody."""
+
+    @abc.abstractmethod
+    def note_shared(self) -> None:
+        """There is another holder of the variable."""
+
+    def watch(self) -> None:
+        """Be told of writes from now on. The variable does not keep the holder alive."""
+        self._watchers().add(self, weakref.ref(self))
+
+    def watch_reads(self) -> None:
+        """Be told of reads as well. Since it holds what the variable does not, it lives as long as that."""
+        watchers = self._watchers()
+        watchers.add(self, lambda: self)
+        watchers.watch_reads(self.held)
+
+    def unwatch(self) -> None:
+        """Be told no more. Others still are; if there are none, the variable gets its own methods back."""
+        variable = self.held
+        if variable is not None and self._watchers().remove(self):
+            tf_compat.unwatch(variable)
+            tf_compat.set_watchers(variable, None)
+
+    def tell_others(self) -> bool:
+        """Tell other holders that these towers have written the variable; return whether there are any."""
+        others = [holder for holder in self._watchers().holders() if holder is not self]
+        for holder in others:
+            holder.note_write()
+        return bool(others)
+
+    def _watchers(self) -> "_Watchers":
+        variable = self.held
+        watchers = tf_compat.watchers_of(variable)
+        if watchers is None:
+            watchers = _Watchers(variable)
+            tf_compat.set_watchers(variable, watchers)
+        return watchers
+
+
+class _Watchers:
+    """The holders of one variable, and the one watch on it, by which they are told.
+
+    The watch replaces the variable's own methods, on this one object, so that it costs nothing between
+    writes and a step need not compare anything.
+    """
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._holders: list[Callable[[], Holder | None]] = []
+        self._reads = False
+        tf_compat.watch_writes(variable, functools.partial(self._watched, weakref.ref(variable)))
+
+    def add(self, holder: Holder, borrowed: Callable[[], Holder | None]) -> None:
+        """Add a holder, or replace how it is borrowed."""
+        others = [one for one in self._holders if one() not in (None, holder)]
+        self._holders = [*others, borrowed]
+        if others:
+            for one in self.holders():
+                one.note_shared()
+
+    def remove(self, holder: Holder) -> bool:
+        """Remove a holder; return whether none is left."""
+        self._holders = [one for one in self._holders if one() not in (None, holder)]
+        return not self._holders
+
+    def holders(self) -> list[Holder]:
+        """Return those that are there: towers that nobody has closed may be gone all the same."""
+        return [holder for one in self._holders if (holder := one()) is not None]
+
+    def watch_reads(self, variable: tf.Variable) -> None:
+        """Let holders be told of reads; idempotent."""
+        if not self._reads:
+            self._reads = True
+            tf_compat.watch_reads(variable, self._before_access)
+
+    def _before_access(self) -> None:
+        for holder in self.holders():
+            holder.before_access()
+
+    def _watched(self, borrowed: "weakref.ref[tf.Variable]", write: Callable) -> Callable:
+        @functools.wraps(write)
+        def watched(*args, **kwargs):
+            self._before_access()
+            result = write(*args, **kwargs)
+            eager = tf.executing_eagerly()
+            if not eager and current_context() is not None:
+                return result  # in a step that is traced: whoever runs it tells
+            if not eager:
+                tf_compat.set_written_by_graph(borrowed())  # somebody's tf.function, which will write again
+            for holder in self.holders():
+                holder.note_write()
+            return result
+
+        return watched

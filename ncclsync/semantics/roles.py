@@ -1,0 +1,62 @@
+"""What a variable means on several towers, and how a tower's copy of it starts.
+
+A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
+*sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
+holds a part, and the sum when somebody looks), *partition* (of a sharded optimizer's state: each tower holds
+other elements) or *seed* (random state: different by design, unless all towers are to draw from the same).
+"""
+
+import enum
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+
+# 2**31 / golden ratio: consecutive towers' seeds differ in many bits, and stay valid int32 seeds.
+SEED_STRIDE = 1327217885
+
+
+class Role(enum.Enum):
+    """How the copies of one variable relate; see the module's docstring."""
+
+    SAME = "same"
+    SUM = "sum"
+    PARTIAL = "partial"
+    PARTITION = "partition"
+    SEED = "seed"
+
+
+def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
+    """Return the role of a variable.
+
+    Args:
+        variable: of tower 0.
+        same_seeds: whether random state is equal on all towers (`batch_invariant_random`).
+
+    Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
+    does not tell them apart: whether a step computes their new value from data decides what is averaged.
+    """
+    if tf_compat.is_shared(variable):
+        return Role.SAME
+    if variable.aggregation == tf.VariableAggregation.SUM:
+        return Role.SUM
+    if tf_compat.is_partial(variable):
+        return Role.PARTIAL
+    if tf_compat.is_partitioned(variable):
+        return Role.PARTITION
+    if tf_compat.is_seed(variable) and not same_seeds:
+        return Role.SEED
+    return Role.SAME
+
+
+def start_value(value: tf.Tensor, role: Role, tower: int) -> tf.Tensor:
+    """Return what tower `tower` (not 0) starts from when tower 0 holds `value`; same shape and dtype."""
+    if role in (Role.SUM, Role.PARTIAL):
+        return tf.zeros_like(value)
+    if role is Role.SEED:
+        # Only the seed moves, not the counter: Keras' state is [seed, counter], that of tf.random.Generator
+        # [counter, counter, key]. (ThreeFry's [counter, key] starts at another place of the same sequence.)
+        place = 0 if value.shape[0] == 2 else -1
+        moved = (value[place] + (tower * SEED_STRIDE) % 2**31) % 2**31
+        return tf.tensor_scatter_nd_update(value, [[place % value.shape[0]]], [moved])
+    return value

@@ -1,0 +1,179 @@
+"""`bench all-reduce`: ncclsync's all-reduce, a copy of the same bytes and other libraries, in turns, checked.
+
+Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
+number of ranks n where the bus is the limit.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ncclsync.tools.bench.report import (
+    Column,
+    Listing,
+    Result,
+    Row,
+    ratio_text,
+    significant,
+    size_text,
+    time_text,
+)
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
+
+PEERS = ("gloo", "mpi", "tensorflow", "numpy")
+_TURN_S = 0.05  # of one side, so that small collectives are timed by the hundred
+_MOST_ITERATIONS = 2000
+
+
+def bench_all_reduce(given: argparse.Namespace, tell: Callable[[str], None]) -> Result:
+    """Time every number of towers and every size.
+
+    Args:
+        given: `towers`, `sizes` (in bytes), `against`, `dtype`, `backend`, `rounds`.
+        tell: is told the progress.
+
+    Raises:
+        BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.
+    """
+    rows, notes = [], dict.fromkeys(missing(given))
+    for towers in given.towers:
+        with contextlib.ExitStack() as stack:
+            sides = []
+            for start in _starts(given, towers):
+                side = stack.enter_context(start())
+                tell(f"{towers} towers: starting {side.name}")
+                try:
+                    for library in side.ask("prepare", count=1, dtype=given.dtype)["libraries"]:
+                        side.ask("run", library=library, iterations=1)
+                    sides.append(side)
+                except BenchError as error:
+                    if side.name == "ncclsync":
+                        raise
+                    notes[f"Left out with {towers} towers: {error}"] = None
+            for size in given.sizes:
+                tell_case = functools.partial(_tell_case, tell, towers, size)
+                rows += _time_case(given, towers, size, sides, tell_case)
+    return Result("all-reduce", "s", tuple(rows), tuple(notes))
+
+
+def _tell_case(tell: Callable[[str], None], towers: int, size: int, text: str) -> None:
+    tell(f"{towers} towers, {size_text(size)}: {text}")
+
+
+def missing(given: argparse.Namespace) -> Iterator[str]:
+    """Tell of peers that were asked for and are not here."""
+    for peer in given.against:
+        if given.backend == "nccl":
+            yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
+        elif peer == "gloo" and importlib.util.find_spec("torch") is None:
+            yield "gloo is left out: PyTorch, which has it, is not installed (pip install torch)."
+        elif peer == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            yield "mpi is left out: mpi4py is not installed (pip install mpi4py)."
+        elif peer == "mpi" and shutil.which("mpirun") is None:
+            yield "mpi is left out: no mpirun is found; Debian has it in openmpi-bin."
+
+
+def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Side]]:
+    """Yield what starts each process, ncclsync's own first."""
+    arguments = {"towers": towers}
+    if given.backend == "nccl":
+        yield functools.partial(Side, "ncclsync", "nccl", arguments)
+        return
+    yield functools.partial(Side, "ncclsync", "host", arguments)
+    if "tensorflow" in given.against:
+        yield functools.partial(Side, "tensorflow", "tensorflow", arguments)
+    if "gloo" in given.against and importlib.util.find_spec("torch"):
+        yield functools.partial(Side, "gloo", "gloo", arguments)
+    if "mpi" in given.against and importlib.util.find_spec("mpi4py") and shutil.which("mpirun"):
+        launcher = ["mpirun", "-n", str(towers), "--oversubscribe", "--bind-to", "none"]
+        # More ranks than cores is what this compares, whoever runs it.
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environment = allowed if os.geteuid() == 0 else {}
+        yield functools.partial(Side, "mpi", "mpi", arguments, launcher, environment)
+
+
+def _time_case(
+    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side], tell: Callable[[str], None]
+) -> list[Row]:
+    count = max(1, size // _item_bytes(given.dtype))
+    timers: dict[str, Callable[[], float]] = {}
+    owners: dict[str, Side] = {}
+    for side in sides:
+        for library in side.ask("prepare", count=count, dtype=given.dtype)["libraries"]:
+            if library == "numpy" and "numpy" not in given.against:
+                continue
+            tell(f"warming up {library}")
+            owners[library] = side
+            timers[library] = functools.partial(_turn, side, library, _iterations(side, library))
+    seconds = take_turns(timers, given.rounds, tell)
+    wrong = {library: side.ask("wrong", library=library)["wrong"] for library, side in owners.items()}
+    for side in sides:
+        side.ask("prepare", count=1, dtype=given.dtype)  # frees the memory for the next process
+    actual = count * _item_bytes(given.dtype)
+    case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": given.dtype}
+    rows = []
+    for library, samples in seconds.items():
+        spread = Spread.of(samples)
+        beside: list[str] = [
+            other for other in ("memcpy", "ncclsync") if other in seconds and other != library
+        ]
+        ratios = {other: ratio(samples, seconds[other]) for other in beside if other != library}
+        more: dict[str, float] = {"wrong": wrong[library]}
+        if library != "memcpy":  # which copies every rank's bytes and reduces nothing
+            algbw = actual / spread.median / 1e9
+            more |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
+        rows.append(Row(case, library, spread, ratios, more))
+    return rows
+
+
+def _iterations(side: Side, library: str) -> int:
+    """How many collectives fill a turn; after one that warms up."""
+    side.ask("run", library=library, iterations=1)
+    once = side.ask("run", library=library, iterations=1)["seconds"]
+    return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))
+
+
+def _turn(side: Side, library: str, iterations: int) -> float:
+    return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
+
+
+def _item_bytes(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
+
+
+def listings() -> list[Listing]:
+    """Return the table."""
+    columns = [
+        Column("towers", lambda row: str(row.case["towers"])),
+        Column("size", lambda row: size_text(row.case["size_bytes"])),
+        Column("count", lambda row: str(row.case["count"])),
+        Column("type", lambda row: row.case["dtype"]),
+        Column("library", lambda row: row.side, "left"),
+        Column("time", lambda row: time_text(row.value)),
+        Column("algbw\nGB/s", _number("algbw_gb_s")),
+        Column("busbw\nGB/s", _number("busbw_gb_s")),
+        Column("#wrong", lambda row: str(row.more["wrong"])),
+        Column("time ÷\nmemcpy's", _ratio_to("memcpy")),
+        Column("time ÷\nncclsync's", _ratio_to("ncclsync")),
+    ]
+    return [Listing(columns)]
+
+
+def _number(name: str) -> Callable[[Row], str]:
+    return lambda row: significant(row.more[name]) if name in row.more else ""
+
+
+def _ratio_to(other: str) -> Callable[[Row], str]:
+    return lambda row: ratio_text(row.ratios.get(other))
+
+
+def wrong_elements(result: Result) -> int:
+    """Return how many elements were wrong, of all libraries."""
+    return sum(row.more["wrong"] for row in result.rows)

@@ -1,0 +1,264 @@
+"""`python -m ncclsync bench`: what each benchmark is asked by, and what becomes of its result.
+
+The benchmarks stand in `bench.all_reduce` and `bench.training`; nothing here imports TensorFlow.
+"""
+
+import argparse
+import glob
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ncclsync.tools.arguments import at_least, listed
+from ncclsync.tools.bench import all_reduce, training
+from ncclsync.tools.bench.plot import plot
+from ncclsync.tools.bench.progress import Progress
+from ncclsync.tools.bench.report import Listing, Result, show, write_json
+from ncclsync.tools.bench.turns import BenchError
+
+DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
+
+_DTYPES = ("float32", "float64", "float16", "int32", "int64")
+_LIBRARIES = (
+    "mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; shard: the same on one "
+    "tower's part of the batch (1 is ideal with a GPU for each tower; N towers that share cores have N times "
+    "its work); sharded: ncclsync with shard_optimizer"
+)
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result]
+
+
+def add_bench(commands: Any) -> None:
+    """Add `bench` and its benchmarks to a parser's subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure all-reduce, step, start, feeding and memory, beside other libraries",
+        description="Measure ncclsync beside other libraries, on this machine. All that is compared runs in "
+        "processes that take turns, so that other load meets all of them alike; medians are shown with "
+        "quartiles (in parentheses), and ratios are taken within a round. Exit code 0: measured; 1: a "
+        "result was wrong; 2: nothing was measured.",
+    )
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    _add_all_reduce(benchmarks)
+    _add_step(benchmarks)
+    _add_start(benchmarks)
+    _add_feed(benchmarks)
+    _add_memory(benchmarks)
+
+
+def _add_all_reduce(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "all-reduce",
+        all_reduce.bench_all_reduce,
+        all_reduce.listings,
+        help="the collective alone, as nccl-tests does",
+        description="Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
+        "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
+        "towers' buffers on all cores: it reads and writes the same bytes.",
+    )
+    parser.add_argument(
+        "--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=listed(_size),
+        default=[4 << 10, 1 << 20, 25 << 20, 100 << 20],
+        metavar="SIZE,SIZE",
+        help="of each tower's buffer; default 4KiB,1MiB,25MiB,100MiB",
+    )
+    _add_against(
+        parser,
+        all_reduce.PEERS,
+        list(all_reduce.PEERS),
+        "gloo by PyTorch, mpi by mpi4py and mpirun, tensorflow's CollectiveReduceV2 and add_n, numpy on one "
+        "thread; what is not installed is left out with a note",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
+    parser.add_argument(
+        "--backend",
+        choices=("nccl", "cpu"),
+        default="nccl" if glob.glob("/dev/nvidia[0-9]*") else "cpu",
+        help="nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
+    )
+    _add_rounds(parser, 11, "turns of each library for each size")
+
+
+def _add_step(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "step",
+        training.bench_step,
+        training.step_listings,
+        help="one step of training inside fit, and where its time goes",
+        description="Time a step inside fit, beside the same model under MirroredStrategy and on one "
+        "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
+        "communicate: what the exchanges between towers add; apply: the optimizer and what else follows the "
+        "last exchange; feed: what fit adds to a step on a batch that is in memory already (making batches, "
+        "callbacks, logs). They are differences of timings of the same step with parts left out, so that a "
+        "small one may be negative by noise.",
+    )
+    _add_model(parser, list(training.MODEL_NAMES))
+    _add_towers(parser)
+    _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
+    parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
+    parser.add_argument(
+        "--watched", action="store_true", help="also time steps that Timeline and Throughput watch"
+    )
+    _add_rounds(parser, 15, "turns of each side")
+
+
+def _add_start(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "start",
+        training.bench_start,
+        training.start_listings,
+        help="from the call of the decorated factory to the end of the first step",
+        description="Time from the call of the decorated factory to the end of the first step, without "
+        "imports, each time in a fresh process.",
+    )
+    _add_model(parser, ["resnet50"])
+    _add_numbers_of_towers(parser)
+    _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
+    _add_rounds(parser, 3, "fresh processes of each side")
+
+
+def _add_feed(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "feed",
+        training.bench_feed,
+        training.feed_listings,
+        help="fit on NumPy, tf.data and a generator",
+        description="Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a "
+        "constant batch that is in memory already, which is the ceiling: 1 means that feeding costs nothing.",
+    )
+    _add_model(parser, ["mlp"])
+    _add_towers(parser)
+    feeds = training.FEEDS
+    parser.add_argument(
+        "--data",
+        type=listed(_one_of(feeds)),
+        default=list(feeds),
+        metavar="KIND,KIND",
+        help=f"of {', '.join(feeds)}; default: all",
+    )
+    peers = ("mirrored", "single")
+    _add_against(parser, peers, [], "what feeding costs mirrored (MirroredStrategy), single (plain Keras)")
+    _add_rounds(parser, 15, "turns of each side")
+
+
+def _add_memory(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "memory",
+        training.bench_memory,
+        training.memory_listings,
+        help="peak resident memory of the host by number of towers",
+        description="Measure the peak resident memory of a process that trains for a few steps, each time a "
+        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state.",
+    )
+    _add_model(parser, ["resnet50"])
+    _add_numbers_of_towers(parser)
+    _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
+    _add_rounds(parser, 3, "fresh processes of each side")
+
+
+def _add_model(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    names = training.MODEL_NAMES
+    parser.add_argument(
+        "--model",
+        type=listed(_one_of(names)),
+        default=default,
+        metavar="NAME,NAME",
+        help=f"of {', '.join(names)}; default {','.join(default)}",
+    )
+
+
+def _add_towers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--towers", type=at_least(1), default=4, metavar="N", help="default %(default)s")
+
+
+def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--towers", type=listed(at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
+    )
+
+
+def _add(
+    benchmarks: Any, name: str, benchmark: Benchmark, listings: Callable[[], list[Listing]], **texts: str
+) -> argparse.ArgumentParser:
+    """Add one benchmark with the arguments that all of them have."""
+    parser = benchmarks.add_parser(name, **texts)
+    parser.set_defaults(run=lambda given: _run(given, benchmark, listings))
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
+    parser.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE.png",
+        help="draw them, to .png, .svg or .pdf; needs matplotlib",
+    )
+    return parser
+
+
+def _add_against(
+    parser: argparse.ArgumentParser, choices: tuple[str, ...], default: list[str], meaning: str
+) -> None:
+    parser.add_argument(
+        "--against",
+        type=listed(_one_of(choices)),
+        default=default,
+        metavar="NAME,NAME",
+        help=f"{meaning}; 'none' for none; default {','.join(default) or 'none'}",
+    )
+
+
+def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> None:
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=default, metavar="N", help=f"{meaning}; default %(default)s"
+    )
+
+
+def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[], list[Listing]]) -> int:
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return NOT_RUN
+    progress = Progress()
+    try:
+        result = benchmark(given, progress.tell)
+    except BenchError as error:
+        progress.clear()
+        print(f"{_name(given)}: {error}", file=sys.stderr)
+        return NOT_RUN
+    progress.clear()
+    show(result, listings())
+    if given.json:
+        write_json(result, sys.argv[1:], given.json)
+    if given.plot:
+        plot(result, given.plot)
+    return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE
+
+
+def _name(given: argparse.Namespace) -> str:
+    return f"python -m ncclsync bench {given.benchmark}"
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def chosen(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}, received {text!r}")
+        return text
+
+    return chosen
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9.]+) ?([a-z]*)", text.lower())
+    if not found or found[2] not in _UNITS or found[1].count(".") > 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4KiB or 25MiB, received {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])

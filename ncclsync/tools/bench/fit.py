@@ -1,0 +1,175 @@
+"""A process that trains for a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
+
+import contextlib
+import re
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.parallel import nccl_parallel
+from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.split import StepParts
+from ncclsync.tools.bench.turns import Requests
+from ncclsync.training.callbacks.throughput import Throughput
+from ncclsync.training.callbacks.timeline import Timeline
+
+# shard: plain Keras on what one tower gets of the batch; sharded: ncclsync with shard_optimizer.
+LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded")
+FEEDS = ("constant", "tf.data", "numpy", "generator")
+
+_BATCHES = {"resnet50": 8}  # of an epoch
+_BATCHES_ELSE = 240  # as many as MNIST has of 250 rows: what an epoch begins with is a small part of it
+
+
+def build(library: str, model: str, towers: int) -> keras.Model:
+    """Build a model on towers, under MirroredStrategy or on a single device; once per process.
+
+    Args:
+        library: one of `LIBRARIES`.
+        model: one of `MODELS`.
+        towers: or replicas.
+    """
+    factory = MODELS[model].build
+    if library in ("ncclsync", "sharded"):
+        return nccl_parallel(towers=towers, shard_optimizer=library == "sharded")(factory)()
+    scope: Any = contextlib.nullcontext()
+    if library == "mirrored":
+        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+        if kind == "CPU":
+            replicas = [tf.config.LogicalDeviceConfiguration()] * towers
+            tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], replicas)
+        scope = tf.distribute.MirroredStrategy([f"{kind}:{i}" for i in range(towers)]).scope()
+    with scope:
+        return factory()
+
+
+def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed: str) -> None:
+    """Train by `fit` as long as there are requests.
+
+    The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
+    `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
+    Answers tell the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
+    cores worked for it.
+    """
+    keras.utils.set_random_seed(0)
+    trained = build(library, model, towers)
+    batches = _BATCHES.get(model, _BATCHES_ELSE)
+    batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
+    x, y = MODELS[model].data(batches)
+    batch = tf.constant(x[:batch_size]), tf.constant(y[:batch_size])
+    turns = _Turns(requests, trained, batch)
+    arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
+    if feed == "numpy":
+        trained.fit(x, y, batch_size=batch_size, **arguments)
+        return
+    data: Any = _generate(x, y, batch_size)
+    if feed == "tf.data":
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size, drop_remainder=True)
+        data = rows.repeat().prefetch(tf.data.AUTOTUNE)
+    elif feed == "constant":
+        data = tf.data.Dataset.from_tensors(batch).repeat()
+    # One epoch without an end: at the end of one, TensorFlow's autotuner may sleep for as long as it took.
+    trained.fit(data, steps_per_epoch=10**9, **arguments)
+
+
+class _Turns(keras.callbacks.Callback):
+    """Holds `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
+
+    def __init__(self, requests: Requests, model: keras.Model, batch: Any) -> None:
+        super().__init__()
+        self._requests = requests
+        self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
+        self._steps = self._left = 0
+        self._began = self._cpu_began = 0.0
+        self._epoch_ended: tuple[float, float] | None = None
+        self._watchers: list[keras.callbacks.Callback] = []
+        self._watching: list[keras.callbacks.Callback] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._parts is not None:
+            # The file is never written: this process is killed, and there is no last step.
+            self._watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()]
+        for watcher in self._watchers:
+            watcher.set_model(self.model)
+        self._wait()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_ended = time.perf_counter(), time.process_time()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._epoch_ended is not None:
+            seconds, cpu_seconds = self._epoch_ended
+            self._began += time.perf_counter() - seconds
+            self._cpu_began += time.process_time() - cpu_seconds
+            self._epoch_ended = None
+        for watcher in self._watching:
+            watcher.on_train_batch_begin(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for watcher in self._watching:
+            watcher.on_train_batch_end(batch, logs)
+        self._left -= 1
+        if self._left == 0:
+            tf.test.experimental.sync_devices()  # a GPU may still be at work
+            seconds = time.perf_counter() - self._began
+            cpu_seconds = time.process_time() - self._cpu_began
+            self._requests.answer(seconds=seconds / self._steps, cpu_seconds=cpu_seconds / self._steps)
+            self._wait()
+
+    def _wait(self) -> None:
+        while True:
+            request = self._requests.next()
+            if request["do"] in ("fit", "watched"):
+                self._watching = self._watchers if request["do"] == "watched" else []
+                self._steps = self._left = request["steps"]
+                self._began, self._cpu_began = time.perf_counter(), time.process_time()
+                return
+            assert self._parts is not None
+            self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))
+
+
+def _generate(x: np.ndarray, y: np.ndarray, batch_size: int) -> Any:
+    while True:
+        for begin in range(0, len(x), batch_size):
+            yield x[begin : begin + batch_size], y[begin : begin + batch_size]
+
+
+def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
+    """Answer one request with the seconds from the factory's call to the end of the first step."""
+    x, y = MODELS[model].data(1)
+    keras.utils.set_random_seed(0)
+    requests.next()
+    began = time.perf_counter()
+    trained = build(library, model, towers)
+    built = time.perf_counter()
+    trained.fit(x, y, batch_size=len(x), verbose=0)
+    tf.test.experimental.sync_devices()
+    requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
+
+
+def peak_memory(requests: Requests, library: str, model: str, towers: int, steps: int) -> None:
+    """Answer one request with the bytes this process has held at most after some steps.
+
+    And with those it held before it built the model, and with those of the model's weights and optimizer.
+    """
+    x, y = MODELS[model].data(1)
+    requests.next()
+    imported = status_bytes("VmRSS")
+    trained = build(library, model, towers)
+    trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
+    variables = [*trained.weights, *trained.optimizer.variables]
+    state = sum(
+        int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables
+    )
+    requests.answer(bytes=status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
+
+
+def status_bytes(name: str, process: int | str = "self") -> int:
+    """Read a size of a process as Linux tells it: VmRSS is held now, VmHWM was held at most."""
+    with open(f"/proc/{process}/status", encoding="utf-8") as file:
+        found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024

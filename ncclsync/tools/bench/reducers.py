@@ -1,0 +1,304 @@
+"""All-reduces that `bench all-reduce` times, in one process: each class is one process' worth of libraries.
+
+Input and result are known in closed form and exact in every dtype, so that results are checked by element.
+TensorFlow is imported by the classes that use it. Libraries with a process per rank are `bench.ranks`.
+"""
+
+import abc
+import concurrent.futures
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
+from ncclsync.tools.bench.turns import BenchError
+
+_CHAINED = 100  # all-reduces in one call of a graph, one after another, so that the call counts little
+_WORTH_A_CHAIN = 20  # all-reduces that take a turn
+_FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
+
+
+def pattern(rank: int, count: int, dtype: str) -> np.ndarray:
+    """Return a rank's input, [count]: whole numbers below 16, so that sums of many ranks are exact."""
+    return ((np.arange(count) * (rank + 1) + rank) % 16).astype(dtype)
+
+
+def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
+    """Return how many elements of the results, one array of [count] each, are not the sum of all patterns."""
+    count, dtype = results[0].size, results[0].dtype.name
+    expected = sum((pattern(rank, count, dtype) for rank in range(1, ranks)), pattern(0, count, dtype))
+    return sum(int(np.count_nonzero(result.reshape(-1) != expected)) for result in results)
+
+
+class Reducer(abc.ABC):
+    """Some libraries' all-reduces over the same input. `towers` ranks; `prepare` comes first.
+
+    Attributes:
+        libraries: their names.
+    """
+
+    libraries: tuple[str, ...]
+
+    def __init__(self, towers: int) -> None:
+        """Prepare for so many ranks."""
+        self.towers = towers
+
+    @abc.abstractmethod
+    def prepare(self, count: int, dtype: str) -> None:
+        """Make the input, `count` elements per rank; what was made before is freed."""
+
+    @abc.abstractmethod
+    def run(self, library: str, iterations: int) -> float:
+        """All-reduce so many times; return the seconds that took."""
+
+    @abc.abstractmethod
+    def wrong(self, library: str) -> int:
+        """All-reduce the pattern once; return how many elements of all ranks' results are wrong."""
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what the driver asks for; return the answer."""
+        if request["do"] == "prepare":
+            self.prepare(request["count"], request["dtype"])
+            return {"libraries": self.libraries}
+        if request["do"] == "run":
+            return {"seconds": self.run(request["library"], request["iterations"])}
+        return {"wrong": self.wrong(request["library"])}
+
+
+def timed(function: Callable[[], Any], iterations: int) -> float:
+    """Return how many seconds so many calls take."""
+    began = time.perf_counter()
+    for _ in range(iterations):
+        function()
+    return time.perf_counter() - began
+
+
+class HostReducer(Reducer):
+    """In this process' memory: ncclsync, a copy of the same bytes, and NumPy on one thread."""
+
+    libraries = ("ncclsync", "memcpy", "numpy")
+
+    def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
+        """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
+        super().__init__(towers)
+        self._communicator = communicator or CpuCommunicator(towers)
+        self._cores = len(os.sched_getaffinity(0))
+        self._threads = concurrent.futures.ThreadPoolExecutor(self._cores)
+        self._sends: list[np.ndarray] = []
+        self._recvs: list[np.ndarray] = []
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """As `Reducer.prepare`."""
+        self._sends, self._recvs = [], []
+        for rank in range(self.towers):
+            for buffers in (self._sends, self._recvs):
+                buffers.append(empty_aligned(count, dtype))
+                buffers[-1][:] = pattern(rank, count, dtype)
+
+    def run(self, library: str, iterations: int) -> float:
+        """As `Reducer.run`."""
+        return timed(self._function(library), iterations)
+
+    def wrong(self, library: str) -> int:
+        """As `Reducer.wrong`; of a copy, elements that differ from their source."""
+        for recv in self._recvs:
+            recv[:] = 99
+        self._function(library)()
+        if library == "memcpy":
+            pairs = zip(self._sends, self._recvs, strict=True)
+            return sum(int(np.count_nonzero(send != recv)) for send, recv in pairs)
+        return count_wrong(self._recvs, self.towers)
+
+    def _function(self, library: str) -> Callable[[], Any]:
+        return {"ncclsync": self._all_reduce, "memcpy": self._copy, "numpy": self._add}[library]
+
+    def _all_reduce(self) -> None:
+        self._communicator.all_reduce(self._sends, self._recvs)
+
+    def _copy(self) -> None:
+        """Copy all ranks' bytes, on all cores: an all-reduce reads and writes as many."""
+        pairs = zip(self._sends, self._recvs, strict=True)
+        if self._sends[0].nbytes * self.towers < _FEW_BYTES:
+            for send, recv in pairs:
+                np.copyto(recv, send)
+            return
+        parts = [
+            (part_to, part_from)
+            for send, recv in pairs
+            for part_to, part_from in zip(
+                np.array_split(recv, self._cores), np.array_split(send, self._cores), strict=True
+            )
+        ]
+        list(self._threads.map(np.copyto, *zip(*parts, strict=True)))
+
+    def _add(self) -> None:
+        first, *others = self._recvs
+        np.copyto(first, self._sends[0])
+        for send in self._sends[1:]:
+            np.add(first, send, out=first)
+        for recv in others:
+            np.copyto(recv, first)
+
+
+class NcclReducer(Reducer):
+    """In the memory of N GPUs, by NCCL. TensorFlow, which is always installed, allocates the buffers."""
+
+    libraries = ("ncclsync",)
+
+    def __init__(self, towers: int) -> None:
+        """Join the first N GPUs.
+
+        Raises:
+            BenchError: TensorFlow sees fewer.
+            NcclUnavailableError: NCCL cannot be used.
+        """
+        super().__init__(towers)
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        if len(gpus) < towers:
+            raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {len(gpus)}")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        self._communicator = NcclCommunicator(list(range(towers)))
+        self._sends: list[Any] = []
+        self._recvs: list[Any] = []
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """As `Reducer.prepare`."""
+        import tensorflow as tf
+
+        self._sends, self._recvs = [], []
+        for rank in range(self.towers):
+            with tf.device(f"/GPU:{rank}"):
+                self._sends.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
+                self._recvs.append(tf.fill([count], tf.cast(99, dtype)))
+
+    def run(self, library: str, iterations: int) -> float:
+        """As `Reducer.run`: a collective has happened when it returns."""
+        return timed(lambda: self._communicator.all_reduce(self._sends, self._recvs), iterations)
+
+    def wrong(self, library: str) -> int:
+        """As `Reducer.wrong`."""
+        self.run(library, 1)
+        return count_wrong([recv.numpy() for recv in self._recvs], self.towers)
+
+
+class TensorFlowReducer(Reducer):
+    """In a graph: ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
+
+    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
+    others work on one, where all towers get the same result, many times in each call of their graph. The
+    "empty py op" passes its tensors on: what the call of Python alone costs.
+    """
+
+    libraries: tuple[str, ...] = (
+        "ncclsync op",
+        "ncclsync py op",
+        "empty py op",
+        "tf collective",
+        "tf add_n",
+    )
+
+    def __init__(self, towers: int) -> None:
+        """Divide the CPU into N logical ones: once per process."""
+        super().__init__(towers)
+        import tensorflow as tf
+
+        from ncclsync.ops import host_ops
+        from ncclsync.ops.group_ops import group_all_reduce
+
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
+        communicator = CpuCommunicator(towers)
+
+        def collective(instance, *tensors):
+            results = []
+            for rank, tensor in enumerate(tensors):
+                with tf.device(f"/CPU:{rank}"):
+                    result = tf.raw_ops.CollectiveReduceV2(
+                        input=tensor,
+                        group_size=towers,
+                        group_key=1,
+                        instance_key=instance,  # keeps to one shape
+                        ordering_token=[],
+                        merge_op="Add",
+                        final_op="Id",
+                        timeout_seconds=60,
+                    )
+                    results.append(result)
+            return results
+
+        instances = itertools.count(1)
+
+        # Not by tf.function: its automatic control dependencies let one rank's op wait for another's.
+        def wrap(dtype):
+            bound = functools.partial(collective, next(instances))
+            return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
+
+        self._wrap = wrap
+        # It would turn a chain of additions into one, whose inputs are as many as all ways through the chain.
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+        ones = [tf.ones([], tf.float64)] * towers
+        on_one: dict[str, Callable[..., list[Any]]] = {
+            "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
+            "empty py op": lambda *tensors: tf.numpy_function(
+                lambda *arrays: arrays, tensors, [tensor.dtype for tensor in tensors]
+            ),
+            "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
+        }
+        if host_ops.available():
+            on_one["ncclsync op"] = lambda *tensors: (
+                host_ops.all_reduce([[tensor] for tensor in tensors], ones, "sum") * towers
+            )
+        self.libraries = tuple(name for name in self.libraries if name in {*on_one, "tf collective"})
+
+        def chain(reduce, *tensors):
+            for _ in range(_CHAINED):
+                tensors = reduce(*tensors)
+            return tensors[0]
+
+        self._functions = {name: tf.function(reduce, autograph=False) for name, reduce in on_one.items()}
+        self._chains = {
+            name: tf.function(functools.partial(chain, reduce), autograph=False)
+            for name, reduce in on_one.items()
+        }
+        self._inputs: list[Any] = []
+        self._on_one: list[Any] = []
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """As `Reducer.prepare`."""
+        import tensorflow as tf
+
+        self._inputs, self._on_one = [], []
+        self._functions["tf collective"] = self._wrap(dtype)
+        for rank in range(self.towers):
+            with tf.device(f"/CPU:{rank}"):
+                self._inputs.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
+        with tf.device("/CPU:0"):
+            self._on_one = [tf.identity(tensor) for tensor in self._inputs]
+
+    def _reduce(self, library: str) -> list[Any]:
+        inputs = self._inputs if library == "tf collective" else self._on_one
+        return self._functions[library](*inputs)
+
+    def run(self, library: str, iterations: int) -> float:
+        """As `Reducer.run`."""
+        if library not in self._chains or iterations < _WORTH_A_CHAIN:
+            return timed(lambda: self._reduce(library), iterations)
+        calls = -(-iterations // _CHAINED)
+        seconds = timed(lambda: self._chains[library](*self._on_one), calls)
+        return seconds * iterations / (calls * _CHAINED)
+
+    def wrong(self, library: str) -> int:
+        """As `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
+        results = [tensor.numpy() for tensor in self._reduce(library)]
+        if library == "empty py op":
+            pairs = zip(results, self._on_one, strict=True)
+            return sum(int(np.count_nonzero(result != given.numpy())) for result, given in pairs)
+        return count_wrong(results, self.towers)

@@ -1,0 +1,196 @@
+"""What a benchmark found, as data, as a table and as JSON. Knows nothing of how it was measured."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ncclsync.tools.bench.turns import Spread
+
+SCHEMA = "ncclsync.tools.bench/1"  # counts on when a key goes or changes its meaning, not when one is added
+
+_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "torch", "mpi4py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One side of what is compared, in one case.
+
+    Attributes:
+        case: what was varied, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are
+            compared.
+        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data, behind
+            the name of another library.
+        value: seconds, or bytes in `bench memory`.
+        ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this one
+            needs more.
+        more: further figures, by a name that ends in the unit where there is one.
+    """
+
+    case: dict[str, Any]
+    side: str
+    value: Spread
+    ratios: dict[str, Spread] = dataclasses.field(default_factory=dict)
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a benchmark found.
+
+    Attributes:
+        benchmark: its name on the command line.
+        unit: of the rows' values, "s" or "B".
+        rows: in the order in which they are shown.
+        notes: what was left out, and why.
+    """
+
+    benchmark: str
+    unit: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table: a heading of one or two lines, and the text of a row; "" where it has none."""
+
+    head: str
+    text: Callable[[Row], str]
+    justify: Literal["left", "right"] = "right"
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """A table: its columns, and which rows it shows."""
+
+    columns: Sequence[Column]
+    has: Callable[[Row], bool] = lambda row: True
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to judge the figures: processor, cores, memory, kernel, versions, load."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "load_1_min": os.getloadavg()[0],  # of everything that ran while this did
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(named, platform.machine())
+    except OSError:
+        return platform.machine()
+
+
+def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
+    """Return a result as JSON. `schema` names what these keys mean; a later one may have more of them.
+
+    `benchmark`, `command` (words), `date` (UTC), `machine` (see `machine`), `unit` ("s" or "B": of each row's
+    `value`), `notes` (what was left out, and why) and `rows`, the fields of `Row`. A spread is an object with
+    `median`, `q1`, `q3` and `samples`. A row's `more` holds
+
+        all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second)
+        step        samples_per_s; cpu_s, a spread: what the host's cores worked; of ncclsync compute_s,
+                    communicate_s, apply_s and feed_s, spreads
+        start       build_seconds, a spread
+        feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
+        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads
+        plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, what was
+                    measured (spreads by batch size), the cluster and the stages of the step
+
+    Args:
+        result: what was found.
+        command: the arguments after `python -m ncclsync`.
+    """
+    return {
+        "schema": SCHEMA,
+        "benchmark": result.benchmark,
+        "command": ["python", "-m", "ncclsync", *command],
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "unit": result.unit,
+        "rows": [dataclasses.asdict(row) for row in result.rows],
+        "notes": list(result.notes),
+    }
+
+
+def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> None:
+    """Write a result to a file; see `as_json`."""
+    file.write_text(json.dumps(as_json(result, command), indent=1) + "\n", encoding="utf-8")
+
+
+def show(result: Result, listings: Sequence[Listing]) -> None:
+    """Print the tables that have a row, an empty line between cases, then the notes."""
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+
+    # What is not read on a terminal is not folded.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for listing in listings:
+        table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for column in listing.columns:
+            table.add_column(column.head, justify=column.justify, no_wrap=True)
+        before: Any = None
+        for row in filter(listing.has, result.rows):
+            if before not in (None, row.case):
+                table.add_section()
+            before = row.case
+            table.add_row(*(column.text(row) for column in listing.columns))
+        if table.row_count:
+            console.print(table, markup=False, highlight=False)
+    for note in result.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def time_text(spread: Spread | None) -> str:
+    """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
+    if spread is None:
+        return ""
+    scale, unit = next(
+        ((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if abs(spread.median) * s >= 1), (1e6, "µs")
+    )
+    low, high = significant(spread.q1 * scale), significant(spread.q3 * scale)
+    return f"{significant(spread.median * scale)} {unit} ({low}–{high})"
+
+
+def ratio_text(spread: Spread | None) -> str:
+    """Return a median ratio and its quartiles, such as "0.35 (0.34–0.37)"."""
+    if spread is None:
+        return ""
+    return f"{significant(spread.median)} ({significant(spread.q1)}–{significant(spread.q3)})"
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size in the largest binary unit of which there is at least one, such as "25 MiB"."""
+    for unit, step in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << step:
+            return f"{size_bytes / (1 << step):.4g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def significant(number: float) -> str:
+    """Return three significant digits, without an exponent."""
+    if number == 0 or abs(number) >= 100:
+        return f"{number:.0f}"
+    return f"{number:.2f}" if abs(number) >= 1 else f"{number:.3g}"

@@ -1,0 +1,99 @@
+"""Where the time of a step goes: the same step on towers with parts of it left out, timed beside the whole.
+
+    whole       on a batch that is in memory already
+    local       without the exchanges: each tower, or tower 0 for all, goes on with its own gradients
+    compute     without the exchanges and what follows the last of them: forward and backward, no update
+
+What they leave out is the difference. The step is traced once for all three; towers drift apart in the last
+two, which changes no time.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.ops.spans import Meter
+from ncclsync.program.program import Bucket, Program, Segment
+from ncclsync.training.keras_model import ModelStep
+
+_NEVER = "bench/never"
+
+
+class StepParts:
+    """The variants of a model's step, to be timed."""
+
+    def __init__(self, model: keras.Model, batch: Any) -> None:
+        """Prepare; each variant is traced when it is first run.
+
+        Args:
+            model: on towers.
+            batch: a global batch, tensors.
+        """
+        programs: dict[str, Program] = {}
+        self._iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
+        self._variants = {
+            "whole": _Variant(model, programs, lambda program: program),
+            "local": _Variant(model, programs, without_exchanges),
+            "compute": _Variant(model, programs, until_last_exchange),
+        }
+
+    def seconds(self, variant: str, steps: int) -> float:
+        """Run so many steps of a variant; return the mean time of one."""
+        run = self._variants[variant].run
+        began = time.perf_counter()
+        for _ in range(steps):
+            run(self._iterator)
+        tf.test.experimental.sync_devices()
+        return (time.perf_counter() - began) / steps
+
+
+class _Variant(ModelStep):
+    """A model's train step, changed after it was cut."""
+
+    def __init__(
+        self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]
+    ) -> None:
+        super().__init__(model, model.towers, "train_step", False)
+        self._shared = programs
+        self._change = change
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        key = repr(specs)
+        if key not in self._shared:
+            self._shared[key] = super().make_program(specs, meter)
+        return self._change(self._shared[key])
+
+
+def without_exchanges(program: Program) -> Program:
+    """Return a program whose towers keep what they have instead of joining it."""
+
+    def silent(bucket: Bucket) -> Bucket:
+        never = (dataclasses.replace(exchange, when=_NEVER) for exchange in bucket.exchanges)
+        return dataclasses.replace(bucket, exchanges=tuple(never))
+
+    segments = (
+        dataclasses.replace(segment, outgoing=tuple(map(silent, segment.outgoing)))
+        for segment in program.segments
+    )
+    captures = (*program.captures, (_NEVER, tf.constant(False)))
+    return dataclasses.replace(program, segments=tuple(segments), captures=captures)
+
+
+def until_last_exchange(program: Program) -> Program:
+    """Return a program that ends, without exchanges, where its last one would be; it has no results."""
+    program = without_exchanges(program)
+    drain = tf.Variable(0.0, trainable=False)
+
+    def use(*inputs: tf.Tensor) -> list[tf.Tensor]:
+        # A part of each bucket is written, since what nobody uses would not be computed.
+        parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs[:-2]]
+        return [tf.identity(drain.assign(tf.add_n([*parts, 0.0])))]
+
+    sending = [number for number, segment in enumerate(program.segments, start=1) if segment.outgoing]
+    kept, left = program.segments[: sending[-1]], program.segments[sending[-1] :]
+    last = Segment(use, (), tuple(bucket for segment in left for bucket in segment.incoming), (), ())
+    return dataclasses.replace(program, segments=(*kept, last), outputs=(), structure=None, rollback=())

@@ -1,0 +1,284 @@
+"""`bench step`, `start`, `feed` and `memory`: drives processes that train, and reads what they measured."""
+
+import argparse
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ncclsync.tools.bench.report import (
+    Column,
+    Listing,
+    Result,
+    Row,
+    ratio_text,
+    significant,
+    size_text,
+    time_text,
+)
+from ncclsync.tools.bench.turns import Side, Spread, ratio, take_turns
+
+MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
+PEERS = ("mirrored", "single", "shard", "sharded")
+FEEDS = ("numpy", "tf.data", "generator")
+PARTS = ("compute", "communicate", "apply", "feed")
+
+BATCH_SIZES = {"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256}
+_TURN_S = 0.2  # of one side
+_MOST_STEPS = 100
+_MEMORY_STEPS = 5
+
+Tell = Callable[[str], None]
+
+
+def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
+    """Time a step inside `fit`, and the parts of ncclsync's.
+
+    Args:
+        given: `model`, a list; `towers`; `against`; `split`; `watched`; `rounds`.
+        tell: is told the progress.
+
+    Raises:
+        BenchError: a process failed.
+    """
+    rows: list[Row] = []
+    for model in given.model:
+        libraries = ["ncclsync", *given.against]
+        started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
+        variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
+        watched = ("watched",) if given.watched else ()
+        asked = (*variants, *watched)
+        seconds, cpu_seconds = _fit_in_turns(started, asked, given.rounds, _about(model, tell))
+        case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
+        for library in libraries:
+            spread = Spread.of(seconds[library])
+            ratios = {
+                other: ratio(seconds[library], seconds[other]) for other in libraries if other != library
+            }
+            samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
+            more: dict[str, Any] = {"samples_per_s": samples / spread.median}
+            more["cpu_s"] = Spread.of(cpu_seconds[library])
+            if library == "ncclsync" and variants:
+                more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
+            if library == "ncclsync" and watched:
+                more["watched"] = ratio(seconds["watched"], seconds[library])
+            rows.append(Row(case, library, spread, ratios, more))
+    return Result("step", "s", tuple(rows))
+
+
+def _split(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return what each part of ncclsync's step takes, round by round: differences of variants of the step."""
+    rounds = zip(*(seconds[name] for name in ("compute", "local", "whole", "ncclsync")), strict=True)
+    parts: list[tuple[float, ...]] = [
+        (compute, whole - local, local - compute, fit - whole) for compute, local, whole, fit in rounds
+    ]
+    return {name: list(samples) for name, samples in zip(PARTS, zip(*parts, strict=True), strict=True)}
+
+
+def bench_feed(given: argparse.Namespace, tell: Tell) -> Result:
+    """Time a step inside `fit` on data of several kinds, and on a constant batch.
+
+    Args:
+        given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
+        tell: is told the progress.
+
+    Raises:
+        BenchError: a process failed.
+    """
+    rows: list[Row] = []
+    for model in given.model:
+        sides = {
+            _feed_name(library, feed): (library, feed)
+            for library in ("ncclsync", *given.against)
+            for feed in ("constant", *given.data)
+        }
+        started = {
+            name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()
+        }
+        seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, tell))
+        case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
+        for name, (library, _) in sides.items():
+            spread = Spread.of(seconds[name])
+            more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
+            more["of_ceiling"] = ratio(seconds[_feed_name(library, "constant")], seconds[name])
+            rows.append(Row(case, name, spread, {}, more))
+    return Result("feed", "s", tuple(rows))
+
+
+def _feed_name(library: str, feed: str) -> str:
+    return feed if library == "ncclsync" else f"{library}, {feed}"
+
+
+def _about(model: str, tell: Tell) -> Tell:
+    return lambda text: tell(f"{model}: {text}")
+
+
+def _fit_side(library: str, model: str, towers: int, feed: str) -> Side:
+    arguments = {"library": library, "model": model, "towers": towers, "feed": feed}
+    return Side(f"{library}, {model}, {feed}", "fit", arguments)
+
+
+def _fit_in_turns(
+    sides: dict[str, Side], variants: Sequence[str], rounds: int, tell: Tell
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step.
+
+    And the seconds that the host's cores worked for it, where a side tells.
+    """
+    cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        for side in sides.values():
+            stack.enter_context(side)
+        first = next(iter(sides.values()))
+        timed = {name: (side, "fit") for name, side in sides.items()}
+        timed |= {variant: (first, variant) for variant in variants}
+        timers = {}
+        for name, (side, do) in timed.items():
+            tell(f"first steps of {name}")
+            for _ in range(3):
+                side.ask(do, steps=1)
+            once = side.ask(do, steps=2)["seconds"]
+            steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
+            timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
+        return take_turns(timers, rounds, tell), cpu_seconds
+
+
+def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
+    answer = side.ask(do, steps=steps)
+    if "cpu_seconds" in answer:
+        cpu_seconds.append(answer["cpu_seconds"])
+    return answer["seconds"]
+
+
+def bench_start(given: argparse.Namespace, tell: Tell) -> Result:
+    """Time from the factory's call to the end of the first step, each in a fresh process.
+
+    Args:
+        given: `model`, a list; `towers`, a list; `against`; `rounds`.
+        tell: is told the progress.
+
+    Raises:
+        BenchError: a process failed.
+    """
+    return _fresh_processes(given, tell, "start", "seconds", {}, ("build_seconds",))
+
+
+def bench_memory(given: argparse.Namespace, tell: Tell) -> Result:
+    """Measure the peak resident memory, each in a fresh process; as `bench_start`."""
+    more = ("imported_bytes", "state_bytes")
+    return _fresh_processes(given, tell, "memory", "bytes", {"steps": _MEMORY_STEPS}, more)
+
+
+def _fresh_processes(
+    given: argparse.Namespace, tell: Tell, kind: str, key: str, extra: dict[str, Any], more: Sequence[str]
+) -> Result:
+    rows: list[Row] = []
+    for model in given.model:
+        libraries = ["ncclsync", *given.against]
+        answers: dict[str, list[dict[str, Any]]] = {}
+        names = {f"{library} × {n}": (library, n) for n in given.towers for library in libraries}
+        timers = {}
+        for name, (library, towers) in names.items():
+            answers[name] = []
+            arguments = {"library": library, "model": model, "towers": towers, **extra}
+            timers[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments, key, answers[name])
+        values = take_turns(timers, given.rounds, _about(model, tell))
+        for name, (library, towers) in names.items():
+            case = {"model": model, "towers": towers}
+            ratios = {
+                other: ratio(values[name], values[f"{other} × {towers}"])
+                for other in libraries
+                if other != library
+            }
+            single = f"{library} × 1"
+            if single in values and towers > 1:
+                ratios["one tower"] = ratio(values[name], values[single])
+            figures: dict[str, Any] = {
+                one: Spread.of([answer[one] for answer in answers[name]]) for one in more
+            }
+            if kind == "memory" and single in values:
+                copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
+                needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
+                figures["of_needed"] = ratio(values[name], needed)
+            rows.append(Row(case, library, Spread.of(values[name]), ratios, figures))
+    return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows))
+
+
+def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str, Any]]) -> float:
+    with Side(name, kind, arguments) as side:
+        kept.append(side.ask("go"))
+    return kept[-1][key]
+
+
+def step_listings() -> list[Listing]:
+    """Return the tables of `bench step`: whole steps, the parts of ncclsync's, and what watching costs."""
+    whole = [
+        *_case_columns("library"),
+        Column("step", lambda row: time_text(row.value)),
+        Column("CPU time\nof a step", _spread_text("cpu_s")),
+        Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
+        *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in PEERS),
+    ]
+    parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
+    watched = [
+        *_case_columns("library"),
+        Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"])),
+    ]
+    return [
+        Listing(whole),
+        Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more),
+        Listing(watched, lambda row: "watched" in row.more),
+    ]
+
+
+def feed_listings() -> list[Listing]:
+    """Return the table of `bench feed`."""
+    columns = [
+        *_case_columns("feed"),
+        Column("step", lambda row: time_text(row.value)),
+        Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
+        Column("of the\nceiling", lambda row: ratio_text(row.more["of_ceiling"])),
+    ]
+    return [Listing(columns)]
+
+
+def start_listings() -> list[Listing]:
+    """Return the table of `bench start`."""
+    columns = [
+        *_case_columns("library"),
+        Column("to the end of\nthe first step", lambda row: time_text(row.value)),
+        Column("of that\nthe factory", _spread_text("build_seconds")),
+        Column("time ÷\nmirrored's", _ratio_to("mirrored")),
+        Column("time ÷ own\nwith 1 tower", _ratio_to("one tower")),
+    ]
+    return [Listing(columns)]
+
+
+def memory_listings() -> list[Listing]:
+    """Return the table of `bench memory`."""
+    columns = [
+        *_case_columns("library"),
+        Column("peak", lambda row: size_text(row.value.median)),
+        Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
+        Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
+        Column("peak ÷\nmirrored's", _ratio_to("mirrored")),
+        Column("peak ÷\nneeded", lambda row: ratio_text(row.more.get("of_needed"))),
+    ]
+    return [Listing(columns)]
+
+
+def _case_columns(last: str) -> list[Column]:
+    return [
+        Column("model", lambda row: row.case["model"], "left"),
+        Column("towers", lambda row: str(row.case["towers"])),
+        Column(last, lambda row: row.side, "left"),
+    ]
+
+
+def _ratio_to(other: str) -> Callable[[Row], str]:
+    return lambda row: ratio_text(row.ratios.get(other))
+
+
+def _spread_text(name: str) -> Callable[[Row], str]:
+    return lambda row: time_text(row.more.get(name))

@@ -1,0 +1,193 @@
+"""Processes that take turns: what is compared runs interleaved, so that other load meets all sides alike.
+
+The driver's end is `Side`, the process' own end `Requests`; between them go lines of JSON over standard input
+and output. Only one side works at any time. `Spread` is what is told of its samples.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+_STDERR_LINES = 12  # of a side that failed
+
+
+class BenchError(Exception):
+    """A benchmark cannot be run; told without a traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of some samples, in their unit.
+
+    Attributes:
+        median, q1, q3: the quartiles; all the same for one sample.
+        samples: how many there were.
+    """
+
+    median: float
+    q1: float
+    q3: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """Return the spread of at least one sample."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, q1, q3, len(samples))
+
+
+def ratio(samples: Sequence[float], base: Sequence[float]) -> Spread:
+    """Return the spread of `samples[i] / base[i]`: paired, since both sides of a round met the same noise."""
+    return Spread.of([one / other for one, other in zip(samples, base, strict=True)])
+
+
+class Side:
+    """A process of its own that works when it is asked to. A context manager; `close` ends the process.
+
+    Attributes:
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        arguments: Mapping[str, Any],
+        launcher: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        module: str = "ncclsync.tools.bench.worker",
+    ) -> None:
+        """Start the process; it is ready when its first answer comes.
+
+        Args:
+            name: for messages.
+            kind: what the process is to do; of `bench.worker`: one of its `FUNCTIONS` or `REDUCERS`.
+            arguments: of that kind.
+            launcher: a command to run the process by, such as mpirun's.
+            environment: variables that it gets beside those of this process.
+            module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
+        """
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
+        worker = [sys.executable, "-m", module, kind, json.dumps(dict(arguments))]
+        self._process = subprocess.Popen(
+            [*launcher, *worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **(environment or {})},
+            text=True,
+        )
+
+    def ask(self, do: str, **details: Any) -> dict[str, Any]:
+        """Let the process work; block until it answers.
+
+        Raises:
+            BenchError: it reported an error, or has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; why is told below
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"{self.name}: {self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().splitlines()[-_STDERR_LINES:]
+        return "\n".join([f"the process ended with code {code}", *lines])
+
+    def close(self) -> None:
+        """End the process and its children. Idempotent."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()  # a process that can read nothing more ends
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Requests:
+    """What the driver asks of this process. Whatever else it prints goes to standard error."""
+
+    def __init__(self) -> None:
+        """Take standard output over."""
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def next(self) -> dict[str, Any]:
+        """Return the next request; end the process if there is none."""
+        line = sys.stdin.readline()
+        if not line:
+            self.end()
+        return json.loads(line)
+
+    def answer(self, **values: Any) -> None:
+        """Answer the last request."""
+        try:
+            self._answers.write(json.dumps(values) + "\n")
+            self._answers.flush()
+        except BrokenPipeError:
+            self.end()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Answer that there was an error, and end the process."""
+        self.answer(error=f"{type(error).__name__}: {error}")
+        self.end()
+
+    def end(self) -> NoReturn:
+        """End the process at once: a library's threads may wait for others that have ended."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit  # not reached
+
+
+def take_turns(
+    timers: Mapping[str, Callable[[], float]], rounds: int, tell: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Call every timer once per round, each round beginning with another one.
+
+    Args:
+        timers: by name; each works for a moment and returns what it measured.
+        rounds: how many.
+        tell: is told the progress.
+
+    Returns:
+        [rounds] measurements of each.
+    """
+    names = list(timers)
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for done in range(rounds):
+        shift = done % len(names)
+        for name in names[shift:] + names[:shift]:
+            tell(f"round {done + 1} of {rounds}: {name}")
+            found[name].append(timers[name]())
+    return {name: found[name] for name in names}

@@ -1,0 +1,48 @@
+"""A process that a benchmark drives: `python -m ncclsync.tools.bench.worker KIND ARGUMENTS`; see `turns`."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ncclsync.tools.bench.turns import Requests
+
+# What each kind of process runs: a function of its requests, or a class whose `serve` answers each.
+FUNCTIONS = {
+    "fit": "fit.fit_in_turns",
+    "start": "fit.first_step",
+    "memory": "fit.peak_memory",
+}
+REDUCERS = {
+    "host": "reducers.HostReducer",
+    "nccl": "reducers.NcclReducer",
+    "tensorflow": "reducers.TensorFlowReducer",
+    "gloo": "ranks.GlooReducer",
+    "mpi": "ranks.MpiReducer",
+}
+
+
+def main(kind: str, arguments: dict[str, Any]) -> None:
+    """Serve until the driver closes standard input, or until an error, which it is told."""
+    requests = Requests()
+    try:
+        if kind in FUNCTIONS:
+            _find(FUNCTIONS[kind])(requests, **arguments)
+            requests.end()
+        reducer = _find(REDUCERS[kind])(**arguments)
+        if getattr(reducer, "rank", 0) > 0:
+            reducer.follow()
+        while True:
+            requests.answer(**reducer.serve(requests.next()))
+    except Exception as error:  # of any kind: the driver is told, and raises it
+        requests.fail(error)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(".")
+    return getattr(importlib.import_module(f"ncclsync.tools.bench.{module}"), attribute)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

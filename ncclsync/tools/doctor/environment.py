@@ -1,0 +1,152 @@
+"""What surrounds the process: variables that matter, NVIDIA devices known to the kernel, shared memory."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+from ncclsync.tools.doctor.facts import Variable
+
+# What the variables do that a user is likely to have set, and perhaps forgotten.
+EFFECTS = {
+    "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
+    "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",
+    "NCCLSYNC_CUDA_DRIVER_LIBRARY": "the libcuda to use; no other is tried",
+    "NCCL_ALGO": "overrides NCCL's choice of algorithm",
+    "NCCL_PROTO": "overrides NCCL's choice of protocol",
+    "NCCL_BUFFSIZE": "bytes of NCCL's buffer between two GPUs",
+    "NCCL_CONF_FILE": "file that NCCL reads settings from",
+    "NCCL_CUMEM_ENABLE": "whether NCCL allocates by CUDA's virtual memory calls",
+    "NCCL_CUMEM_HOST_ENABLE": "whether NCCL's host buffers are CUDA's instead of /dev/shm's",
+    "NCCL_DEBUG": "what NCCL prints, on stdout",
+    "NCCL_DEBUG_FILE": "where NCCL prints instead of stdout",
+    "NCCL_DEBUG_SUBSYS": "what NCCL prints about",
+    "NCCL_IB_DISABLE": "no InfiniBand; of no effect within one host",
+    "NCCL_LAUNCH_MODE": "how NCCL launches kernels of several GPUs",
+    "NCCL_MAX_CTAS": "limits the blocks of a collective, and so its speed",
+    "NCCL_MAX_NCHANNELS": "limits the channels of a collective, and so its speed",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "lets several ranks share a GPU, which is experimental",
+    "NCCL_NTHREADS": "threads of a block of NCCL's",
+    "NCCL_NVLS_ENABLE": "reductions in the NVSwitch; 0 turns them off",
+    "NCCL_P2P_DISABLE": "1: no direct transfers between GPUs",
+    "NCCL_P2P_LEVEL": "how far apart GPUs may be for direct transfers",
+    "NCCL_SHM_DISABLE": "1: no transfers through shared memory",
+    "NCCL_SHM_USE_CUDA_MEMCPY": "copies through shared memory by the copy engines",
+    "NCCL_SOCKET_IFNAME": "network interfaces by which ranks find each other",
+    "NCCL_TOPO_FILE": "the topology, instead of what NCCL detects",
+    "CUDA_CACHE_DISABLE": "1: kernels are compiled anew in every process",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues; with 1 a collective waits for kernels",
+    "CUDA_DEVICE_ORDER": "FASTEST_FIRST (default) or PCI_BUS_ID, nvidia-smi's order",
+    "CUDA_HOME": "a CUDA toolkit for compilers; the loader ignores it",
+    "CUDA_LAUNCH_BLOCKING": "1: the host waits for each kernel",
+    "CUDA_MODULE_LOADING": "EAGER loads every kernel at the start",
+    "CUDA_MPS_PIPE_DIRECTORY": "processes share GPUs by MPS",
+    "CUDA_PATH": "a CUDA toolkit for compilers; the loader ignores it",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that this process may use, renumbered from 0",
+    "NVIDIA_TF32_OVERRIDE": "0: no TF32, slower and more exact",
+    "NVIDIA_VISIBLE_DEVICES": "the GPUs that the container was given",
+    "TF_CONFIG": "a cluster for tf.distribute; ncclsync trains on this host alone",
+    "TF_CPP_MIN_LOG_LEVEL": "TensorFlow's log: 1 hides infos, 2 warnings, 3 errors",
+    "TF_DETERMINISTIC_OPS": "1: deterministic kernels, slower",
+    "TF_ENABLE_ONEDNN_OPTS": "0: no oneDNN on CPUs",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true: GPU memory is taken as needed, not all at the start",
+    "TF_GPU_ALLOCATOR": "how TensorFlow allocates GPU memory",
+    "TF_GPU_THREAD_MODE": "which threads launch GPU kernels",
+    "TF_NUM_INTEROP_THREADS": "ops that run at a time on the host",
+    "TF_NUM_INTRAOP_THREADS": "threads of one op on the host",
+    "TF_USE_LEGACY_KERAS": "1: tf.keras is Keras 2",
+    "TF_XLA_FLAGS": "TensorFlow's own compilation by XLA",
+    "XLA_FLAGS": "XLA's settings",
+    "OMP_NUM_THREADS": "threads of OpenMP libraries; not of ncclsync, which uses one per core",
+    "KERAS_BACKEND": "Keras' backend; ncclsync needs tensorflow",
+    "KERAS_HOME": "folder of keras.json, which may set the backend",
+    "LD_LIBRARY_PATH": "where the loader looks first: may bring other CUDA libraries",
+    "LD_PRELOAD": "libraries loaded before all others",
+}
+
+# Shown even if not in the table above. TF_ alone would be too much: Terraform keeps secrets in TF_VAR_….
+_PREFIXES = (
+    "NCCLSYNC_",
+    "NCCL_",
+    "CUDA_",
+    "TF_CPP_",
+    "TF_CUDNN_",
+    "TF_DETERMINISTIC_",
+    "TF_DISABLE_",
+    "TF_ENABLE_",
+    "TF_FORCE_",
+    "TF_GPU_",
+    "TF_NUM_",
+    "TF_USE_",
+    "TF_XLA_",
+)
+
+
+def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] = ()) -> tuple[Variable, ...]:
+    """Return the variables that are set and matter, by name, and after them what NCCL's files set.
+
+    Args:
+        environ: such as `os.environ`. An empty value counts as set.
+        files: NCCL's configuration files; those that cannot be read are left out.
+    """
+    found = [
+        Variable(name, environ[name], "environment", EFFECTS.get(name, ""))
+        for name in sorted(environ)
+        if name in EFFECTS or name.startswith(_PREFIXES)
+    ]
+    for file in files:
+        found += (
+            Variable(name, value, str(file), EFFECTS.get(name, ""))
+            for name, value in _settings(file)
+            if name not in environ
+        )
+    return tuple(found)
+
+
+def nccl_files(environ: Mapping[str, str]) -> tuple[pathlib.Path, ...]:
+    """Return the files that NCCL reads its settings from, the decisive one first."""
+    own = environ.get("NCCL_CONF_FILE")
+    home = pathlib.Path(own) if own else pathlib.Path.home() / ".nccl.conf"
+    return home, pathlib.Path("/etc/nccl.conf")
+
+
+def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if equals and not line.lstrip().startswith("#"):
+            yield name.strip(), value.strip()
+
+
+def count_gpus(pci: pathlib.Path = pathlib.Path("/sys/bus/pci/devices")) -> int:
+    """Return how many NVIDIA GPUs the kernel has on the PCI bus, with or without a driver."""
+
+    def number(file: pathlib.Path) -> int:
+        try:
+            return int(file.read_text(), 16)
+        except (OSError, ValueError):
+            return 0
+
+    devices = pci.iterdir() if pci.is_dir() else ()
+    # 0x03: a display controller; NVIDIA's network cards and switches have other classes.
+    return sum(number(one / "vendor") == 0x10DE and number(one / "class") >> 16 == 3 for one in devices)
+
+
+def kernel_driver(file: pathlib.Path = pathlib.Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of the NVIDIA kernel module that is loaded, such as "550.54.15"."""
+    try:
+        words = file.read_text(errors="replace").split()
+    except OSError:
+        return None
+    return next((word for word in words if word[0].isdigit() and word.count(".") in (1, 2)), None)
+
+
+def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:
+    """Return the size of a file system and what is free of it, in bytes; None: it is not there."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None, None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

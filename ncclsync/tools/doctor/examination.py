@@ -1,0 +1,213 @@
+"""Examine a host: gather the facts, each by a question of its own, and judge them."""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ncclsync.tools.doctor import environment, probes
+from ncclsync.tools.doctor.facts import (
+    AllReduce,
+    Choice,
+    Driver,
+    Frameworks,
+    Gpu,
+    Host,
+    Libraries,
+    Library,
+    Link,
+    Report,
+    Trouble,
+    Version,
+)
+from ncclsync.tools.doctor.hardware import visible_gpus
+from ncclsync.tools.doctor.problems import find_problems, summarize
+
+CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
+_CHATTER = re.compile(r"^[IW]\d{4} |^WARNING: All log messages before")
+_WARNINGS = re.compile(r"^[WEF]\d{4} ")  # TensorFlow's log: a warning, an error, a fatal one
+
+
+def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> Report:
+    """Find out whether training would run on this host, and what stands in its way.
+
+    TensorFlow and the GPUs are asked in processes of their own: none of them is left in use.
+
+    Args:
+        timeout_s: seconds that each of the four questions may take.
+        environ: of the processes; None: `os.environ`.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    shm_bytes, shm_free_bytes = environment.shared_memory()
+    host = Host(
+        python=platform.python_version(),
+        python_path=sys.executable,
+        ncclsync=importlib.import_module("ncclsync").__version__,
+        ncclsync_path=str(pathlib.Path(__file__).parents[1]),
+        variables=environment.read_variables(environ, environment.nccl_files(environ)),
+        present=environment.count_gpus(),
+        kernel_driver=environment.kernel_driver(),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        cores=len(os.sched_getaffinity(0)),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+    )
+    troubles: list[Trouble] = []
+
+    def ask(question: str, **more: str) -> probes.Answer:
+        answer = probes.ask(question, timeout_s, {**environ, **more})
+        if answer.ended != "well":
+            lines = (line.strip() for line in reversed(answer.output) if not _CHATTER.match(line))
+            troubles.append(Trouble(question, answer.stage, answer.how, next(filter(None, lines), "")))
+        return answer
+
+    driver = _driver(ask("driver"))
+    libraries = _libraries(ask("libraries").facts)
+    # The whole log, whatever the user hides of it; and no more GPU memory than the question takes.
+    answer = ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true")
+    frameworks, choice = _frameworks(answer)
+    host = dataclasses.replace(
+        host,
+        driver=driver,
+        libraries=libraries,
+        frameworks=frameworks,
+        choice=choice,
+        troubles=tuple(troubles),
+    )
+    host = dataclasses.replace(host, all_reduce=_all_reduce(host, timeout_s, environ))
+    problems = tuple(find_problems(host))
+    return Report(host, tuple(_versions(host)), problems, summarize(host, problems))
+
+
+def _driver(answer: probes.Answer) -> Driver:
+    facts = dict(answer.facts)
+    if not facts:
+        return Driver(error="NoAnswer", detail=answer.how)
+    gpus = tuple(Gpu(**one) for one in facts.pop("gpus"))
+    links = tuple(Link(**{**one, "gpus": tuple(one["gpus"])}) for one in facts.pop("links"))
+    return Driver(**facts, gpus=gpus, links=links)
+
+
+def _libraries(facts: dict[str, Any]) -> Libraries:
+    if not facts:
+        return Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
+    return Libraries(
+        nccl=Library(**facts["nccl"]),
+        nccl_copies=tuple(Library(**one) for one in facts["nccl_copies"]),
+        nccl_packages=tuple(facts["nccl_packages"]),
+        cuda_runtime=Library(**facts["cuda_runtime"]),
+        cudnn=Library(**facts["cudnn"]),
+        missing=tuple(facts["missing"]),
+        driver_cuda=facts["driver_cuda"],
+    )
+
+
+def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
+    facts: dict[str, Any] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in answer.facts.items()
+    }
+    chosen: dict[str, Any] = {
+        name: facts.pop(name) for name in ("backend", "devices", "reason") if name in facts
+    }
+    log = tuple(line for line in answer.output if _WARNINGS.match(line))
+    found = Frameworks(**facts, log=log)
+    if not chosen:
+        why = found.tensorflow_error or found.keras_error or found.ncclsync_error or answer.how
+        chosen = {"reason": f"none: {why}"}
+    # Without Keras nothing can be decorated, whatever could be chosen.
+    elif found.keras_error or found.keras_backend != "tensorflow":
+        chosen = {"reason": f"none: {found.keras_error or f'Keras runs on {found.keras_backend}'}"}
+    return found, Choice(**chosen)
+
+
+def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllReduce:
+    """Reduce where training would; on the GPUs too if only TensorFlow or Keras stand in the way."""
+    backend, devices = "cpu", list(range(CPU_RANKS))
+    if host.choice.backend == "nccl":
+        backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
+    elif host.choice.backend is None and visible_gpus(host) and host.libraries.nccl.version:
+        backend, devices = "nccl", list(range(len(visible_gpus(host))))
+    # NCCL's own limit comes first: it tells which ranks are missing.
+    arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
+    answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
+    log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
+    facts = answer.facts
+    found = AllReduce(backend, len(devices), probes.COUNT, seconds=facts.get("seconds"), log=log)
+    if facts.get("wrong"):
+        return dataclasses.replace(found, kind="wrong", error=facts["wrong"])
+    if facts.get("hang"):
+        return dataclasses.replace(found, kind="hang", error=facts["hang"])
+    if facts.get("error"):
+        return dataclasses.replace(found, kind="raised", error=facts["error"])
+    if answer.ended != "well":
+        words = "" if answer.ended == "hang" else f": {answer.output[-1] if answer.output else ''}"
+        error = f"{answer.how}, while {answer.stage}{words}"
+        return dataclasses.replace(found, kind=answer.ended, error=error)
+    return dataclasses.replace(found, ok=True)
+
+
+def _versions(host: Host) -> list[Version]:
+    """The table of versions: what was found, and where it comes from."""
+    driver, libraries, frameworks = host.driver, host.libraries, host.frameworks
+    built_for = f"TensorFlow was built for {frameworks.build_cuda}" if frameworks.build_cuda else ""
+    nccl = libraries.nccl
+    return [
+        Version("ncclsync", host.ncclsync, host.ncclsync_path),
+        Version("Python", host.python, host.python_path),
+        Version(
+            "TensorFlow",
+            frameworks.tensorflow or _installed("tensorflow"),
+            _and(frameworks.tensorflow_path, "CPU build" if frameworks.cuda_build is False else "")
+            or frameworks.tensorflow_error
+            or "no answer",
+        ),
+        Version(
+            "Keras",
+            frameworks.keras or _installed("keras"),
+            _and(frameworks.keras_path, f"backend {frameworks.keras_backend}")
+            if frameworks.keras_path
+            else frameworks.keras_error or "no answer",
+        ),
+        Version("CUDA", libraries.cuda_runtime.version, _place(libraries.cuda_runtime, built_for)),
+        Version(
+            "cuDNN",
+            libraries.cudnn.version,
+            _place(
+                libraries.cudnn,
+                f"TensorFlow was built for {frameworks.build_cudnn}" if frameworks.build_cudnn else "",
+            ),
+        ),
+        Version(
+            "driver",
+            driver.version or host.kernel_driver,
+            _and(
+                "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found",
+                f"serves CUDA up to {driver.cuda or libraries.driver_cuda}"
+                if driver.cuda or libraries.driver_cuda
+                else "",
+            ),
+        ),
+        Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
+    ]
+
+
+def _place(library: Library, more: str) -> str:
+    return _and(library.path or "none found", more)
+
+
+def _and(text: str | None, more: str) -> str:
+    return ", ".join(filter(None, (text, more)))
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

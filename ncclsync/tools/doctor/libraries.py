@@ -1,0 +1,179 @@
+"""NCCL, CUDA and cuDNN as the loader finds them here. Loads them: best done in a process of its own."""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+
+from ncclsync.tools.doctor.facts import Libraries, Library
+
+# What TensorFlow loads before it uses a GPU, by the folder of NVIDIA's wheel; for CUDA 12.
+TENSORFLOW_LOADS = {
+    "cuda_runtime": "libcudart.so.12",
+    "cublas": "libcublas.so.12",
+    "cudnn": "libcudnn.so.9",
+    "cufft": "libcufft.so.11",
+    "cusolver": "libcusolver.so.11",
+    "cusparse": "libcusparse.so.12",
+}
+
+_BUILT_WITH = re.compile(rb"NCCL version [0-9.]+\+cuda([0-9]+\.[0-9]+)")
+
+
+def read_libraries() -> Libraries:
+    """Load NCCL, CUDA's runtime and cuDNN, and ask each for its version. Needs neither GPU nor driver."""
+    driver = _call("libcuda.so.1", "cuDriverGetVersion")
+    return Libraries(
+        nccl=_read_nccl(),
+        nccl_copies=tuple(
+            Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path))
+            for path in nccl_files()
+        ),
+        nccl_packages=tuple(_nccl_packages()),
+        cuda_runtime=_read_cuda_runtime(),
+        cudnn=_read_cudnn(),
+        missing=tuple(_missing()),
+        driver_cuda=_cuda_version(driver) if driver else None,
+    )
+
+
+def mapped(part: str) -> str | None:
+    """Return the file of a library that this process has loaded, by part of its name."""
+    lines = pathlib.Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    return next((path for path in paths if part in os.path.basename(path)), None)
+
+
+def wheel_file(package: str, file: str) -> str | None:
+    """Return a library's file in NVIDIA's wheels, such as nvidia/cudnn/lib/libcudnn.so.9."""
+    return next(_wheel_files(package, file), None)
+
+
+def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
+    """Return every libnccl.so.2 that ncclsync, TensorFlow or the loader may come across, each file once."""
+    chosen = os.environ.get("NCCLSYNC_NCCL_LIBRARY")
+    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/usr/local/cuda/lib64"]
+    found = [
+        *([chosen] if chosen else []),
+        *_wheel_files("nccl", "libnccl.so.2"),
+        *(os.path.join(folder, "libnccl.so.2") for folder in folders if folder),
+        *_cached("libnccl.so.2", ldconfig),
+    ]
+    return list({os.path.realpath(path): path for path in reversed(found) if os.path.isfile(path)}.values())[
+        ::-1
+    ]
+
+
+def _wheel_files(package: str, file: str) -> Iterator[str]:
+    root = importlib.util.find_spec("nvidia")
+    for folder in (root.submodule_search_locations or []) if root else []:
+        path = pathlib.Path(folder, package, "lib", file)
+        if path.is_file():
+            yield str(path)
+
+
+def _cached(file: str, ldconfig: str) -> Iterable[str]:
+    """Return what the loader's cache has under a name."""
+    try:
+        done = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = (line.strip().partition(" => ") for line in done.stdout.splitlines())
+    return [path for name, _, path in lines if name.split(" ")[0] == file]
+
+
+def _nccl_packages() -> Iterator[str]:
+    """Return the installed packages whose libnccl is the same file: the last one installed has written it."""
+    for package in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            yield f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _read_nccl() -> Library:
+    from ncclsync.errors import NcclSyncError
+
+    try:
+        from ncclsync.communicator import native
+
+        library = native.NcclLibrary()
+        version = ".".join(map(str, library.version()))
+    except NcclSyncError as error:  # also: the C extension is missing
+        return Library(error=str(error))
+    path = library.path if "/" in library.path else mapped("libnccl") or library.path
+    return Library(version, path, _built_with(path))
+
+
+def _read_cuda_runtime() -> Library:
+    chosen = os.environ.get("NCCLSYNC_CUDART_LIBRARY")
+    path = chosen or wheel_file("cuda_runtime", "libcudart.so.12") or "libcudart.so.12"
+    return _read(path, "libcudart", "cudaRuntimeGetVersion", _cuda_version)
+
+
+def _read_cudnn() -> Library:
+    path = wheel_file("cudnn", "libcudnn.so.9") or "libcudnn.so.9"
+    return _read(path, "libcudnn.", "cudnnGetVersion", _cudnn_version)
+
+
+def _read(path: str, part: str, function: str, version: Callable[[int], str]) -> Library:
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        return Library(error=str(error))
+    found = path if "/" in path else mapped(part) or path
+    number = _call(path, function)
+    return Library(version(number) if number else None, found)
+
+
+def _call(path: str, function: str) -> int | None:
+    """Call a library's function that tells a version: all write it to a pointer, but cuDNN's returns it."""
+    try:
+        call = getattr(ctypes.CDLL(path), function)
+    except (OSError, AttributeError):
+        return None
+    if function == "cudnnGetVersion":
+        call.restype = ctypes.c_size_t
+        return call()
+    number = ctypes.c_int(0)
+    return number.value if call(ctypes.byref(number)) == 0 else None
+
+
+def _missing() -> Iterator[str]:
+    for package, file in TENSORFLOW_LOADS.items():
+        if wheel_file(package, file) is None:
+            try:
+                ctypes.CDLL(file)
+            except OSError:
+                yield file
+
+
+def _built_with(path: str) -> str | None:
+    """Return the CUDA that a libnccl was built with, from the text that it would log."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = _BUILT_WITH.search(content)
+            return found[1].decode() if found else None
+    except (OSError, ValueError):
+        return None
+
+
+def _nccl_version(number: int | None) -> str | None:
+    if not number:
+        return None
+    thousand = 10000 if number >= 10000 else 1000  # until 2.8 the minor version had one digit
+    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _cudnn_version(number: int) -> str:
+    thousand = 10000 if number >= 90000 else 1000  # until cuDNN 8 the minor version had one digit
+    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"

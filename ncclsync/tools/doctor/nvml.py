@@ -1,0 +1,161 @@
+"""GPUs and their links as the driver tells of them, by NVML. All use of pynvml (nvidia-ml-py) is here.
+
+A query that this driver, GPU or nvidia-ml-py does not know gives None, never an exception.
+"""
+
+import importlib
+from typing import Any
+
+from ncclsync.tools.doctor.facts import Driver, Gpu, Link
+
+_MOST_NVLINKS = 36  # where pynvml does not tell; a GPU answers for those that it has
+
+# nvmlGpuTopologyLevel_t, by nvidia-smi's names. A board with two GPUs (0) has a switch of its own.
+_PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+# nvmlGpuP2PCapsIndex_t. Not pynvml's constants: its NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
+_P2P_READ, _P2P_WRITE = 0, 1
+# nvmlGpuP2PStatus_t
+_P2P_STATUS = {
+    0: "ok",
+    1: "the chipset does not support it",
+    2: "the GPU does not support it",
+    3: "the topology does not support it",
+    4: "disabled in the driver's settings",
+    5: "not supported",
+}
+
+# For a pynvml whose exceptions are all of one class: nvmlReturn_t.
+_ERRORS = {4: "NoPermission", 9: "DriverNotLoaded", 12: "LibraryNotFound", 18: "LibRmVersionMismatch"}
+_COMPUTE_PROHIBITED = 2
+_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
+
+
+def read_driver() -> Driver:
+    """Ask NVML for the driver, its GPUs and what joins them. May hang where a GPU does."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError as error:
+        return Driver(error="NotInstalled", detail=str(error))
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Driver(error=_name(error), detail=str(error))
+    nvml = _Nvml(pynvml)
+    try:
+        return _read(nvml)
+    finally:
+        nvml.ask("nvmlShutdown")
+
+
+class _Nvml:
+    """pynvml, with None for what is not known."""
+
+    def __init__(self, pynvml: Any) -> None:
+        self.pynvml = pynvml
+
+    def ask(self, query: str, *arguments: Any) -> Any:
+        function = getattr(self.pynvml, query, None)
+        if function is None:
+            return None
+        try:
+            answer = function(*arguments)
+        except self.pynvml.NVMLError:
+            return None
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def _read(nvml: _Nvml) -> Driver:
+    cuda = nvml.ask("nvmlSystemGetCudaDriverVersion_v2") or nvml.ask("nvmlSystemGetCudaDriverVersion")
+    handles: dict[int, Any] = {}
+    gpus = []
+    for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
+        try:
+            handles[index] = nvml.pynvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.pynvml.NVMLError as error:
+            gpus.append(Gpu(index, error=_name(error)))
+        else:
+            gpus.append(_read_gpu(nvml, index, handles[index]))
+    nvlinks = _count_nvlinks(nvml, handles)
+    pairs = [(a, b) for a in handles for b in handles if a < b]
+    return Driver(
+        version=nvml.ask("nvmlSystemGetDriverVersion"),
+        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        gpus=tuple(gpus),
+        links=tuple(_read_link(nvml, handles, pair, nvlinks.get(pair, 0)) for pair in pairs),
+    )
+
+
+def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
+    mig = nvml.ask("nvmlDeviceGetMigMode", handle)
+    mode = nvml.ask("nvmlDeviceGetComputeMode", handle)
+    pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
+    return Gpu(
+        index=index,
+        name=nvml.ask("nvmlDeviceGetName", handle),
+        uuid=nvml.ask("nvmlDeviceGetUUID", handle),
+        pci_bus_id=_bus_id(pci),
+        memory_bytes=getattr(memory, "total", None),
+        used_bytes=getattr(memory, "used", None),
+        compute_capability=".".join(map(str, capability)) if capability else None,
+        mig=bool(mig[0]) if mig else None,
+        prohibited=mode == _COMPUTE_PROHIBITED if mode is not None else None,
+    )
+
+
+def _count_nvlinks(nvml: _Nvml, handles: dict[int, Any]) -> dict[tuple[int, int], int]:
+    """Return the active NVLinks of each pair (a < b): direct ones, and those that meet at NVSwitches."""
+    at = {_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
+    at.pop(None, None)
+    found = {(a, b): 0 for a in handles for b in handles if a < b}
+    switched = dict.fromkeys(handles, 0)
+    for index, handle in handles.items():
+        for link in range(getattr(nvml.pynvml, "NVML_NVLINK_MAX_LINKS", _MOST_NVLINKS)):
+            if nvml.ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
+                continue
+            other = at.get(_bus_id(nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
+            if other is not None:
+                found[index, other] = found.get((index, other), 0) + 1
+            elif nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH:
+                switched[index] += 1
+    # Each end of a direct link was counted once: (a, b) and (b, a) are the same links.
+    return {
+        (a, b): max(found[a, b], found.get((b, a), 0)) or min(switched[a], switched[b])
+        for a in handles
+        for b in handles
+        if a < b
+    }
+
+
+def _read_link(nvml: _Nvml, handles: dict[int, Any], pair: tuple[int, int], nvlinks: int) -> Link:
+    one, other = (handles[index] for index in pair)
+    path = _PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", one, other))
+    if nvlinks:
+        path = f"NV{nvlinks}"
+    statuses = [
+        nvml.ask("nvmlDeviceGetP2PStatus", *ends, kind)
+        for ends in ((one, other), (other, one))
+        for kind in (_P2P_READ, _P2P_WRITE)
+    ]
+    known = [status for status in statuses if status is not None]
+    worst = max(known, default=None)
+    return Link(pair, path, nvlinks, None if worst is None else _P2P_STATUS.get(worst, "unknown"))
+
+
+def _bus_id(pci: Any) -> str | None:
+    """Return where a GPU is on the PCI bus, "00000000:3b:00.0": some queries shorten the domain."""
+    text = getattr(pci, "busId", None)
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    if not text or text.count(":") != 2:
+        return None
+    domain, _, rest = text.partition(":")
+    return f"{domain:0>8}:{rest}".lower()
+
+
+def _name(error: Exception) -> str:
+    """Return NVML's name of an error, such as "DriverNotLoaded"."""
+    name = type(error).__name__.removeprefix("NVMLError")
+    return name.lstrip("_") or _ERRORS.get(getattr(error, "value", None), "Unknown")  # type: ignore[arg-type]

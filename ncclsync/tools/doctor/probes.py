@@ -1,0 +1,322 @@
+"""Questions whose answer may crash, hang or fill a GPU's memory, each asked in a process of its own.
+
+`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes what it has found so
+far, as JSON, after each stage: what a process knew before it died is known.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
+_PATTERN = 251  # prime: no element is right by being shifted by a block
+_LINES = 40  # of a probe's output, the last ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back from a probe.
+
+    Attributes:
+        facts: what it told.
+        stage: what it was about when it ended.
+        ended: "well", "hang" (it was killed at the time limit) or "crash".
+        how: of a crash, such as "killed by SIGSEGV".
+        output: the last lines of its stdout and stderr.
+    """
+
+    facts: dict[str, Any]
+    stage: str
+    ended: str
+    how: str
+    output: tuple[str, ...]
+
+
+def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any = None) -> Answer:
+    """Run a probe. Returns soon after the time limit, even if the probe cannot be killed.
+
+    Args:
+        name: of the probe: a key of `PROBES`.
+        timeout_s: seconds until it is killed.
+        environ: its environment. Its modules are found as this process finds them.
+        arguments: what the probe takes, as JSON.
+    """
+    path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, sys.path)])
+    with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
+        file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "ncclsync.tools.doctor.probes",
+                    name,
+                    str(file),
+                    json.dumps(arguments),
+                ],
+                env={**environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout_s)
+                ended, how = ("well", "") if code == 0 else ("crash", _how(code))
+            except subprocess.TimeoutExpired:
+                ended, how = "hang", f"no answer within {timeout_s:g} s"
+            except BaseException:
+                _kill(process)
+                raise
+        if ended == "hang":
+            _kill(process)
+        facts = json.loads(file.read_text()) if file.exists() else {}
+        lines = log.read_text(errors="replace").splitlines()
+    return Answer(facts, facts.pop("stage", "start"), ended, how, tuple(lines[-_LINES:]))
+
+
+def _kill(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    # A process that waits for a device inside the kernel cannot be ended, and need not be waited for.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit status {code}"
+
+
+class _Facts:
+    """What a probe has found, kept in a file."""
+
+    def __init__(self, file: str) -> None:
+        self._file = pathlib.Path(file)
+        self._facts: dict[str, Any] = {}
+
+    def tell(self, **facts: Any) -> None:
+        self._facts.update(facts)
+        draft = self._file.with_suffix(".draft")
+        draft.write_text(json.dumps(self._facts))
+        draft.replace(self._file)  # never half a file
+
+
+def _driver(facts: _Facts, _: Any) -> None:
+    from ncclsync.tools.doctor.nvml import read_driver
+
+    facts.tell(stage="asking the driver by NVML")
+    facts.tell(**dataclasses.asdict(read_driver()))
+
+
+def _libraries(facts: _Facts, _: Any) -> None:
+    from ncclsync.tools.doctor.libraries import read_libraries
+
+    facts.tell(stage="loading NCCL, CUDA and cuDNN")
+    facts.tell(**dataclasses.asdict(read_libraries()))
+
+
+def _frameworks(facts: _Facts, _: Any) -> None:
+    """TensorFlow, Keras, and what `nccl_parallel` chooses."""
+    facts.tell(stage="importing TensorFlow")
+    usable = False
+    try:
+        import tensorflow as tf
+
+        facts.tell(tensorflow=str(tf.__version__), tensorflow_path=_folder(tf))
+        usable = True
+    except Exception as error:  # a broken package may raise anything
+        facts.tell(tensorflow_error=_words(error))
+    facts.tell(stage="importing Keras", keras_backend=_configured_backend())
+    try:
+        import keras
+
+        facts.tell(keras=str(keras.__version__), keras_path=_folder(keras))
+        facts.tell(keras_backend=keras.backend.backend())
+    except Exception as error:  # a broken package may raise anything
+        facts.tell(keras_error=_words(error))
+    if not usable:
+        return
+    facts.tell(stage="listing TensorFlow's devices")
+    build = tf.sysconfig.get_build_info()
+    facts.tell(
+        cuda_build=bool(build.get("is_cuda_build")),
+        build_cuda=build.get("cuda_version"),
+        build_cudnn=build.get("cudnn_version"),
+        build_capabilities=[_capability(one) for one in build.get("cuda_compute_capabilities", ())],
+        build_nccl=_required_nccl(),
+        gpus=[one.name.removeprefix("/physical_device:") for one in tf.config.list_physical_devices("GPU")],
+    )
+    facts.tell(stage="importing ncclsync")
+    try:
+        from ncclsync.towers.placement import choose_placement
+
+        facts.tell(stage="choosing devices")
+        chosen = choose_placement(None, None, None)
+        facts.tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
+    except Exception as error:  # a broken package may raise anything
+        facts.tell(ncclsync_error=_words(error))
+    if os.environ.get("XLA_FLAGS"):  # a flag that XLA does not know ends the process
+        facts.tell(stage="compiling by XLA")
+        tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros(()))
+    facts.tell(stage="done")
+
+
+def _all_reduce(facts: _Facts, arguments: Any) -> None:
+    """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly."""
+    import numpy as np
+
+    from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
+
+    backend, devices = arguments["backend"], arguments["devices"]
+    n = len(devices)
+    pattern = (np.arange(COUNT) % _PATTERN).astype(np.float32)
+    sends = [(rank + 1) * pattern for rank in range(n)]
+    recvs = [np.full(COUNT, -1, np.float32) for _ in range(n)]
+    memory: _HostMemory | _DeviceMemory = _HostMemory()
+    try:
+        # Only here: it raises where the C extension is missing.
+        from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
+
+        facts.tell(stage=f"joining {n} ranks")
+        comm: Communicator
+        if backend == "nccl":
+            comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"])
+        else:
+            comm = CpuCommunicator(n)
+        with comm:
+            if backend == "nccl":
+                memory = _DeviceMemory(devices)
+            facts.tell(stage="copying to the GPUs")
+            buffers = [memory.put(rank, array) for rank, array in enumerate([*sends, *recvs])]
+            facts.tell(stage="reducing")
+            began = time.perf_counter()
+            comm.all_reduce(buffers[:n], buffers[n:])
+            seconds = time.perf_counter() - began
+            facts.tell(stage="copying from the GPUs")
+            for rank in range(n):
+                memory.get(buffers[n + rank], recvs[rank])
+            facts.tell(seconds=seconds, wrong=_first_wrong(recvs, n * (n + 1) / 2 * pattern))
+            facts.tell(stage="ending the communicator")
+    except NcclPreflightError as error:
+        facts.tell(wrong=str(error))
+    except NcclTimeoutError as error:
+        facts.tell(hang=str(error))
+    except (NcclSyncError, OSError) as error:
+        facts.tell(error=str(error))
+    facts.tell(stage="done")
+
+
+def _first_wrong(recvs: Sequence[Any], expected: Any) -> str:
+    for rank, recv in enumerate(recvs):
+        wrong = (recv != expected).nonzero()[0]
+        if len(wrong):
+            i = int(wrong[0])
+            return (
+                f"Expected {expected[i]:g} as element {i} of rank {rank}. Received: {recv[i]:g}; "
+                f"{len(wrong)} of {len(expected)} elements of this rank are wrong"
+            )
+    return ""
+
+
+class _HostMemory:
+    """Buffers that a CpuCommunicator takes: the arrays themselves."""
+
+    def put(self, rank: int, array: Any) -> Any:
+        return array
+
+    def get(self, buffer: Any, array: Any) -> None:
+        pass
+
+
+class _DeviceMemory:
+    """Buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for the same."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        from ncclsync.tools.doctor.libraries import mapped
+
+        # The communicator has loaded it.
+        path = os.environ.get("NCCLSYNC_CUDART_LIBRARY") or mapped("libcudart") or "libcudart.so.12"
+        self._cuda, self._path = ctypes.CDLL(path), path
+        self._devices = devices
+
+    def put(self, rank: int, array: Any) -> tuple[int, int, str]:
+        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank % len(self._devices)]))
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(array.nbytes))
+        self._copy(pointer.value or 0, array.ctypes.data, array.nbytes)
+        return pointer.value or 0, array.size, array.dtype.name
+
+    def get(self, buffer: tuple[int, int, str], array: Any) -> None:
+        self._copy(array.ctypes.data, buffer[0], array.nbytes)
+
+    def _copy(self, to: int, source: int, size_bytes: int) -> None:
+        by_address = ctypes.c_int(4)  # cudaMemcpyDefault
+        pointers = ctypes.c_void_p(to), ctypes.c_void_p(source)
+        self._call("cudaMemcpy", *pointers, ctypes.c_size_t(size_bytes), by_address)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if not hasattr(self._cuda, name):
+            raise OSError(f"Expected CUDA's runtime, with {name}. Received: {self._path}")
+        status = getattr(self._cuda, name)(*arguments)
+        if status != 0:
+            words = self._cuda.cudaGetErrorString
+            words.restype = ctypes.c_char_p
+            raise OSError(f"{name} returned {status}: {(words(status) or b'').decode()}")
+
+
+def _configured_backend() -> str:
+    """Return the backend that Keras was told to take, as it reads it: known even if it cannot be imported."""
+    home = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
+    try:
+        configured = json.loads((home / "keras.json").read_text()).get("backend", "tensorflow")
+    except (OSError, ValueError, AttributeError):
+        configured = "tensorflow"
+    return os.environ.get("KERAS_BACKEND") or configured
+
+
+def _required_nccl() -> str | None:
+    """Return the oldest NCCL that TensorFlow's package asks for."""
+    try:
+        wanted = " ".join(importlib.metadata.requires("tensorflow") or ())
+    except importlib.metadata.PackageNotFoundError:  # built or packaged otherwise
+        return None
+    found = re.search(r"nvidia-nccl\S*>=([0-9.]+)", wanted)
+    return found[1] if found else None
+
+
+def _folder(module: Any) -> str:
+    return os.path.dirname(module.__file__ or "")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _capability(name: str) -> str:
+    """Return "8.9" for TensorFlow's "sm_89" and "compute_89"."""
+    digits = name.rpartition("_")[2]
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+PROBES: dict[str, Callable[[_Facts, Any], None]] = {
+    "driver": _driver,
+    "libraries": _libraries,
+    "frameworks": _frameworks,
+    "all_reduce": _all_reduce,
+}
+
+if __name__ == "__main__":
+    PROBES[sys.argv[1]](_Facts(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,127 @@
+"""The user's model factory, named on the command line: import it, build its model, make data for it."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class UsageError(Exception):
+    """What the user can set right in the command; told without a traceback."""
+
+
+def load(name: str) -> Callable:
+    """Import `module:function`, as if from a program in the current directory, or `file.py:function`.
+
+    A file is loaded by its path, whatever module of its name there is; its folder comes first in `sys.path`,
+    so that it finds its neighbours.
+
+    Raises:
+        UsageError: there is no such module, file or function.
+        Exception: what the module raises while it is imported.
+    """
+    home, _, attribute = name.rpartition(":")
+    if not home or not attribute:
+        raise UsageError(f"Expected module:function or file.py:function. Received: {name}")
+    found: Any = _load_file(home) if home.endswith(".py") else _import_module(home)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"Expected {home} to have {attribute}. Received: {found!r} without {part}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"Expected {name} to be a function. Received: {found!r}")
+    return found
+
+
+def _import_module(name: str) -> types.ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        raise UsageError(f"Expected an importable module. Received: {name} ({error})") from error
+
+
+def _load_file(path: str) -> types.ModuleType:
+    if not os.path.isfile(path):
+        raise UsageError(f"Expected a file {path}. Received: none there")
+    path = os.path.realpath(path)
+    folder, name = os.path.split(path)
+    name = name.removesuffix(".py")
+    other_name = f"ncclsync_loaded_{name}".replace(".", "_")
+    for known in (name, other_name):
+        if known in sys.modules and _is_of_file(sys.modules[known], path):
+            return sys.modules[known]
+    # Pickles and data classes look for their module by name, and neighbours may import it: by its own, if no
+    # other module has that.
+    if name in sys.modules or not name.isidentifier() or _is_taken(name, path):
+        name = other_name
+    sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # of a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _is_taken(name: str, path: str) -> bool:
+    """Whether another file, or what has none, is imported by this name."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and (spec.origin is None or os.path.realpath(spec.origin) != path)
+
+
+def _is_of_file(module: types.ModuleType, path: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and os.path.realpath(file) == path
+
+
+def model_and_data(
+    factory: Callable,
+    name: str,
+    *,
+    batch_size: int | None,
+    default: int,
+    batches: int,
+    seed: int,
+    open_size: int,
+) -> tuple[Any, tuple[Any, ...], int]:
+    """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
+
+    Args:
+        factory: what `load` returned.
+        name: of the factory, for messages.
+        batch_size: None: the model's own, or `default`.
+        default: for a model that declares none.
+        batches: how many to make.
+        seed, open_size: see `random_data`.
+
+    Returns:
+        The model, `(x, y)` or `(x,)`, and the batch size.
+
+    Raises:
+        UsageError: it returns no compiled model, or one whose input shapes are not known.
+    """
+    import keras
+
+    from ncclsync.tools.verify.verification import undecorated
+    from ncclsync.training.random_data import fixed_batch_size, random_data
+
+    keras.utils.set_random_seed(seed)
+    model = undecorated(factory)()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise UsageError(f"Expected {name} to return a compiled keras.Model. Received: {model!r}")
+    size = batch_size or fixed_batch_size(model) or default
+    try:
+        data = random_data(model, batches * size, batch_size=size, seed=seed, open_size=open_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return model, data, size

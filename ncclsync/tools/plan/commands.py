@@ -1,0 +1,180 @@
+"""`python -m ncclsync plan`: what it is asked by, and what it says. TensorFlow is imported to measure."""
+
+import argparse
+import logging
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ncclsync.tools.arguments import at_least, listed
+from ncclsync.tools.bench.progress import Progress
+from ncclsync.tools.bench.report import show, significant, write_json
+from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.factories import UsageError, load, model_and_data
+from ncclsync.tools.plan.links import CLUSTERS, Link, cluster_of, parse_link
+from ncclsync.tools.plan.report import Found, cluster_text, listings, report
+
+PREDICTED = 0  # exit code; whatever prevents it is told by `cli`, with 2
+
+_BATCH_SIZE = 32  # Keras' own
+_SIZES = (1, 2, 4)  # the batch is measured whole, halved, and in quarters
+
+
+def add_plan(commands: Any) -> None:
+    """Add `plan` to a parser's subcommands."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict step time and efficiency on N GPUs, before they are bought or rented",
+        description="Time a model's step on one device here, take from its traced program what it would "
+        "exchange, and predict steps on N GPUs by latency and bandwidth of their links. Says when one GPU is "
+        "the better choice. Exit code 0: predicted; 2: not.",
+    )
+    parser.set_defaults(run=_plan)
+    parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
+    parser.add_argument(
+        "--gpus", type=listed(at_least(2)), default=[8, 64, 1024], metavar="N,N", help="default 8,64,1024"
+    )
+    parser.add_argument(
+        "--link",
+        default="nvlink",
+        metavar="NAME|GB/s,µs",
+        help="; ".join(f"{name}: {cluster_text(one)}" for name, one in CLUSTERS.items())
+        + "; or bandwidth of each GPU and direction, and latency, such as 370,1.9; default %(default)s",
+    )
+    parser.add_argument(
+        "--between", type=_link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
+    )
+    parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
+    parser.add_argument(
+        "--batch-size",
+        type=at_least(1),
+        metavar="N",
+        help=f"of each GPU; default {_BATCH_SIZE}, or the model's own",
+    )
+    compute = parser.add_mutually_exclusive_group()
+    compute.add_argument(
+        "--compute-speedup",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="how many times as fast the GPUs compute as what is here; default 1",
+    )
+    compute.add_argument(
+        "--step-ms",
+        type=_step_ms,
+        metavar="MS|BATCH:MS,BATCH:MS",
+        help="a step's time on one of the GPUs, instead of measuring here; with several batch sizes what "
+        "does not depend on the batch can be told apart",
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default 32"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=7, metavar="N", help="turns of each batch size, default 7"
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
+
+
+def _plan(given: argparse.Namespace) -> int:
+    try:
+        cluster = cluster_of(given.link, given.between, given.gpus_per_host)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not given.gpus:
+        raise UsageError("Expected --gpus to name at least one number of GPUs. Received: none")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
+    progress = Progress()
+    try:
+        found = _measure(given, progress.tell)
+    finally:
+        progress.clear()
+    result = report(given.factory, given.link, given.gpus, cluster, found)
+    show(result, listings())
+    if given.json:
+        write_json(result, sys.argv[1:], given.json)
+    return PREDICTED
+
+
+def _measure(given: argparse.Namespace, tell: Callable[[str], None]) -> Found:
+    factory = load(given.factory)
+    tell("importing TensorFlow, building the model")
+    model, data, batch_size = model_and_data(
+        factory,
+        given.factory,
+        batch_size=given.batch_size,
+        default=_BATCH_SIZE,
+        batches=1,
+        seed=given.seed,
+        open_size=given.open_size,
+    )
+    if model.run_eagerly:
+        raise UsageError("Expected a model whose step can be traced. Received: one with run_eagerly=True")
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.tools.plan.measurement import step_seconds, traced_traffic
+    from ncclsync.tools.verify.verification import undecorated
+    from ncclsync.towers.placement import default_device
+    from ncclsync.training.random_data import fixed_batch_size
+
+    if given.step_ms is not None:
+        said = {batch or batch_size: ms / 1e3 for batch, ms in given.step_ms.items()}
+        seconds = {batch: Spread.of([one]) for batch, one in said.items()}
+        origin = "as said by --step-ms"
+    else:
+        sizes = {batch_size} if fixed_batch_size(model) else {-(-batch_size // part) for part in _SIZES}
+        measured = step_seconds(model, data, sorted(sizes), given.rounds, tell)
+        seconds = {batch: _faster(spread, given.compute_speedup) for batch, spread in measured.items()}
+        origin = f"measured here on {default_device()}, " + (
+            "taken as it is (--compute-speedup 1): say how much faster the GPUs are, or --step-ms"
+            if given.compute_speedup == 1
+            else f"taken as {significant(given.compute_speedup)} times as fast"
+        )
+    del model  # its memory is the other one's now
+    tell("tracing the step on towers")
+    options = getattr(factory, "nccl_parallel_options", {})
+    logger = logging.getLogger("ncclsync")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # whether towers would be exact is verify's subject
+    try:
+        # One tower needs nothing to join it, so that neither NCCL nor a second GPU must be here.
+        on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
+        with on_tower.towers:
+            traffic = traced_traffic(on_tower, data, batch_size, options)
+    finally:
+        logger.setLevel(level)
+    return Found(batch_size, seconds, origin, traffic.stages, traffic.conditional)
+
+
+def _faster(spread: Spread, speedup: float) -> Spread:
+    return Spread(spread.median / speedup, spread.q1 / speedup, spread.q3 / speedup, spread.samples)
+
+
+def _link(text: str) -> Link:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, received {text!r}")
+    return number
+
+
+def _step_ms(text: str) -> dict[int, float]:
+    """Milliseconds by batch size; 0 stands for that of --batch-size."""
+    if ":" not in text:
+        return {0: _positive(text)}
+    pairs = [part.partition(":") for part in text.split(",")]
+    found = {at_least(1)(batch): _positive(ms) for batch, _, ms in pairs}
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"expected each batch size once, received {text!r}")
+    return found

@@ -1,0 +1,155 @@
+"""Find a model's workload: time its steps on one device here, and run its traced program once.
+
+The program is that of a training on towers, with the buckets that would travel; it is run on one tower,
+outside a graph, so that the sizes of all it sends are known.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.program.program import Program, Segment
+from ncclsync.tools.bench.turns import Spread, take_turns
+from ncclsync.tools.plan.roofline import shares_before
+from ncclsync.tools.plan.workload import Message, Stage
+from ncclsync.towers.layout import lay_out
+from ncclsync.towers.recovery import Rollback
+from ncclsync.training.keras_model import ModelStep
+
+_TURN_S = 0.2  # of one batch size
+_MOST_STEPS = 50
+
+
+def step_seconds(
+    model: keras.Model, data: Any, batches: Sequence[int], rounds: int, tell: Callable[[str], None]
+) -> dict[int, Spread]:
+    """Time training steps on batches that are in memory already, of several sizes in turns.
+
+    Args:
+        model: compiled, on one device; it is trained.
+        data: structure of arrays, of as many rows as the largest batch.
+        batches: their sizes.
+        rounds: turns of each.
+        tell: is told the progress.
+
+    Returns:
+        Seconds of a step by batch size.
+    """
+    model.make_train_function()
+    timers = {}
+    for batch in batches:
+        rows = _first_rows(data, batch)
+        iterator = iter(tf.data.Dataset.from_tensors(rows).map(_with_open_rows).repeat())
+        tell(f"first steps with {batch} samples")
+        for _ in range(2):
+            _seconds(model, iterator, 1)
+        once = _seconds(model, iterator, 2)
+        steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
+        timers[str(batch)] = functools.partial(_seconds, model, iterator, steps)
+    found = take_turns(timers, rounds, tell)
+    return {int(batch): Spread.of(samples) for batch, samples in found.items()}
+
+
+def _first_rows(data: Any, batch: int) -> Any:
+    """As `fit` hands them to a step: tf.data would take a list for one tensor."""
+    rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
+    return keras.tree.lists_to_tuples(rows)
+
+
+def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
+    """As `fit` has them, so that all sizes run the same graph."""
+    return tf.nest.map_structure(
+        lambda leaf: tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]]), batch
+    )
+
+
+def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
+    """Mean time of a step in so many calls of the model's train function."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        model.train_function(iterator)
+    tf.test.experimental.sync_devices()
+    return (time.perf_counter() - began) / (calls * model.steps_per_execution)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a step exchanges.
+
+    Attributes:
+        stages: of the step, each with its messages.
+        conditional: whether some happen in certain steps only, such as one in so many that accumulate.
+    """
+
+    stages: tuple[Stage, ...]
+    conditional: bool
+
+
+def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[str, Any]) -> Traffic:
+    """Trace a model's train step as for several towers, run it once, and tell what it sends.
+
+    Args:
+        model: on one tower, by `nccl_parallel`; it is trained by a step.
+        data: structure of arrays, of at least `batch` rows.
+        batch: samples of a tower.
+        options: `nccl_parallel_options` of the factory.
+    """
+    rows = _first_rows(data, batch)
+    specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
+    sync_batch_norm = bool(options.get("sync_batch_norm"))
+    model.towers.on_host = False  # what GPUs would exchange, packed into buckets, also where there is none
+    program = ModelStep(model, model.towers, "train_step", sync_batch_norm).program_of(specs)
+    runs: list[tuple[float, tuple[Message, ...]]] = []
+    watched = dataclasses.replace(
+        program, segments=tuple(_watched(segment, batch, runs) for segment in program.segments)
+    )
+    for _, variable in program.variables:
+        model.towers.copies(variable)
+    lay_out(watched, model.towers, rows, Rollback(watched, model.towers))
+    total = sum(work for work, _ in runs)
+    stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)
+    return Traffic(stages, _is_conditional(program))
+
+
+def _is_conditional(program: Program) -> bool:
+    return any(bucket.when for segment in program.segments for bucket in segment.outgoing)
+
+
+def _watched(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
+    """A segment that, when it runs, adds its work and its messages to `runs`."""
+
+    def run(*arguments: Any) -> list[Any]:
+        results = segment.function(*arguments)
+        sent = results[len(segment.fetches) : -1]
+        shares, work = _shares(segment.function, arguments, len(segment.fetches))
+        messages = []
+        for bucket, tensor, ready in zip(segment.outgoing, sent, shares, strict=True):
+            size_bytes = float(tf.size(tensor)) * tensor.dtype.size
+            grows = bucket.wire.kind == "all_gather"
+            of_sample = size_bytes / batch if grows else 0.0
+            messages.append(Message(bucket.wire.kind, ready, 0.0 if grows else size_bytes, of_sample))
+        runs.append((work, tuple(messages)))
+        return results
+
+    return dataclasses.replace(segment, function=run)
+
+
+def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
+    """Of a segment's buckets and of itself, by its graph with the shapes that these arguments give it."""
+    definition = function.graph.as_graph_def()
+    given = [*arguments, *function.captured_inputs]
+    names = [tensor.name for tensor in function.graph.outputs[skip:-1]]
+
+    def again() -> list[Any]:
+        tensors = (tf.identity(tensor) for tensor in given)  # of this graph
+        inputs = dict(zip((tensor.name for tensor in function.graph.inputs), tensors, strict=True))
+        return tf.graph_util.import_graph_def(definition, input_map=inputs, return_elements=names)
+
+    graph = tf.function(again, autograph=False).get_concrete_function().graph
+    outputs = graph.outputs if names else []
+    return shares_before(outputs, graph)

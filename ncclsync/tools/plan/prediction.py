@@ -1,0 +1,179 @@
+"""Predict steps, efficiency and break-even batches on N GPUs, and say when one is the better choice.
+
+Every GPU computes as one does alone, and one channel exchanges the messages in order. With overlap a message
+leaves as soon as back-propagation has made it, as in PyTorch's DistributedDataParallel and Horovod; without,
+when its stage has ended. Measured systems lie between the two: the tests hold these predictions to
+
+- Horovod's 512 GPUs: Sergeev and Del Balso, arXiv:1802.05799, and docs/benchmarks.rst of horovod/horovod;
+- ImageNet in an hour, 8 to 256 GPUs: Goyal et al., arXiv:1706.02677;
+- TensorFlow on 8 GPUs: tensorflow/docs_src/performance/benchmarks.md, 2017;
+- bus bandwidths over several hosts: NVIDIA/nccl issue 412, NVIDIA/nccl-tests issue 29.
+
+Not counted: launching a collective, GPUs that wait for a slower one, feeding, and what communication takes
+away from compute.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from ncclsync.tools.plan.collective_time import Estimate, collective
+from ncclsync.tools.plan.links import Cluster
+from ncclsync.tools.plan.workload import Workload
+
+GOOD_EFFICIENCY, POOR_EFFICIENCY = 0.9, 0.5
+_LARGEST_BATCH = 1 << 24  # of a GPU; what does not pay there never does
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step on N GPUs, each with the same batch as one alone.
+
+    Attributes:
+        gpus: N.
+        step_s: seconds of a step, with overlap.
+        sequential_s: without overlap.
+        communication_s: of all messages together.
+        overlapped: share of that which hides behind compute, with overlap.
+        algorithms: of the messages, the one that takes longest first.
+        efficiency: one GPU's step over `step_s`: 1 is linear scaling.
+        sequential_efficiency: without overlap.
+        good_batch: the smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None: there is none.
+        winning_batch: the smallest global batch that N GPUs finish before one would; None: there is none.
+        one_gpu_because: why one GPU is the better choice; "" if it is not.
+    """
+
+    gpus: int
+    step_s: float
+    sequential_s: float
+    communication_s: float
+    overlapped: float
+    algorithms: tuple[str, ...]
+    efficiency: float
+    sequential_efficiency: float
+    good_batch: int | None
+    winning_batch: int | None
+    one_gpu_because: str
+
+    @property
+    def speedup(self) -> float:
+        """Samples per second over those of one GPU."""
+        return self.gpus * self.efficiency
+
+
+def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Prediction:
+    """Predict a step.
+
+    Args:
+        workload: of one GPU.
+        gpus: at least 2.
+        batch: of each GPU.
+        cluster: the links between them.
+
+    Raises:
+        ValueError: fewer GPUs or samples than that.
+    """
+    if batch < 1:
+        raise ValueError(f"Expected a batch of at least 1 sample per GPU. Received: {batch}")
+    compute = workload.compute
+
+    def efficiency(size: int) -> float:
+        return compute.of(size) / step_seconds(workload, gpus, size, cluster)
+
+    estimates = sorted(_estimates(workload, gpus, batch, cluster), key=lambda e: -e.seconds)
+    communication_s = sum(estimate.seconds for estimate in estimates)
+    step_s = step_seconds(workload, gpus, batch, cluster)
+    sequential_s = step_seconds(workload, gpus, batch, cluster, overlap=False)
+    exposed_s = step_s - compute.of(batch)
+    winning = _smallest(lambda size: _wins(workload, gpus, size, cluster))
+    return Prediction(
+        gpus,
+        step_s,
+        sequential_s,
+        communication_s,
+        max(0.0, 1 - exposed_s / communication_s) if communication_s else 1.0,
+        tuple(dict.fromkeys(estimate.algorithm for estimate in estimates)),
+        efficiency(batch),
+        compute.of(batch) / sequential_s,
+        _smallest(lambda size: efficiency(size) >= GOOD_EFFICIENCY),
+        None if winning is None else gpus * winning,
+        _one_gpu_because(workload, gpus, batch, cluster, step_s),
+    )
+
+
+def step_seconds(
+    workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True
+) -> float:
+    """Return the seconds of a step: stage by stage, one channel that serves the messages in order.
+
+    Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", VLDB 2020, section 3.2.3.
+    """
+    now = channel_s = 0.0
+    estimates = iter(_estimates(workload, gpus, batch, cluster))
+    for stage in workload.stages:
+        compute_s = stage.share * workload.compute.of(batch)
+        for message in stage.messages:
+            ready_s = now + (message.ready if overlap else 1.0) * compute_s
+            channel_s = max(channel_s, ready_s) + next(estimates).seconds
+        now = max(now + compute_s, channel_s)
+    return now
+
+
+def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> list[Estimate]:
+    return [collective(one.kind, one.bytes_of(batch), gpus, cluster) for one in workload.messages]
+
+
+def _wins(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> bool:
+    """Whether N GPUs finish their batches before one has all of them; by more than what is rounded off."""
+    alone_s = workload.compute.of(gpus * batch)
+    return step_seconds(workload, gpus, batch, cluster) < alone_s * (1 - 1e-9)
+
+
+def _smallest(holds: Callable[[int], bool]) -> int | None:
+    """The smallest batch of which something holds, if it does of all larger ones too."""
+    if not holds(_LARGEST_BATCH):
+        return None
+    low, high = 0, _LARGEST_BATCH
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster, step_s: float) -> str:
+    compute = workload.compute
+    alone_s = compute.of(gpus * batch)
+    reasons = []
+    wins = _wins(workload, gpus, batch, cluster)
+    if not wins:
+        reasons.append(
+            f"for the same {gpus * batch} samples it takes {alone_s * 1e3:.4g} ms, and {gpus} GPUs "
+            f"{step_s * 1e3:.4g} ms"
+        )
+    if compute.of(batch) / step_s < POOR_EFFICIENCY:
+        reasons.append(
+            f"{gpus} GPUs would be {gpus * compute.of(batch) / step_s:.3g} times as fast, an efficiency of "
+            f"{compute.of(batch) / step_s:.2g}"
+        )
+    if not reasons:
+        return ""
+    estimates = _estimates(workload, gpus, batch, cluster)
+    total_s = sum(estimate.seconds for estimate in estimates)
+    latency_s = sum(estimate.latency_s for estimate in estimates)
+    if compute.fixed_s > compute.of(batch) / 2 and not wins:
+        cause = (
+            "too little compute per sample: a step takes one GPU hardly longer for a larger batch "
+            f"({compute.fixed_s * 1e3:.3g} of {compute.of(batch) * 1e3:.3g} ms do not depend on it)"
+        )
+    elif latency_s > total_s / 2:
+        cause = (
+            f"latency-bound: {latency_s * 1e3:.3g} ms of {total_s * 1e3:.3g} ms of communication would be "
+            f"spent on empty messages too, beside {compute.of(batch) * 1e3:.3g} ms of compute"
+        )
+    else:
+        sent = sum(message.bytes_of(batch) for message in workload.messages)
+        cause = (
+            f"bandwidth-bound: {sent / 1e6:.3g} MB of each GPU take {total_s * 1e3:.3g} ms, beside "
+            f"{compute.of(batch) * 1e3:.3g} ms of compute"
+        )
+    return f"{' and '.join(reasons)}. {cause[0].upper()}{cause[1:]}"

@@ -1,0 +1,170 @@
+"""What `plan` says: a row for each number of GPUs, and in words what the rows rest on and when not to."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ncclsync.tools.bench.report import Column, Listing, Result, Row, significant, size_text, time_text
+from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.plan.links import Cluster, Link
+from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY, POOR_EFFICIENCY, Prediction, predict, step_seconds
+from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was measured, or said, of the step on one GPU.
+
+    Attributes:
+        batch_size: of each GPU.
+        seconds: of steps, by batch size.
+        origin: where these are from, in words.
+        stages: of the step, with what they exchange.
+        conditional: whether some of that happens in certain steps only.
+    """
+
+    batch_size: int
+    seconds: Mapping[int, Spread]
+    origin: str
+    stages: tuple[Stage, ...]
+    conditional: bool
+
+    def workload(self, quartile: str) -> Workload:
+        """With a quartile of the seconds: "q1", "median" or "q3"."""
+        seconds = {batch: getattr(spread, quartile) for batch, spread in self.seconds.items()}
+        return Workload(fit_compute(seconds), self.stages)
+
+    def spread(self, value: Callable[[Workload], float]) -> Spread:
+        """Return what becomes of the quartiles of the measured steps."""
+        median, q1, q3 = (value(self.workload(quartile)) for quartile in ("median", "q1", "q3"))
+        return Spread(median, q1, q3, min(spread.samples for spread in self.seconds.values()))
+
+
+def report(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
+    """Predict steps on so many GPUs, and say what that rests on.
+
+    Args:
+        model: name of the factory.
+        link: as it was asked for.
+        gpus: numbers of them.
+        cluster: what `link` means.
+        found: the step on one.
+    """
+    workload, batch = found.workload("median"), found.batch_size
+    case = {"model": model, "batch_size": batch, "link": link}
+    compute = workload.compute
+    more: dict[str, Any] = {
+        "samples_per_s": batch / compute.of(batch),
+        "measured_s": {str(size): dataclasses.asdict(one) for size, one in found.seconds.items()},
+        "fixed_s": compute.fixed_s,
+        "per_sample_s": compute.per_sample_s,
+        "compute_from": found.origin,
+        "cluster": dataclasses.asdict(cluster),
+        "stages": [dataclasses.asdict(stage) for stage in workload.stages],
+    }
+    rows = [Row(case, "1", found.spread(lambda one: one.compute.of(batch)), {}, more)]
+    predictions = [predict(workload, count, batch, cluster) for count in gpus]
+    for one in predictions:
+        step = functools.partial(step_seconds, gpus=one.gpus, batch=batch, cluster=cluster)
+        figures = dataclasses.asdict(one)
+        del figures["gpus"], figures["step_s"]
+        figures |= {
+            "speedup": one.speedup,
+            "samples_per_s": one.gpus * batch / one.step_s,
+            "exchanged_bytes": sum(message.bytes_of(batch) for message in workload.messages),
+            "buckets": len(workload.messages),
+        }
+        rows.append(Row(case, str(one.gpus), found.spread(step), {}, figures))
+    notes = _notes(cluster, found, workload, predictions)
+    return Result("plan", "s", tuple(rows), tuple(notes))
+
+
+def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list[Prediction]) -> list[str]:
+    compute = workload.compute
+    notes = [
+        f"{one.gpus} GPUs: one GPU is the better choice: {one.one_gpu_because}."
+        for one in predictions
+        if one.one_gpu_because
+    ]
+    for one in predictions:
+        if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY:
+            notes.append(
+                f"{one.gpus} GPUs: only with overlap; without it they would be "
+                f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency "
+                f"below {POOR_EFFICIENCY:.0%}."
+            )
+    parts = f"{_ms(compute.fixed_s)} and {_ms(compute.per_sample_s)} per sample"
+    if len(found.seconds) == 1:
+        parts = f"{_ms(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
+    notes.append(f"Compute: {found.origin}. A step on one GPU takes {parts}.")
+    notes.append(f"Links: {cluster_text(cluster)}.")
+    notes.append(
+        "Overlap: a bucket leaves as soon as back-propagation has made it. Without: when its part of the "
+        "step has ended, as in ncclsync today. Not counted: launching, feeding, waiting for slower GPUs."
+    )
+    if any(message.bytes_per_sample for message in workload.messages):
+        notes.append("Some buckets gather rows, as of embeddings: they grow with the batch, and with N.")
+    if found.conditional:
+        notes.append("Some buckets travel in certain steps only (as with accumulation); here in every one.")
+    if any(cluster.hosts(one.gpus) > 1 for one in predictions):
+        notes.append("ncclsync trains on the GPUs of one host: on more, this is what the links would allow.")
+    return notes
+
+
+def listings() -> list[Listing]:
+    """Return the table: one GPU, then each number of them."""
+    columns = [
+        Column("GPUs", lambda row: row.side),
+        Column("exchanged", _more("exchanged_bytes", size_text)),
+        Column("buckets", _more("buckets", str)),
+        Column("exchange", _more("communication_s", _ms)),
+        Column("by", _more("algorithms", " ".join), "left"),
+        Column("over-\nlapped", _more("overlapped", _percent)),
+        Column("step", lambda row: _ms(row.value.median) if row.value.samples == 1 else time_text(row.value)),
+        Column("without\noverlap", _more("sequential_s", _ms)),
+        Column("effi-\nciency", _more("efficiency", _percent)),
+        Column("without\noverlap", _more("sequential_efficiency", _percent)),
+        Column("speed-up", _more("speedup", significant)),
+        Column("samples/s", _more("samples_per_s", lambda rate: f"{float(f'{rate:.3g}'):.0f}")),
+        Column(f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU", _batch("good_batch")),
+        Column("beats one GPU\nfrom batch", _batch("winning_batch")),
+        Column("better", _better, "left"),
+    ]
+    return [Listing(columns)]
+
+
+def _more(name: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
+    return lambda row: text(row.more[name]) if name in row.more else ""
+
+
+def _batch(name: str) -> Callable[[Row], str]:
+    return _more(name, lambda batch: "never" if batch is None else str(batch))
+
+
+def _better(row: Row) -> str:
+    if row.side == "1":
+        return ""
+    return "one GPU" if row.more["one_gpu_because"] else f"{row.side} GPUs"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _ms(seconds: float) -> str:
+    return time_text(Spread(seconds, seconds, seconds, 1)).partition(" (")[0]
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Return a cluster in words, such as "hosts of 8 GPUs by 28 GB/s, 2.5 µs; each host by 24 GB/s, 4 µs"."""
+    if cluster.within is None:
+        return f"each GPU by {_link_text(cluster.between)}"
+    return (
+        f"hosts of {cluster.gpus_per_host} GPUs by {_link_text(cluster.within)}, each host by "
+        f"{_link_text(cluster.between)}"
+    )
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:g} µs"

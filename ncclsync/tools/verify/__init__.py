@@ -1,0 +1,1 @@
+"""Compare a model on towers with the same model on one device."""

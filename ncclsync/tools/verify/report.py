@@ -1,0 +1,176 @@
+"""What `verify` found, as data and as a table. Knows nothing of models or towers."""
+
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+import rich.box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ncclsync.semantics.exactness import Inexact
+
+_ROWS = 20  # of the table; the variables that differ most
+_WIDTH = 110  # columns, where the report is printed as plain text
+
+# A difference is relative to the largest magnitude of its array, but not to less than this: where all that
+# an array holds is rounding (the gradient of a bias that has no effect), no digit of it is meaningful.
+_LEAST_MAGNITUDE = {"log": 1.0, "evaluate": 1.0}
+_LEAST_MAGNITUDE_ELSE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far one array on N towers is from the same array on one device, after one step.
+
+    Attributes:
+        step: from 1.
+        kind: "weight", "optimizer", "state" (variables that are neither), "log", "evaluate" or "predict".
+        name: of the variable, log or output.
+        absolute: the largest difference of two elements; infinite for a NaN against a number, for strings
+            that differ and for other shapes.
+        relative: `absolute` over the largest magnitude that one device has in the array, which counts as
+            0.01 at least, and as 1 in a log.
+        ok: whether `relative` is within the tolerance; anything but floats must be equal.
+        nan: whether either array holds a NaN. Equal NaNs do not differ.
+    """
+
+    step: int
+    kind: str
+    name: str
+    absolute: float
+    relative: float
+    ok: bool
+    nan: bool
+
+
+def measure(step: int, kind: str, name: str, actual: Any, expected: Any, tolerance: float) -> Difference:
+    """Compare an array of the towers (`actual`) with that of one device (`expected`); see `Difference`."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    numbers = _is_number(actual) and _is_number(expected)
+    if actual.shape != expected.shape or not numbers:
+        same = actual.shape == expected.shape and bool(np.all(actual == expected))
+        distance = 0.0 if same else float("inf")
+        return Difference(step, kind, name, distance, distance, same, nan=False)
+    exact = expected.dtype.kind in "iub"
+    one, other = np.atleast_1d(actual.astype(np.float64), expected.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    nan = bool(np.isnan(one).any() or np.isnan(other).any())
+    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    apart[np.isnan(apart)] = np.inf
+    absolute = float(np.max(apart, initial=0.0))
+    magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
+    relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
+    return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """Whether N towers trained as one device. `print` shows it as a table, and so does a notebook.
+
+    Attributes:
+        ok: no difference left the tolerance.
+        tolerance: of a relative difference.
+        devices: [N] of the towers.
+        batch_sizes: [steps] samples in the batch of each step.
+        differences: every variable and log after every step, in the order in which they were compared:
+            what an optimizer holds as a scalar (its learning rate), weights, its slots, other state, logs.
+        reasons: why they may differ; a NaN is told of even where both have it.
+    """
+
+    ok: bool
+    tolerance: float
+    devices: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    differences: tuple[Difference, ...]
+    reasons: tuple[Inexact, ...]
+
+    @property
+    def towers(self) -> int:
+        """How many towers were compared with one device."""
+        return len(self.devices)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were trained."""
+        return len(self.batch_sizes)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference that is out of tolerance: where to look."""
+        return next((one for one in self.differences if not one.ok), None)
+
+    @property
+    def largest(self) -> tuple[Difference, ...]:
+        """The largest relative difference of each variable, log and output over all steps."""
+        worst: dict[tuple[str, str], Difference] = {}
+        for one in self.differences:
+            key = (one.kind, one.name)
+            if key not in worst or one.relative > worst[key].relative:
+                worst[key] = one
+        return tuple(worst.values())
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [self._verdict(), self._table()]
+        hidden = len(self.largest) - _ROWS
+        if hidden > 0:
+            parts.append(Text(f"{hidden} more differ less.", style="dim"))
+        if self.reasons:
+            parts.append(Text("Likely reasons:" if not self.ok else "Worth knowing:", style="bold"))
+        for reason in self.reasons:
+            parts.append(Text(f"  {reason.where}: {reason.reason}."))
+            parts.append(Text(f"    Remedy: {reason.remedy}", style="dim"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    # A notebook shows the repr, and so does a failed `assert verify(...).ok`.
+    __repr__ = __str__
+
+    def _verdict(self) -> Text:
+        sizes = ", ".join(map(str, self.batch_sizes))
+        among = f"{self.towers} towers and one device, {self.steps} steps on batches of {sizes} samples"
+        if self.first is None:
+            return Text(f"Equal to {self.tolerance:g}: {among}", style="bold green")
+        return Text(
+            f"Different: {among}. First out of the tolerance of {self.tolerance:g}: "
+            f"{self.first.kind} {self.first.name}, {_when(self.first)}, by {self.first.relative:.2g}",
+            style="bold red",
+        )
+
+    def _table(self) -> Table:
+        table = Table(box=rich.box.SIMPLE)
+        table.add_column("", no_wrap=True)
+        table.add_column("variable", overflow="fold")
+        for head in ("largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"):
+            table.add_column(head, justify="right")
+        left = {(one.kind, one.name): one for one in reversed(self.differences) if not one.ok}
+        by_size = sorted(self.largest, key=lambda one: one.relative, reverse=True)
+        shown = set(by_size[:_ROWS])
+        for one in self.largest:
+            if one in shown:
+                since = left.get((one.kind, one.name))
+                table.add_row(
+                    one.kind,
+                    Text(one.name),
+                    f"{one.absolute:.2g}",
+                    f"{one.relative:.2g}",
+                    _when(one),
+                    f"from {_when(since)}" if since else "",
+                    style="red" if since else None,
+                )
+        return table
+
+
+def _when(one: Difference) -> str:
+    return "the end" if one.kind in ("evaluate", "predict") else f"step {one.step}"
+
+
+def _is_number(array: np.ndarray) -> bool:
+    return array.dtype.kind in "fiub" or array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -1,0 +1,240 @@
+"""What towers do with a step: what becomes of each variable, where the step is cut, and how a batch is split.
+
+Reads it off a `Program`, as rows and as a table; decides nothing.
+"""
+
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
+
+import rich.box
+import tensorflow as tf
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ncclsync.program.program import Exchange, Program, Segment, Whole
+from ncclsync.semantics.roles import Role, role_of
+from ncclsync.semantics.shards import shard_sizes
+from ncclsync.towers.layout import numbered
+from ncclsync.towers.state import TowerState
+
+_WIDTH = 130  # columns, where it is printed as plain text
+
+_RULES = {
+    Role.SAME: "same on all towers, nothing is exchanged for it",
+    Role.SUM: "sum: tower 0 holds it, the others start from zero",
+    Role.PARTIAL: "partial: each tower accumulates its samples'",
+    Role.PARTITION: "each tower has its part",
+    Role.SEED: "seed: each tower has its own",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableRow:
+    """A variable that the step uses.
+
+    Attributes:
+        name: its Keras path where known.
+        size_bytes: of one tower's copy.
+        role: how the towers' copies relate: "same", "sum", "partial" or "seed".
+        rule: how the towers' parts of its new value become one, in words.
+        bucket: the segment behind which these are exchanged, and which bucket it is there, both from 1; on
+            the host, where nothing is packed, which call. None where nothing is exchanged for this variable.
+    """
+
+    name: str
+    size_bytes: int
+    role: str
+    rule: str
+    bucket: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CutRow:
+    """What is exchanged behind a segment on account of one line.
+
+    Attributes:
+        segment: from 1.
+        what: what it is and how it is exchanged, in words.
+        tensors: how many.
+        size_bytes: of one tower's tensors, as far as their shapes are known.
+        line: file, number and text of the user's line that asks for it, or calls what does.
+    """
+
+    segment: int
+    what: str
+    tensors: int
+    size_bytes: int
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRow:
+    """Rows that are gathered on every tower, since an op needs those of the whole batch.
+
+    Attributes:
+        op: the first such op's type.
+        ops: how many such ops that line has.
+        size_bytes: of the rows that are gathered for them; of one row where no batch is known.
+        line: file, number and text of the user's line.
+    """
+
+    op: str
+    ops: int
+    size_bytes: int
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardRow:
+    """A tower's part of the batch: rows `begin` to `end` - 1."""
+
+    tower: int
+    device: str
+    begin: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What towers do with a step. `print` shows it as tables, and so does a notebook.
+
+    Attributes:
+        segments: how many parts the step has; the towers meet behind each but the last.
+        variables: those that the step uses.
+        cuts: why it is cut.
+        shards: of the batch, one for each tower; none if no batch is known.
+        wholes: the rows that are gathered; none for most models.
+    """
+
+    segments: int
+    variables: tuple[VariableRow, ...]
+    cuts: tuple[CutRow, ...]
+    shards: tuple[ShardRow, ...]
+    wholes: tuple[WholeRow, ...] = ()
+
+    def __rich__(self) -> Group:
+        variables = _table("variable", "bytes", "role", "bucket", "how")
+        for row in self.variables:
+            bucket = "" if row.bucket is None else ".".join(map(str, row.bucket))
+            variables.add_row(Text(row.name), str(row.size_bytes), row.role, bucket, row.rule)
+        cuts = _table("behind", "bytes", "tensors", "exchanged", "asked for at")
+        for cut in self.cuts:
+            numbers = map(str, (cut.segment, cut.size_bytes, cut.tensors))
+            cuts.add_row(*numbers, cut.what, Text(cut.line))
+        shards = _table("tower", "rows", "of the batch", "device")
+        for one in self.shards:
+            size = str(one.end - one.begin)
+            shards.add_row(
+                str(one.tower), size, f"{one.begin} to {one.end - 1}" if size != "0" else "", one.device
+            )
+        wholes = _table("gathered for", "bytes", "ops", "at")
+        for whole in self.wholes:
+            wholes.add_row(whole.op, str(whole.size_bytes), str(whole.ops), Text(whole.line))
+        parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
+        last = [table for table, filled in ((wholes, self.wholes), (shards, self.shards)) if filled]
+        return Group(variables, Text(f"The step has {parts}."), cuts, *last)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    __repr__ = __str__
+
+
+def explain_program(program: Program, towers: TowerState, rows: int | None) -> Explanation:
+    """Explain a program.
+
+    Args:
+        program: of a step on towers.
+        towers: where it runs.
+        rows: of a batch; None if not known.
+    """
+    calls: dict[str, tuple[int, int]] = {}
+    exchanges: dict[str, Exchange] = {}
+    for number, segment in enumerate(program.segments, start=1):
+        for one, bucket in zip(segment.outgoing, numbered(segment.outgoing), strict=True):
+            calls.update((exchange.result, (number, bucket)) for exchange in one.exchanges)
+            exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
+    updates = {name: result for name, result in program.updates if result in calls}
+    subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
+    for key, exchange in exchanges.items():
+        if exchange.collective.divides:
+            subjects[key] = "gradients" if exchange.collective.differs else "weights"
+    names = towers.names_of([variable for _, variable in program.variables])
+    variables = []
+    for name, (handle, variable) in zip(names, program.variables, strict=True):
+        role = role_of(variable, towers.batch_invariant_random)
+        result = updates.get(handle)
+        rule = _RULES[role] if result is None else _words(exchanges[result])
+        if len(towers) == 1:
+            rule, result = "one tower: nothing is exchanged", None
+        size = int(variable.shape.num_elements() or 0) * variable.dtype.size
+        variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
+    cuts = tuple(_cuts(program.segments, subjects, len(towers), rows))
+    wholes = _wholes(program, rows) if len(towers) > 1 else ()
+    return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes)
+
+
+def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
+    found: dict[str, list[Whole]] = {}
+    for whole in program.gathered:
+        found.setdefault(whole.line, []).append(whole)
+    return tuple(
+        WholeRow(group[0].op, len(group), sum(one.row_bytes for one in group) * (rows or 1), line)
+        for line, group in found.items()
+    )
+
+
+def _subject(variable: tf.Variable) -> str:
+    if variable.trainable:
+        return "gradients"
+    return "metrics" if role_of(variable) is Role.SUM else "variables"
+
+
+def _cuts(
+    segments: Sequence[Segment], subjects: Mapping[str, str], towers: int, rows: int | None
+) -> Iterable[CutRow]:
+    for number, segment in enumerate(segments, start=1):
+        found: dict[tuple[str, str], list[Exchange]] = {}
+        for exchange in (e for bucket in segment.outgoing for e in bucket.exchanges):
+            what = f"{subjects.get(exchange.result, 'other')}; {_words(exchange)}"
+            found.setdefault((what, exchange.line), []).append(exchange)
+        for (what, line), group in found.items():
+            yield CutRow(number, what, len(group), sum(e.size_bytes(towers, rows) or 0 for e in group), line)
+
+
+def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
+    found, begin = [], 0
+    for tower, size in enumerate(shard_sizes(rows, len(towers)) if rows else ()):
+        found.append(ShardRow(tower, towers.devices[tower], begin, begin + size))
+        begin += size
+    return tuple(found)
+
+
+def _words(exchange: Exchange) -> str:
+    collective = exchange.collective
+    if collective.kind == "broadcast":
+        return f"broadcast: tower {collective.root}'s"
+    if collective.kind == "all_gather":
+        return "all-gather: the rows of all towers"
+    if collective.kind == "stack" and collective.divides:
+        return "all-gather: what each tower has updated"
+    if collective.kind == "stack":
+        return "all-gather: one row of each tower"
+    if collective.kind == "reduce_scatter":
+        return "reduce-scatter: each tower its part of the sum"
+    how = {"sum": "sum of the towers' parts", "mean": "mean over the samples"}
+    when = ", when an update is due" if exchange.when else ""
+    return f"all-reduce: {how.get(collective.op, collective.op)}{when}"
+
+
+def _table(name: str, number: str, *others: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(name, overflow="fold")
+    table.add_column(number, justify="right")
+    for head in others:
+        table.add_column(head, overflow="fold")
+    return table

@@ -1,0 +1,228 @@
+"""Which devices the towers stand on, and what joins them. Chosen once, before anything is created."""
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
+from ncclsync.compat import other_libraries
+from ncclsync.ops import host_ops
+
+_logger = logging.getLogger("ncclsync")
+
+BACKENDS = ("nccl", "cpu")
+
+# A host has up to 16 GPUs, and some hundred cores. A step is one graph with a part for each tower, and what
+# TensorFlow takes for it grows faster than their number: of a small model 5 s for 128, 15 s for 256, 47 s for
+# 512 towers on CPUs.
+MOST_TOWERS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One device per tower, and the backend that joins them.
+
+    Attributes:
+        devices: such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times.
+        backend: "nccl" or "cpu".
+        reason: why these and this, as it is logged.
+    """
+
+    devices: tuple[str, ...]
+    backend: str
+    reason: str
+
+
+def check_arguments(
+    towers: int | None, devices: Sequence[str] | None, backend: str | None, bucket_bytes: int
+) -> None:
+    """Check what can be checked without asking TensorFlow for its devices, which would start it.
+
+    Raises:
+        TypeError, ValueError: see `choose_placement`; more than `MOST_TOWERS`; `bucket_bytes` must be a
+            positive int.
+    """
+    if towers is not None:
+        if devices is not None:
+            raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
+        if isinstance(towers, bool) or not isinstance(towers, int):
+            raise TypeError(
+                f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "
+                "choose devices, use devices=."
+            )
+        if towers < 1:
+            raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
+        if towers > MOST_TOWERS:
+            raise ValueError(
+                f"Expected towers to be at most {MOST_TOWERS}, more than a host has GPUs. "
+                f"Received: towers={towers}. A batch size belongs to fit(batch_size=...)."
+            )
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence) or not devices):
+        raise TypeError(
+            f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. For a number of "
+            "them, as hvd.size() is one, or gpus= of multi_gpu_model, use towers=."
+        )
+    if devices is not None and len(devices) > MOST_TOWERS:
+        raise ValueError(
+            f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"
+        )
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"Expected backend to be one of {BACKENDS} or None. Received: {backend!r}")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {bucket_bytes!r}")
+
+
+def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
+    """Choose devices and backend; log the choice once, at INFO, with the reason.
+
+    Args:
+        towers: how many towers: the first GPUs, or that many CPU towers where there is no GPU. None: every
+            GPU, or one CPU tower.
+        devices: just these instead, such as ["GPU:0", "GPU:2"].
+        backend: "nccl", "cpu", or None to follow the devices.
+
+    Raises:
+        TypeError, ValueError: if an argument is not as described, names a device that is not there, names
+            a GPU twice, or asks for more towers than there are GPUs on a host that has some.
+        NcclSyncError: no devices are named, and horovodrun or mpirun have started several processes, each of
+            which would take the same.
+    """
+    if devices is None:
+        other_libraries.check_one_process()
+    gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
+    if devices is not None:
+        chosen, reason = _named_devices(devices), "as named"
+    else:
+        chosen, reason = _first_devices(towers, gpus)
+    kinds = {device.split(":")[0] for device in chosen}
+    if backend is None:
+        backend = "nccl" if kinds == {"GPU"} else "cpu"
+        why = f"the towers stand on {' and '.join(sorted(kinds))} devices"
+    else:
+        why = "asked for"
+        if backend == "nccl" and devices is not None and kinds != {"GPU"}:
+            raise ValueError(
+                f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}"
+            )
+    told = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
+    _logger.info("%s", told)
+    return Placement(tuple(chosen), backend, told)
+
+
+def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
+    """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
+
+    Args:
+        towers, devices: see `choose_placement`, which starts TensorFlow: to be called behind this.
+    """
+    if devices is not None:
+        on_cpu = sum("CPU" in str(name).upper() for name in devices)
+    else:
+        on_cpu = 0 if tf.config.get_visible_devices("GPU") else towers or 1
+    if on_cpu > 1 and on_cpu >= native.usable_cores():
+        _run_ops_on_one_thread()
+
+
+@functools.cache
+def _run_ops_on_one_thread() -> None:
+    """Do so unless the user has chosen how many threads, or TensorFlow runs already; once per process.
+
+    By default each op divides its work among all cores. Where there are as many towers as cores, every part
+    then waits until a tower that computes on that core is interrupted. Only before TensorFlow starts can it
+    be told. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
+    """
+    if tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS"):
+        return
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        _logger.info("TensorFlow runs an op on one thread, since towers keep all cores of the host busy")
+    except RuntimeError:
+        _logger.warning(
+            "Towers keep all cores of the host busy, and TensorFlow, which has started before them, divides "
+            "each op among all cores: steps take up to half as long again. Make the towers first, before "
+            "any tensor or dataset, or set TF_NUM_INTRAOP_THREADS=1."
+        )
+
+
+def default_device() -> str:
+    """Return the device on which TensorFlow runs what nobody places."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -> Communicator:
+    """Create the communicator that joins a placement's towers. The caller closes it.
+
+    Args:
+        placement: where the towers stand.
+        timeout_s, preflight: see `NcclCommunicator`; the CPU's waits for nobody.
+
+    Raises:
+        NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+    """
+    if placement.backend == "nccl":
+        known = _cuda_ordinals("GPU")
+        ordinals = [
+            known[int(device.split(":")[1])] if device.startswith("GPU") else index
+            for index, device in enumerate(placement.devices)
+        ]
+        return NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
+    return CpuCommunicator(len(placement.devices))
+
+
+def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
+    """Return whether all devices are in the host's memory, and TensorFlow takes the ops for that."""
+    return backend == "cpu" and all("CPU" in device for device in devices) and host_ops.available()
+
+
+def _cuda_ordinals(kind: str) -> list[int]:
+    """Return, for each of TensorFlow's logical devices, which of CUDA's devices it is.
+
+    They differ where TensorFlow was told to see only some GPUs, or to make several logical ones of a GPU.
+    """
+    ordinals = []
+    for device in tf.config.get_visible_devices(kind):
+        logical = tf.config.get_logical_device_configuration(device) or [None]
+        ordinals += [int(device.name.rpartition(":")[2])] * len(logical)
+    return ordinals
+
+
+def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]:
+    if towers is None:
+        return (gpus, "every visible GPU") if gpus else (["CPU:0"], "no GPU is visible")
+    if not gpus:
+        return ["CPU:0"] * towers, "no GPU is visible"
+    if towers > len(gpus):
+        raise ValueError(
+            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}. "
+            "They are the GPUs of this host; hvd.size() counts those of all hosts."
+        )
+    return gpus[:towers], "the first GPUs"
+
+
+def _named_devices(devices: Sequence[Any]) -> list[str]:
+    known = [_short_name(device.name) for device in tf.config.list_logical_devices()]
+    chosen = []
+    for name in devices:
+        try:
+            short = _short_name(name)
+        except (ValueError, AttributeError, TypeError):
+            short = None
+        if short not in known:
+            named = ", as a number; multi_gpu_model and tensorpack take such" if isinstance(name, int) else ""
+            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}")
+        if short.startswith("GPU") and short in chosen:
+            raise ValueError(f"Expected every GPU once. Received: devices={list(devices)}")
+        chosen.append(short)
+    return chosen
+
+
+def _short_name(name: str) -> str:
+    spec = tf.DeviceSpec.from_string(name if name.startswith("/") else f"/{name}")
+    if spec.device_type is None:
+        raise ValueError(name)
+    return f"{spec.device_type.upper()}:{spec.device_index or 0}"

@@ -1,0 +1,143 @@
+"""What a step needs if it fails: its batch, to be run again, and what it wrote on its way, to be undone.
+
+Called by `layout.py` and `step.py` while the graph of the step is built, and when it has failed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.program.program import Program
+from ncclsync.semantics.roles import Role, role_of
+from ncclsync.semantics.shards import components_of
+from ncclsync.towers.state import TowerState
+
+
+class KeptBatch:
+    """The batch of the step that runs, to be run again if that step fails without saying why.
+
+    It shares the batch's memory. Why: an error on one tower cancels the others, and TensorFlow may report
+    the cancellation instead of the error. Run again outside a graph, tower by tower, there is but the error.
+    """
+
+    def __init__(self, specs: Any) -> None:
+        """Prepare for batches of these `tf.TypeSpec`s."""
+        self._specs = specs
+        with tf.device("/CPU:0"):
+            self._leaves = [
+                tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
+                if leaf.dtype != tf.string
+                else tf.Variable([""], shape=tf.TensorShape(None), trainable=False)
+                for leaf in components_of(specs)
+            ]
+
+    def keep(self, batch: Any) -> Any:
+        """Keep a batch, in the graph of the step; return it for the step to use."""
+        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, leaves, strict=True)]
+        with tf.control_dependencies(_ops(kept)):
+            return tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
+            )
+
+    def batch(self) -> Any:
+        """Return the last batch kept."""
+        leaves = iter([variable.read_value() for variable in self._leaves])
+        return tf.nest.map_structure(
+            lambda spec: (
+                None
+                if spec is None
+                else tf.nest.pack_sequence_as(
+                    spec, [next(leaves) for _ in components_of(spec)], expand_composites=True
+                )
+            ),
+            self._specs,
+        )
+
+
+class Rollback:
+    """What a step that writes weights on its way needs, so that an error on one tower undoes all of it.
+
+    The saved values share memory with tower 0's variables until a step writes those.
+    """
+
+    def __init__(
+        self, program: Program, towers: TowerState, tell: Callable[[np.ndarray], None] | None = None
+    ) -> None:
+        """Prepare for a program.
+
+        Args:
+            program: what is run.
+            towers: where.
+            tell: is called with the values of `program.finite` if one is False, before the step is undone;
+                what it raises fails the step. Needed if the program tells that.
+        """
+        variables = dict(program.variables)
+        self._tell = tell
+        with tf.device(f"/{towers.devices[0]}"):
+            self._saved = [
+                (group[0], tf.Variable(group[0].value(), trainable=False), group)
+                for name in program.rollback
+                for group in _restored(variables[name], towers)
+            ]
+            self._open = tf.Variable(False, trainable=False) if self._saved else None
+
+    def begin(self) -> list[tf.Operation]:
+        """Save, in the graph of the step; the step must wait for what is returned."""
+        if self._open is None:
+            return []
+        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
+        with tf.control_dependencies(_ops(saves)):
+            return _ops([self._open.assign(True)])
+
+    def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
+        """Note, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
+        if finite is not None:
+            with tf.control_dependencies([done]):
+                done = tf.cond(
+                    tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite)
+                )
+        if self._open is None:
+            return done
+        with tf.control_dependencies([done]):
+            return tf.group(self._open.assign(False))
+
+    def restore(self) -> None:
+        """Undo a step that failed on its way; do nothing if it failed before it began."""
+        if self._open is not None and self._open.numpy():
+            for variable, saved, _ in self._saved:
+                variable.assign(saved)
+            self._open.assign(False)
+
+    def _undo(self, finite: tf.Tensor) -> tf.Tensor:
+        """In a branch of the graph of a step: give every tower what it had before the step."""
+        with tf.device("/CPU:0"):
+            told = tf.numpy_function(self._tell, [finite], [])
+        writes = []
+        with tf.control_dependencies([] if tf.executing_eagerly() else [told]):
+            for _, saved, group in self._saved:
+                for copy in group:
+                    with tf.device(copy.device):
+                        writes.append(
+                            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=saved.read_value())
+                        )
+        with tf.control_dependencies([] if tf.executing_eagerly() else writes):
+            return tf.constant(0.0)
+
+
+def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
+    """What a failed step must be undone in, by what has one value: all towers', or each that holds its own.
+
+    The first of a group is what is saved.
+    """
+    copies = towers.copies(variable)
+    own = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
+    return [[copy] for copy in copies] if own else [copies]
+
+
+def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
+    """The ops to wait for; none outside a graph, where everything has happened already."""
+    return [] if tf.executing_eagerly() else [variable.op for variable in assigned]

@@ -1,0 +1,96 @@
+"""One variable of tower 0 and its copies on the other towers: how they relate, and who has written.
+
+`TowerState` owns them and sends values; what a role means is in `variables`.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import current_context
+from ncclsync.semantics.holders import Holder
+from ncclsync.semantics.roles import Role
+
+
+class Replicas(Holder):
+    """One variable of tower 0, its copies on the other towers, and whether somebody else has written it.
+
+    Attributes:
+        role: how the copies relate.
+        copies: [N - 1] those of the other towers.
+    """
+
+    def __init__(
+        self,
+        variable: tf.Variable,
+        role: Role,
+        copies: list[tf.Variable],
+        pending: set[int],
+        shared: set[int],
+        forget: Callable[[], None],
+    ) -> None:
+        """Watch a variable.
+
+        Args:
+            variable: tower 0's, which is not kept alive.
+            role: how the copies relate.
+            copies: [N - 1] those of the other towers.
+            pending: its id is added when somebody has written what the copies have not got.
+            shared: its id is added when other towers hold copies of the variable too.
+            forget: is called when it is deleted.
+        """
+        super().__init__(variable, forget)
+        self._key = id(variable)
+        self.role = role
+        self.copies = copies
+        self._pending = pending
+        self._shared = shared
+        self.watch()
+        if role is Role.PARTIAL:
+            self.watch_reads()
+
+    def take_role(self, role: Role) -> None:
+        """Let the copies relate otherwise from the next step on, as a trace has shown that they are used."""
+        self.gather_parts()
+        self.role = role
+        if role is Role.PARTIAL:
+            for copy in self.copies:
+                copy.assign(tf.zeros_like(copy))
+            self.watch_reads()
+        else:
+            self._pending.add(self._key)
+
+    @property
+    def variable(self) -> tf.Variable:
+        """Tower 0's variable, which this object must not keep alive."""
+        variable = self.held
+        if variable is None:
+            raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
+        return variable
+
+    def gather_parts(self) -> None:
+        """Add up in tower 0's variable what the towers hold parts of, so that it holds the whole."""
+        if self.role is not Role.PARTIAL:
+            return
+        for copy in self.copies:
+            part = copy.value()
+            with tf.device(self.variable.device):
+                tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
+            copy.assign(tf.zeros_like(part))
+
+    def before_access(self) -> None:
+        """Before Python reads or writes: let tower 0's variable hold the whole."""
+        if tf.executing_eagerly() and current_context() is None:
+            self.gather_parts()
+
+    def note_write(self) -> None:
+        """Send the variable before the next step."""
+        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition is each
+        # tower's own.
+        if self.role not in (Role.SUM, Role.PARTITION):
+            self._pending.add(self._key)
+
+    def note_shared(self) -> None:
+        """Tell the others, from now on, what a step writes."""
+        self._shared.add(self._key)

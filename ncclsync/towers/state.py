@@ -1,0 +1,456 @@
+"""The towers: their devices, their communicator, and a copy of every variable for each of them.
+
+Tower 0's variables are the user's own. `TowerState` creates the other towers' copies, brings to them whatever
+Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.gradients.compression import ErrorFeedback, check_compression
+from ncclsync.gradients.noise_scale import NoiseAverages
+from ncclsync.gradients.nonfinite import OnNonFinite
+from ncclsync.gradients.sharded_optimizer import OptimizerSharding
+from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
+from ncclsync.ops.spans import Measured
+from ncclsync.semantics.roles import Role, role_of, start_value
+from ncclsync.towers.drift import Sentinel, distance, fold_in_place, outliers
+from ncclsync.towers.placement import check_arguments, choose_placement, connect, reduced_on_host, share_cores
+from ncclsync.towers.replicas import Replicas
+
+logger = logging.getLogger("ncclsync")
+
+DLPACK_CPU, DLPACK_CUDA = 1, 2
+
+
+class TowerState:
+    """N replicas of one model's state, one per device, and what joins them.
+
+    A context manager; `close` ends it. Tower 0 is the user's own model.
+
+    Attributes:
+        devices: [N] names such as "GPU:0"; several towers may share a CPU.
+        backend: "nccl" or "cpu".
+        bucket_bytes: size at which a gradient bucket is closed.
+        batch_invariant_random: whether random numbers are those of one device.
+        compression: what gradients are compressed by, if they are.
+        sharding: what divides the optimizers' state among the towers, if it is divided.
+        communicator: the N ranks, owned by this object.
+        on_nonfinite: what happens when a gradient is not finite.
+        noise: how much the towers' gradients differ, if somebody asks.
+        shared: ids of the variables that other towers of the process hold copies of, too.
+        check_first_step: whether steps are checked before they are relied upon; see `semantics.check`.
+        found_by_check: what differed, `semantics.check.Found`.
+    """
+
+    def __init__(
+        self,
+        towers: int | Sequence[str] | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        backend: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        batch_invariant_random: bool = False,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
+        compression: str | None = None,
+        shard_optimizer: bool = False,
+        check_every: int | None = None,
+        on_divergence: str = "raise",
+        on_nonfinite: str | None = None,
+        check_first_step: bool = False,
+    ) -> None:
+        """Choose devices and backend, and join them.
+
+        Args:
+            towers, devices, backend: see `devices.choose_placement`; devices may take the place of a number
+                of towers.
+            bucket_bytes: see `bucket.plan_buckets`.
+            batch_invariant_random: whether random numbers are those that one device would draw for the
+                whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
+            timeout_s: how long a collective of NCCL's may take, in seconds, before the step fails with a
+                `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
+            preflight: whether known numbers are sent over each pair's path when GPUs are joined.
+            compression: "bfloat16": gradients travel as such; see `compression.ErrorFeedback`.
+            shard_optimizer: whether each tower keeps and updates its part of an optimizer's state; see
+                `optimizer_sharding`.
+            check_every: after every so many training steps, compare a fold of the bits of all that must be
+                identical, over the towers; see `drift`. None: never.
+            on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
+                as it is; or "repair": send tower 0's values to all and log a warning, unless it is tower 0
+                that differs from most others, which is an error.
+            on_nonfinite: what happens if a tower's own gradient of a training step, as a tape gives it, holds
+                a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
+                the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
+                a warning in the same words. None: nothing is looked at.
+            check_first_step: whether a training step that was traced is run, on a few rows of its first
+                batch, op by op as one device does and as towers do; a warning names what differs.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+            NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+        """
+        count = None
+        if devices is None and isinstance(towers, Sequence) and not isinstance(towers, str):
+            devices = towers
+        else:
+            count = cast("int | None", towers)
+        check_arguments(count, devices, backend, bucket_bytes)
+        check_timeout(timeout_s)
+        check_compression(compression)
+        if not isinstance(check_first_step, bool):
+            raise TypeError(f"Expected check_first_step to be a bool. Received: {check_first_step!r}")
+        self.check_first_step = check_first_step
+        self.found_by_check: list[Any] = []
+        self._sentinel = Sentinel(check_every, on_divergence)
+        self.on_nonfinite = OnNonFinite(on_nonfinite)
+        if backend != "nccl":
+            share_cores(count, devices)
+        placement = choose_placement(count, devices, backend)
+        self.noise = NoiseAverages()
+        self.devices = placement.devices
+        self.backend = placement.backend
+        self.bucket_bytes = bucket_bytes
+        self.batch_invariant_random = batch_invariant_random
+        self.compression = None if compression is None else ErrorFeedback()
+        divides = shard_optimizer and len(self) > 1
+        self.sharding = OptimizerSharding(len(self), bucket_bytes) if divides else None
+        self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
+        self._closed = False
+        self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
+        self._pending: set[int] = set()  # ids of those to be sent before the next step
+        self.shared: set[int] = set()  # ids of those of which other towers hold copies, too
+        self._warned: set[str] = set()
+        self._watchers: list[Callable[[Measured], None]] = []
+        self._save: Callable[[], None] | None = None
+        self._saved_after: BaseException | None = None
+        self._weights: Callable[[], Sequence[Any]] = lambda: [r.variable for r in self._replicas.values()]
+        self._paths: Callable[[], Mapping[int, str]] = dict
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
+
+    def __enter__(self) -> "TowerState":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled and copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "Expected towers to stay in the process that made them: they hold devices, a communicator and "
+            f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is "
+            "then a plain one, or its factory, and call the decorated factory or Towers(...) anew."
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Free the other towers' copies and end the communicator. Idempotent.
+
+        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
+        """
+        self._closed = True
+        if self.sharding is not None:
+            self.sharding.release()
+        for replicas in list(self._replicas.values()):
+            replicas.gather_parts()
+            replicas.unwatch()
+        self._replicas.clear()
+        self._pending.clear()
+        self.shared.clear()
+        self.communicator.close()
+
+    def get_weights(self, tower: int) -> list[np.ndarray]:
+        """Return tower `tower`'s weights as arrays, in the order of `model.get_weights()`.
+
+        Raises:
+            ValueError: if there is no such tower.
+        """
+        if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or not 0 <= tower < len(self):
+            raise ValueError(f"Expected a tower from 0 to {len(self) - 1}. Received: {tower!r}")
+        self.sync()
+        return [self.copies(tf_compat.backend_variable(v))[tower].numpy() for v in self._weights()]
+
+    def broadcast(self) -> None:
+        """Send tower 0's variables to all towers, now. Collective."""
+        self.require_open()
+        self.require_eager("Towers.broadcast")
+        self._send(list(self._replicas))
+
+    def divergence(self) -> float:
+        """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
+
+        Over all variables that must be identical: weights, optimizer state, moving statistics; not over
+        metric state and random seeds, which differ by design. What Python wrote into tower 0 since the last
+        step is sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
+        """
+        self.sync()
+        largest = 0.0
+        for replicas in list(self._replicas.values()):
+            if replicas.role is Role.SAME:
+                reference = replicas.variable.numpy()
+                for copy in replicas.copies:
+                    largest = max(largest, distance(reference, copy.numpy()))
+        return largest
+
+    # What follows is for the other modules of this package.
+
+    def order_weights_by(self, weights: Callable[[], Sequence[Any]]) -> None:
+        """Let `weights()` decide which variables `get_weights` returns, and in what order."""
+        self._weights = weights
+
+    def name_variables_by(self, paths: Callable[[], Mapping[int, str]]) -> None:
+        """Let `paths()` tell, by the id of tower 0's variable, the names that messages give to them."""
+        self._paths = paths
+
+    def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
+        """Return what messages call tower 0's variables: their Keras paths where known."""
+        paths = self._paths()
+        return [paths.get(id(variable), variable.name) for variable in variables]
+
+    def watch_next(self, watcher: Callable[[Measured], None]) -> None:
+        """Let `watcher` be told when the parts of the next training step began and ended, or of the next
+        steps, if one call makes several. Whatever happens, the one behind it is not watched by this.
+        """
+        self._watchers.append(watcher)
+
+    def next_watchers(self) -> list[Callable[[Measured], None]]:
+        """Return who watches the step that is about to run; nobody does any more."""
+        watchers, self._watchers = self._watchers, []
+        return watchers
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether `count_steps` is to be told of each training step."""
+        return self._sentinel.active
+
+    def count_steps(self, steps: int) -> None:
+        """Note that training steps have run, and compare the towers if that is due.
+
+        Raises:
+            DivergenceError: towers differ, and are not to be repaired or cannot be.
+        """
+        if not self._sentinel.is_due(steps):
+            return
+        self.sync()
+        kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
+        # All are started before the first is waited for, each on its own device.
+        folds = [[fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        found = [outliers([int(one) for one in row]) for row in folds]
+        differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
+        if not differing:
+            return
+        names = self.names_of([variable for variable, _ in differing])
+        error = DivergenceError(
+            self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True))
+        )
+        if not self._sentinel.repairs or any(0 in odd for _, odd in differing):
+            raise error
+        logger.warning("%s. Repaired: tower 0's values were sent to all", error)
+        self._send([id(variable) for variable, _ in differing])
+
+    def require_open(self) -> None:
+        """Raise NcclSyncError if the towers are closed."""
+        if self._closed:
+            raise NcclSyncError(
+                "Expected open towers. Received: towers that were closed. Build the model again to train "
+                "on towers; saving and calling it still work."
+            )
+
+    def require_eager(self, what: str) -> None:
+        """Raise NcclSyncError within a tf.function: what is made there is gone when its graph is complete.
+
+        Args:
+            what: was called, for the message.
+        """
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
+                "Python: a step on towers is a graph of its own."
+            )
+
+    def copies(self, variable: tf.Variable) -> list[tf.Variable]:
+        """Return [N] what stands for tower 0's `variable` on each tower, itself first.
+
+        Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
+        seed from one of the tower's own).
+        """
+        self.require_open()
+        replicas = self._replicas.get(id(variable))
+        role = role_of(variable, self.batch_invariant_random)
+        if replicas is None:
+            copies = []
+            for tower, value in self._values(variable, role):
+                with tf.device(self._device_of(variable, tower)):
+                    copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
+            # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
+            forget = functools.partial(_forget, weakref.ref(self), id(variable))
+            replicas = Replicas(variable, role, copies, self._pending, self.shared, forget)
+            self._replicas[id(variable)] = replicas
+            if tf_compat.is_written_by_graph(variable):
+                self._pending.add(id(variable))
+        elif replicas.role is not role:
+            replicas.take_role(role)
+        return [variable, *replicas.copies]
+
+    def sync(self) -> None:
+        """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
+
+        Joins them anew if a collective had failed.
+
+        Raises:
+            NcclSyncError: the towers are closed, or the call is inside a `tf.function`.
+        """
+        self.require_open()
+        self.require_eager("towers to be read and trained")
+        self.communicator.reopen()
+        if self._pending:
+            self._send([key for key in tuple(self._pending) if key in self._replicas])
+        if self.sharding is not None:
+            self.sharding.divide()
+
+    def tell_of_writes(self, written: frozenset[int]) -> None:
+        """Tell other towers that hold copies of the same variables that a step on these has written them.
+
+        Args:
+            written: ids of all variables that the step may have written.
+        """
+        for key in self.shared & written:
+            if not self._replicas[key].tell_others():
+                self.shared.discard(key)  # the others are closed
+
+    def warn_once(self, message: str, about: str | None = None) -> None:
+        """Log a warning, unless it was logged before, or one `about` the same."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
+            logger.warning("%s", message)
+
+    def distrust(self) -> None:
+        """Note that a step failed: every variable is sent again before the next one."""
+        for replicas in list(self._replicas.values()):
+            replicas.gather_parts()
+        self._pending.update(self._replicas)
+
+    def save_after_failure_by(self, save: Callable[[], None]) -> None:
+        """Let `save()` save tower 0's state whenever a collective has failed."""
+        self._save = save
+
+    def failed_collective(self) -> BaseException | None:
+        """Return what ended the communicator, if a failure did, having saved tower 0's state first."""
+        failure = self.communicator.failure
+        if failure is not None and failure is not self._saved_after and self._save is not None:
+            self._saved_after = failure
+            try:
+                self._save()
+            except Exception:  # whatever it is: the failure itself must be told
+                logger.exception("Tower 0 could not be saved after a failed collective")
+        return failure
+
+    @functools.cached_property
+    def on_host(self) -> bool:
+        """Whether all towers are in the host's memory, and TensorFlow takes the ops for that."""
+        return reduced_on_host(self.devices, self.backend)
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether one tower may write for all what they would write alike, and they share the memory of it.
+
+        Not if they are to be compared: what one of them has got wrong would be gone.
+        """
+        return self.on_host and len(self) > 1 and not self._sentinel.active
+
+    @property
+    def crowded(self) -> bool:
+        """Whether towers keep all cores of the host busy, so that none is to spare for one of them."""
+        return len(self) >= native.usable_cores()
+
+    def _send(self, keys: list[int]) -> None:
+        """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
+        for key in keys:
+            replicas = self._replicas[key]
+            if not replicas.copies or replicas.role in (Role.PARTIAL, Role.PARTITION):
+                # Whoever holds parts of it, these towers or others, adds them up when it is read.
+                replicas.variable.value()
+                self._pending.discard(key)
+                continue
+            self._pending.add(key)
+            # Freed before its successor is made: a variable's copies never take memory twice.
+            for copy in replicas.copies:
+                with tf.device(copy.device):
+                    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
+            for tower, value in self._values(replicas.variable, replicas.role):
+                tf.raw_ops.AssignVariableOp(resource=replicas.copies[tower - 1].handle, value=value)
+            if not tf_compat.is_written_by_graph(replicas.variable):
+                self._pending.discard(key)
+
+    def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
+        """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
+
+        Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
+        Towers that share memory share tower 0's until one of them writes; TensorFlow copies it then.
+        """
+        value = variable.value()
+        if len(self) == 1:
+            return
+        if role is Role.SAME and self.share_memory:
+            yield from ((tower, value) for tower in range(1, len(self)))
+            return
+        placed = [self._device_of(variable, tower) for tower in range(len(self))]
+        self.communicator.reopen()
+        if (
+            role is not Role.SAME
+            or value.dtype.name not in native.DTYPES
+            or not all(self._reaches(device) for device in placed)
+        ):
+            for tower in range(1, len(self)):
+                yield tower, start_value(value, role, tower)
+            return
+        with tf.device(placed[0]):
+            buffers = [tf.identity(value)]  # no copy, unless other towers have their tower 0 elsewhere
+        for device in placed[1:]:
+            with tf.device(device):
+                buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
+        self.communicator.broadcast(buffers, 0)
+        yield from enumerate(buffers[1:], start=1)
+
+    def _reaches(self, device: str) -> bool:
+        """Whether the communicator takes what lies in a device's memory."""
+        kinds = {"CPU": DLPACK_CPU, "GPU": DLPACK_CUDA}
+        return any(kind in device and code in self.communicator.memory for kind, code in kinds.items())
+
+    def _device_of(self, variable: tf.Variable, tower: int) -> str:
+        """A tower's copy stands on the tower's device, unless the user keeps tower 0's on the CPU."""
+        if "CPU" in variable.device and "CPU" not in self.devices[tower]:
+            return variable.device
+        return f"/{self.devices[tower]}"
+
+
+def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
+    """Let towers, if they are there, free the copies of a variable that was deleted."""
+    towers = borrowed()
+    if towers is not None:
+        towers._replicas.pop(key, None)
+        towers.shared.discard(key)

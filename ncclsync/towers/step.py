@@ -1,0 +1,487 @@
+"""One step on all towers: traced once per shape of shard, laid out as one graph, run, and mended if it fails.
+
+What the step is, a subclass says: a method of a Keras model (`trainer.py`), or a function (`loop.py`).
+"""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator.timeouts import interruptible
+from ncclsync.compat import other_libraries
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.gradients.hooks import step_hooks
+from ncclsync.gradients.noise_scale import gradient_moments
+from ncclsync.gradients.nonfinite import finite_flags
+from ncclsync.gradients.observer import Watch
+from ncclsync.ops.spans import STEPS, WAIT, Meter, begin, hold
+from ncclsync.program.check import StepCheck, Unchecked
+from ncclsync.program.cut import cut
+from ncclsync.program.program import Program, Results
+from ncclsync.program.trace import Trace, trace
+from ncclsync.semantics.draws import check_draws
+from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
+from ncclsync.semantics.normalization import moments_of_layers
+from ncclsync.semantics.shards import components_of, open_specs, rowed_leaves, rows_of
+from ncclsync.towers.layout import lay_out
+from ncclsync.towers.recovery import KeptBatch, Rollback
+from ncclsync.towers.state import TowerState
+
+logger = logging.getLogger("ncclsync")
+
+_MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without a word
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What one graph function runs, and what it needs if that fails."""
+
+    program: Program
+    rollback: Rollback
+    kept: KeptBatch
+    meter: Meter | None
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Ids of tower 0's variables that the program may write."""
+        variables = dict(self.program.variables)
+        written: set[str] = set()
+        for segment in self.program.segments:
+            graph = segment.function.graph
+            handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
+            sources = zip(segment.sources, graph.inputs, strict=False)
+            written.update(name for name, tensor in sources if tensor.name in handles and name in variables)
+        return frozenset(id(variables[name]) for name in written)
+
+
+class TowerStep(abc.ABC):
+    """A step on towers.
+
+    Attributes:
+        towers: where it runs.
+        steps_per_execution: how many steps one call of the graph makes on batches of an iterator.
+    """
+
+    steps_per_execution = 1
+
+    def __init__(self, towers: TowerState, trains: bool) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            towers: where it runs.
+            trains: whether it counts as a training step.
+        """
+        self.towers = towers
+        self._trains = trains
+        self._meter: Meter | None = None  # of all graphs that are watched
+        self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
+        # By the specs of a shard, what is told of its gradients, and whether watched.
+        self._programs: dict[tuple[str, bool], Program] = {}
+        # By the specs of a batch, what is told, what feeds it, and whether watched.
+        self._graphs: dict[tuple[str, bool], tuple[Callable, _Plan]] = {}
+
+    @abc.abstractmethod
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step for shards of these specs, and cut it; see `segment.build_segment` for `meter`."""
+
+    def trace_and_cut(
+        self,
+        step: Callable[[Any], Any],
+        specs: Any,
+        results: Results,
+        jit_compile: bool,
+        meter: Meter | None,
+    ) -> Program:
+        """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
+        readers = self._readers()
+        watch = Watch() if readers else None
+        step = python_step(step)
+        with contextlib.ExitStack() as stack:
+            if watch is not None:
+                step = watch.around(step, readers)
+                stack.enter_context(watch.hooks())
+            stack.enter_context(self.hooks())
+            stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
+            traced = trace(step, specs)
+        same_seeds = self.towers.batch_invariant_random
+        check_draws(traced.function, batch_invariant=same_seeds)
+        program = cut(
+            traced,
+            home_device=self.towers.devices[0],
+            bucket_bytes=self.towers.bucket_bytes,
+            results=results,
+            jit_compile=jit_compile,
+            same_seeds=same_seeds,
+            on_host=self.towers.on_host,
+            undone="finite" in readers,
+            overlaps=self.towers.backend == "nccl",
+            once=self.towers.share_memory,
+            crowded=self.towers.crowded,
+            meter=meter,
+        )
+        if watch is None:
+            return self._to_be_checked(program, traced)
+        if "finite" in readers and watch.scale is not None:
+            self.towers.warn_once(
+                "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                "gradients are not finite, and lowers its scale by them."
+            )
+        structure, told = program.structure
+        known = sorted(name for name, leaf in told.items() if leaf is not None)  # the last of the outputs
+        split = len(program.outputs) - len(known)
+        outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+        program = dataclasses.replace(
+            program,
+            structure=structure,
+            outputs=program.outputs[:split],
+            gradients=tuple(watch.names),
+            finite=outputs.get("finite"),
+            noise=outputs.get("noise"),
+        )
+        return self._to_be_checked(program, traced)
+
+    def _to_be_checked(self, program: Program, traced: Trace) -> Program:
+        """Keep what a program was made of until it has run, if it is to be checked then."""
+        if self._trains and self.towers.check_first_step and len(self.towers) > 1:
+            self._unchecked[id(program)] = traced
+        return program
+
+    def tell_of(self, part: Inexact) -> None:
+        """Warn of a reason why the step is not one device's."""
+        self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
+
+    def tell_of_choices(self, program: Program, known: set[str]) -> None:
+        """Warn of the lines that a choice makes inexact, unless the `known` reasons tell of it."""
+        if len(self.towers) == 1 or not self._trains:
+            return
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
+            if lines and cause[0] not in known:
+                self.tell_of(Inexact(" and ".join(lines[:3]), *cause))
+
+    def _tell_of_costs(self, plan: "_Plan") -> None:
+        """Warn if what every tower computes alike costs more than the towers save; exact it is."""
+        program = plan.program
+        rows = rows_of(plan.kept.batch()) or 0
+        gathered = rows * sum(whole.row_bytes for whole in program.gathered)
+        by_handle = dict(program.variables)
+        trained = {result for name, result in program.updates if by_handle[name].trainable}
+        exchanges = [e for s in program.segments for b in s.outgoing for e in b.exchanges]
+        reduced = sum(e.size_bytes(len(self.towers), rows) or 0 for e in exchanges if e.result in trained)
+        lines = " and ".join(list(dict.fromkeys(whole.line for whole in program.gathered))[:3])
+        # Once for all sizes of batches, and for whoever calls the step.
+        about = str([(whole.op, whole.row_bytes) for whole in program.gathered])
+        if gathered > reduced:
+            self.towers.warn_once(
+                f"Exact, but {gathered} bytes of rows are gathered on every tower, more than the {reduced} "
+                f"of the gradients, for {lines}. Instead, compute there what each row needs by itself, or of "
+                "fewer numbers; explain() lists all of it",
+                about=about,
+            )
+        elif program.gathered and program.alike > _MOST_ALIKE:
+            self.towers.warn_once(
+                f"Exact, but {program.alike:.0%} of a step is computed alike on all towers, for {lines}. "
+                "Instead, compute there what each row needs by itself; explain() lists all of it",
+                about=about,
+            )
+
+    def _readers(self) -> dict[str, Callable[[Watch], tf.Tensor | None]]:
+        """What is to be told of the gradients of this step, by the name that `Program` has for it."""
+        readers: dict[str, Callable[[Watch], tf.Tensor | None]] = {}
+        if self._trains and self.towers.on_nonfinite.mode:
+            readers["finite"] = finite_flags
+        if self._trains and self.towers.noise.active:
+            readers["noise"] = gradient_moments
+        return readers
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """What the Python of a step does differently on towers, while it is traced."""
+        sharding = self.towers.sharding
+        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
+        with step_hooks(self.towers.compression, sharding), moments_of_layers(), shards:
+            yield
+
+    def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
+        """Run `steps_per_execution` steps, or as many as there are batches for; return the last results.
+
+        Raises:
+            OutOfRangeError: no batch is left.
+            NcclSyncError: the towers are closed.
+            Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
+                those from before that step or from after it.
+            DivergenceError: towers hold different values; see `TowerState`.
+            NonFiniteError: a gradient is not finite; see `TowerState`.
+        """
+        # Its handle, since tf.function looks at whatever else it is called with, in Python.
+        handle = tf.nest.flatten(iterator, expand_composites=True)
+        done, results = self._run(iterator.element_spec, True, handle)
+        self.count(done)
+        return results
+
+    def run_on_batch(self, batch: Any) -> Any:
+        """Run one step on a batch of tensors; return its results.
+
+        Raises:
+            ValueError: the batch has no rows, or not as many in each tensor.
+            Exception: what `run_on_iterator` raises.
+        """
+        rowed_leaves(batch)
+        # The number of rows is left open: a last, smaller batch is not a reason to trace again.
+        results = self._run(open_specs(batch), False, leaves_of(batch))
+        self.count(None)
+        return results
+
+    def count(self, steps: tf.Tensor | None) -> None:
+        """Tell the towers of `steps` that have run, None for one, if that is of interest to them."""
+        if self._trains and self.towers.counts_steps:
+            self.towers.count_steps(1 if steps is None else int(steps))
+
+    def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
+        """Run the graph function for batches of these specs; another one if somebody watches the step."""
+        # Before anything is kept: the variables of another function's graph would be found by later steps.
+        self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
+        watchers = self.towers.next_watchers() if self._trains else []
+        plan: _Plan | None = None
+        known = len(self._graphs)
+        if not watchers:
+            graph, plan = self._graph_of(batch_specs, iterated, None)
+            results = self._run_checked(functools.partial(graph, *arguments), plan)
+            if len(self._graphs) > known and self._trains and len(self.towers) > 1:
+                self._tell_of_costs(plan)
+            return results
+        self._meter = self._meter or Meter()
+        graph, plan = self._graph_of(batch_specs, iterated, self._meter)
+        with self._meter.told_to(watchers, traced=len(self._graphs) > known):
+            return self.guarded(functools.partial(graph, *arguments), plan)
+
+    def _run_checked(self, run: Callable[[], Any], plan: _Plan) -> Any:
+        """Run a step; if it is the program's first, check it on rows of its batch, from what it started from.
+
+        After it has run, since only then the batch is there: a graph takes it from the iterator.
+        """
+        program = plan.program
+        traced = self._unchecked.get(id(program))
+        if traced is None or not tf.executing_eagerly():
+            return self.guarded(run, plan)
+        variables = [variable for _, variable in program.variables]
+        check = StepCheck(traced, self.towers.devices[0], program.results, variables, len(program.outputs))
+        results = self.guarded(run, plan)
+        del self._unchecked[id(program)]
+        try:
+            found = check.run(plan.kept.batch(), self.towers.names_of, len(self.towers))
+        except Unchecked as reason:
+            self.towers.warn_once(f"The first step on towers was not checked: {reason}")
+        except Exception as error:  # whatever it is: training goes on
+            logger.warning("The first step on towers was not checked: %s", error, exc_info=True)
+        else:
+            if found is not None:
+                self.towers.found_by_check.append(found)
+                self.towers.warn_once(str(found))
+        return results
+
+    def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Plan]":
+        """Return the graph function for batches of these specs, having made its program before.
+
+        Before, since a step that is traced while another function is being traced records no gradients.
+        """
+        other_libraries.check_outside_strategy()
+        key = f"{batch_specs!r} {iterated} {[*self._readers()]}", meter is not None
+        if key not in self._graphs:
+            specs = without_optionals(batch_specs)
+            program = self.program_of(specs, meter)
+            for _, variable in program.variables:
+                self.towers.copies(variable)
+            for warning in program.warnings:
+                self.towers.warn_once(warning)
+            _, other = self._graphs.get((key[0], meter is None), (None, None))
+            if other is not None and other.program is program:
+                plan = dataclasses.replace(other, meter=meter)
+            else:
+                kept = KeptBatch(specs)
+                tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
+                plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
+            if iterated:
+                spec = tf.data.IteratorSpec(batch_specs)
+                on_handle = functools.partial(self._steps_on_iterator, plan, spec)
+                handle = tf.TensorSpec([], tf.resource)
+                graph = tf.function(on_handle, input_signature=[handle], autograph=False)
+                # tf.function itself looks at every variable in each call, to choose a trace.
+                graph = graph.get_concrete_function()
+            else:
+                on_leaves = functools.partial(_spread, functools.partial(self._on_towers, plan), specs)
+                graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)
+            self._graphs[key] = graph, plan
+        return self._graphs[key]
+
+    def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
+        """Return the program for batches of these specs, with notes in its segments if a meter is given.
+
+        The number of rows is left open while it is traced, so that what depends on it can be told from what
+        does not. Only where a step cannot be traced so, the shard's is given.
+        """
+        shard = open_specs(specs)
+        name = f"{shard!r} {[*self._readers()]}"
+        key = name, meter is not None
+        if key in self._programs:
+            return self._programs[key]
+        other = self._programs.get((name, meter is None))
+        if other is not None and not other.packs:  # its segments have no notes, watched or not
+            return other
+        try:
+            program = self.make_program(shard, meter)
+        except (TypeError, ValueError) as error:
+            if repr(specs) == repr(shard):
+                raise
+            program = self.make_program(specs, meter)
+            self.towers.warn_once(
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                f"every tower computes the whole batch. Without that number: {error}"
+            )
+        return self._programs.setdefault(key, program)
+
+    def last(self) -> tuple[Program, Any] | None:
+        """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
+        if not self._graphs:
+            return None
+        _, plan = list(self._graphs.values())[-1]
+        return plan.program, plan.kept.batch()
+
+    def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
+        """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
+
+        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
+        """
+        try:
+            self.towers.sync()
+            with interruptible() if self.towers.backend == "nccl" else contextlib.nullcontext():
+                return run()
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise
+        except BaseException as error:
+            self._mend(plan)
+            nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
+            if nonfinite is not None:
+                raise nonfinite from None
+            failure = self.towers.failed_collective() if isinstance(error, Exception) else None
+            if failure is not None and not isinstance(error, NcclSyncError):
+                raise failure from error
+            if plan is not None and isinstance(error, tf.errors.CancelledError):
+                self._raise_what_cancelled(plan)
+            raise
+        finally:
+            if plan is not None and self.towers.shared:
+                self.towers.tell_of_writes(plan.written)
+
+    def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
+        """Called by the graph of a step, whose batch is kept."""
+        self.towers.on_nonfinite.tell(finite, names, kept.batch(), len(self.towers))
+
+    def _mend(self, plan: "_Plan | None") -> None:
+        """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
+        if plan is not None:
+            plan.rollback.restore()
+        self.towers.distrust()
+
+    def _raise_what_cancelled(self, plan: "_Plan") -> None:
+        """Run the batch of a cancelled step again, outside a graph: one tower after another."""
+        self.towers.sync()
+        try:
+            lay_out(plan.program, self.towers, plan.kept.batch(), plan.rollback)
+        except BaseException:
+            self._mend(plan)
+            raise
+
+    def _steps_on_iterator(self, plan: "_Plan", spec: tf.data.IteratorSpec, handle: tf.Tensor) -> Any:
+        """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
+
+        Returns how many have run, None where it can only be one, and the results of the last.
+        """
+        iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
+        logs = self._on_towers(plan, _waited_for(plan.meter, iterator.get_next))
+        steps = self.steps_per_execution
+        if steps == 1:
+            return None, logs
+        flat = tf.nest.flatten(logs)
+
+        def fetch_if_needed(done):
+            return tf.cond(
+                done < steps,
+                functools.partial(_waited_for, plan.meter, iterator.get_next_as_optional),
+                lambda: tf.experimental.Optional.empty(iterator.element_spec),
+            )
+
+        def body(done, batch, _):
+            logs = self._on_towers(plan, batch.get_value())
+            with tf.control_dependencies(leaves_of(logs)):
+                done = done + 1
+            # A batch that no step of this call will use stays in the iterator.
+            return done, fetch_if_needed(done), tf.nest.flatten(logs)
+
+        with tf.control_dependencies(leaves_of(logs)):
+            done = tf.constant(1)
+        done, _, flat = tf.while_loop(
+            lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), flat)
+        )
+        return done, tf.nest.pack_sequence_as(logs, flat)
+
+    def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
+        """In a graph: one step on all towers."""
+        batch = plan.kept.keep(without_optionals(batch))
+        return lay_out(plan.program, self.towers, batch, plan.rollback, plan.meter)
+
+
+def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
+    """In a graph: return the next batch, perhaps as an optional."""
+    span = begin(meter, STEPS, WAIT)
+    with tf.control_dependencies(span.ops):
+        batch = get_next()
+    return hold(batch, span.end(components_of(batch)))
+
+
+def python_step(step: Callable) -> Callable:
+    """Return the Python function behind a step that its author decorated with `tf.function`."""
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return tf_compat.autograph_converted(step.python_function)
+    return step
+
+
+def without_optionals(batch: Any) -> Any:
+    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+
+    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
+    `tf.data.Dataset`, whose spec of it is another.
+    """
+    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec, as TensorFlow 2.21 calls it
+    missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
+
+
+def to_tensor(leaf: Any) -> Any:
+    """Return a leaf of a batch as a tensor; None stays None.
+
+    Raises:
+        TypeError: it is a value of `tf.distribute`.
+    """
+    other_libraries.check_undistributed(leaf)
+    if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def leaves_of(structure: Any) -> list[Any]:
+    """Return the leaves of a nested structure that are not None."""
+    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
+
+
+def _spread(function: Callable, like: Any, *leaves: Any) -> Any:
+    """Call `function` on a structure such as `like` with these leaves in place of those that are not None."""
+    given = iter(leaves)
+    return function(tf.nest.map_structure(lambda leaf: None if leaf is None else next(given), like))

@@ -1,0 +1,1 @@
+"""Callbacks and helpers for `fit` on towers."""

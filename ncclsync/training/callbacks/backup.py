@@ -1,0 +1,249 @@
+"""`BackupAndRestore`: Keras' callback, which also knows at which sample of which pass the data stand.
+
+Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
+the machine, so that weights and position cannot be of different moments. What Keras notes beside it is
+written for Keras' own callback.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.training.callbacks.shuffled import Position, Shuffled
+from ncclsync.training.files import make_folders, replacing
+
+_STATE = "ncclsync"  # the attribute of the weights' file that holds the rest, as JSON
+
+# A true `stop_training` that is nobody else's. Keras would ask for as many batches as a whole pass has, and
+# its step that gets none counts as an iteration nevertheless, and draws random numbers.
+_PASS_ENDED = object()
+
+
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """Keras' callback of this name, with its arguments, that resumes in the middle of an epoch.
+
+    ```python
+    data = ncclsync.Shuffled(x, y, batch_size=256, seed=1)
+    model.fit(data, epochs=5, callbacks=[ncclsync.BackupAndRestore("backup", save_freq=100, data=data)])
+    ```
+
+    A run that ended on its way, for whatever reason, is repeated by the same call: it goes on behind the
+    last sample that the backup has seen, on as many towers as there are now, with the batch size that there
+    is now. On the same towers it ends with the very weights of a run that was never interrupted.
+
+    Stored are weights, optimizer, the random state of layers, and where the data stand. Not stored: what
+    other callbacks know, `keras.random` without a seed, what `compression` has kept back, and metrics: logs
+    of the epoch that is resumed cover the rest of that epoch. An epoch of `fit` has to be one pass over the
+    data.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: int | str = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        data: Shuffled | None = None,
+    ) -> None:
+        """Prepare; see `keras.callbacks.BackupAndRestore` for the arguments that are not told here.
+
+        Args:
+            backup_dir: a local folder.
+            save_freq: "epoch", or after how many batches a backup is made, at least 1.
+            double_checkpoint, delete_checkpoint: Keras'.
+            data: what `fit` is given. None: no place in the data is stored, as by Keras' own; then backups
+                are possible at the end of epochs only.
+
+        Raises:
+            TypeError: `data` is something else.
+            ValueError: another `save_freq`, or a number without `data`.
+        """
+        if data is not None and not isinstance(data, Shuffled):
+            raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
+        if save_freq != "epoch" and (
+            isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1
+        ):
+            raise ValueError(f"Expected save_freq to be 'epoch' or at least 1. Received: {save_freq!r}")
+        if save_freq != "epoch" and data is None:
+            raise ValueError(
+                "Expected data=, the ncclsync.Shuffled that fit is given, where save_freq is a number of "
+                f"batches: other data cannot be resumed at a sample. Received: save_freq={save_freq}"
+            )
+        super().__init__(os.fspath(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
+        self._data = data
+        self._epoch = 0  # of fit: that runs, or, between two, that comes next
+        self._begun = Position(0, 0)  # where the data stood when that epoch began
+        self._expected: Position | None = None  # where they must stand now, as far as batches tell
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore what a backup holds, if there is one.
+
+        Raises:
+            OSError: a backup that cannot be read, unless the one before it can.
+            ValueError: a backup of other data or of another model; an epoch of `fit` that is not a pass over
+                `data`.
+        """
+        steps = self.params.get("steps")
+        if self._data is not None and steps != len(self._data):
+            raise ValueError(
+                f"Expected fit to be given the data of {type(self).__name__} and no steps_per_epoch: "
+                f"{len(self._data)} batches an epoch. Received: {steps}"
+            )
+        if self._data is not None and not self.model.built:
+            # Keras would build it in the first step; a backup is restored before.
+            keras_compat.build_symbolically(self.model, self._data.element_spec)
+        super().on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note where the epoch begins."""
+        self._epoch = epoch
+        if self._data is not None:
+            self._begun = self._data.upcoming
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Make a backup if one is due.
+
+        Raises:
+            NcclSyncError: `fit` does not train on the data that was told.
+        """
+        if self._data is not None:
+            seen = self._begun.samples + (batch + 1) * self._data.batch_size
+            ended = seen >= self._data.rows
+            epoch = self._begun.epoch
+            self._expected = Position(epoch + 1, 0) if ended else Position(epoch, seen)
+            if ended and self._begun.samples and not self.model.stop_training:
+                self.model.stop_training = _PASS_ENDED
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Make a backup if one is due after each epoch.
+
+        Raises:
+            NcclSyncError: the epoch was not a pass over the data that was told.
+        """
+        if self.model.stop_training is _PASS_ENDED:
+            self.model.stop_training = False
+        if self._data is None:
+            self._epoch = epoch + 1
+        else:
+            if not self.model.stop_training:
+                self._expected = Position(self._begun.epoch + 1, 0)
+            self._check()
+        super().on_epoch_end(epoch, logs)
+
+    def _check(self) -> None:
+        if self._data is not None and self._data.position != self._expected:
+            raise NcclSyncError(
+                f"Expected fit to train on the data of {type(self).__name__}, one pass per epoch, which "
+                f"would then stand at {self._expected}. Received: {self._data.position}"
+            )
+
+    def _save_model(self) -> None:
+        """Keras calls this to make a backup."""
+        self._check()
+        weights, previous, notes = keras_compat.backup_files(self)
+        make_folders(self.backup_dir)
+        if self.double_checkpoint and os.path.exists(weights):
+            with replacing(previous) as part:
+                shutil.copyfile(weights, part)
+        state = self._state()
+        with replacing(weights) as part:
+            self.model.save_weights(part, overwrite=True)
+            with h5py.File(part, "a") as file:
+                file.attrs[_STATE] = json.dumps({**state, "digest": _digest(state)})
+        _write_notes(notes, state["epoch"])
+
+    def _state(self) -> dict[str, Any]:
+        state = {
+            "epoch": self._epoch,
+            "seeds": [v.numpy().tolist() for v in _seeds(self.model)],
+            "data": None,
+        }
+        if self._data is not None:
+            epoch, samples = self._data.position
+            state["epoch"] = self._epoch + epoch - self._begun.epoch
+            state["data"] = {
+                "epoch": epoch,
+                "samples": samples,
+                "seed": self._data.seed,
+                "rows": self._data.rows,
+            }
+        return state
+
+    def _load_model(self) -> None:
+        """Keras calls this to restore a backup, and again with the one before if it is an `OSError`."""
+        weights, _, notes = keras_compat.backup_files(self)
+        state, variables = _read_state(weights), _seeds(self.model)
+        if state is not None:
+            self._check_data(state["data"])
+            if len(state["seeds"]) != len(variables):
+                raise ValueError(
+                    f"Expected a backup of the same model, with {len(variables)} random states. "
+                    f"Received: {len(state['seeds'])} in {weights}"
+                )
+            # What is noted beside the weights may be of the backup before, if a kill came between the two.
+            _write_notes(notes, state["epoch"])
+        super()._load_model()
+        if state is None:
+            return
+        for variable, value in zip(variables, state["seeds"], strict=True):
+            variable.assign(value)
+        if self._data is not None:
+            self._data.seek(state["data"]["epoch"], state["data"]["samples"])
+
+    def _check_data(self, stored: dict[str, int] | None) -> None:
+        if self._data is None:
+            if stored is not None and stored["samples"]:
+                raise ValueError(
+                    f"Expected data=, since the backup in {self.backup_dir} was made in the middle of an "
+                    f"epoch, behind {stored['samples']} samples. Received: None"
+                )
+            return
+        ours = {"seed": self._data.seed, "rows": self._data.rows}
+        theirs = None if stored is None else {name: stored[name] for name in ours}
+        if theirs != ours:
+            raise ValueError(f"Expected a backup of the same data, {ours}. Received: {theirs}")
+
+
+def _seeds(model: keras.Model) -> list[Any]:
+    """The random states of a model's layers, which are no weights and in no file of them."""
+    variables = [tf_compat.backend_variable(variable) for variable in model.variables]
+    return [variable for variable in variables if tf_compat.is_seed(variable)]
+
+
+def _read_state(path: str) -> dict[str, Any] | None:
+    """Read what a file of weights tells beside these; None: there is no such file."""
+    if not os.path.exists(path):
+        return None
+    try:
+        with h5py.File(path, "r") as file:
+            state = json.loads(file.attrs[_STATE])
+        digest, expected = state.pop("digest"), _digest(state)
+        if digest != expected:
+            raise ValueError(f"{state}, of digest {expected}, where {digest} was written")
+        return {**state, "seeds": [np.array(seed, np.uint32) for seed in state["seeds"]]}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise OSError(
+            f"Expected a backup of ncclsync.BackupAndRestore in {path}. Received: {error!r}"
+        ) from error
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Return what tells a state from a corrupted one: no check knows a wrong number of epochs by itself."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _write_notes(path: str, epoch: int) -> None:
+    """Write what Keras' own callback would read."""
+    with replacing(path) as part:
+        part.write_text(json.dumps({"epoch": epoch, "batch": 0}), encoding="utf-8")

@@ -1,0 +1,59 @@
+"""What the callbacks that watch steps have in common: which models they can watch, and how."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from ncclsync.ops.spans import Measured
+from ncclsync.training.keras_model import ModelStep
+from ncclsync.training.loop import Towers
+
+
+class StepWatcher(keras.callbacks.Callback, abc.ABC):
+    """A callback that is told when the parts of training steps began and ended.
+
+    One tower, which plain Keras trains, is trained by a step of towers while it is watched.
+    """
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        super().__init__()
+        self._plain: Callable | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prepare.
+
+        Raises:
+            ValueError: the model's steps cannot be watched: it is not on towers, or it runs eagerly.
+            NcclSyncError: its towers are closed.
+        """
+        name, model = type(self).__name__, self.model
+        towers = getattr(model, "towers", None)
+        if not isinstance(towers, Towers):
+            raise ValueError(f"Expected a model of an @nccl_parallel factory for {name}. Received: {model!r}")
+        towers.require_open()
+        if model.run_eagerly:
+            raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
+        if not isinstance(getattr(model.train_function, "__self__", None), ModelStep):
+            self._plain = model.train_function
+            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm=False).run
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave the model as it was."""
+        if self._plain is not None:
+            self.model.train_function, self._plain = self._plain, None
+
+    def watch_next(self) -> None:
+        """Let `measure` be told of the next call of the step."""
+        self.model.towers.watch_next(self._measure)
+
+    @abc.abstractmethod
+    def measure(self, measured: Measured) -> None:
+        """Called behind each call that was watched, in the thread of `fit`, also if the call has failed."""
+
+    def _measure(self, measured: Measured) -> None:
+        self.measure(measured)
+        if measured.failed:  # `fit` ends here, without on_train_end
+            StepWatcher.on_train_end(self)

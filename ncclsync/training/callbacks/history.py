@@ -1,0 +1,61 @@
+"""`plot_history`: what a training run's learning rate and gradient noise scale were, as a picture."""
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ncclsync.training.callbacks.figure import COLOURS, save_figure
+from ncclsync.training.callbacks.large_batch import LOG_KEY
+
+# By panel: the keys of the logs, with what the legend calls them.
+_PANELS = {
+    "learning rate": {LOG_KEY: "effective", "learning_rate": "reference"},
+    "samples": {"noise_scale": "noise scale", "suggested_batch_size": "suggested batch size"},
+}
+
+
+def plot_history(
+    history: keras.callbacks.History | Mapping[str, Sequence[float]], file: str | os.PathLike[str]
+) -> None:
+    """Draw the learning rate by epoch and, where the logs have them, noise scale and suggested batch size.
+
+    Args:
+        history: what `fit` returns, or its `history`. It is drawn what it has of "effective_learning_rate"
+            (`LargeBatch` logs it), "learning_rate" (Keras' callbacks log it: the reference rate),
+            "noise_scale" and "suggested_batch_size", in samples; the latter on a logarithmic scale.
+        file: where to; the suffix decides the format, such as ".png" or ".svg".
+
+    Raises:
+        TypeError: no history.
+        ValueError: it has none of these.
+        ImportError: matplotlib is not installed.
+    """
+    logs = history.history if isinstance(history, keras.callbacks.History) else history
+    if not isinstance(logs, Mapping):
+        raise TypeError(f"Expected what fit returns, or its history. Received: {history!r}")
+    panels = {
+        panel: {label: logs[key] for key, label in labels.items() if key in logs}
+        for panel, labels in _PANELS.items()
+    }
+    drawn = {panel: lines for panel, lines in panels.items() if lines}
+    if not drawn:
+        keys = [key for labels in _PANELS.values() for key in labels]
+        raise ValueError(f"Expected logs with at least one of {keys}. Received: {sorted(logs)}")
+
+    def draw(plt: Any) -> Any:
+        figure, axes = plt.subplots(1, len(drawn), squeeze=False, figsize=(4 * len(drawn), 3))
+        for axis, (panel, lines) in zip(axes[0], drawn.items(), strict=True):
+            for (label, values), colour in zip(lines.items(), COLOURS, strict=False):
+                axis.plot(range(1, len(values) + 1), values, "o-", ms=3, color=colour, label=label)
+            axis.set(xlabel="epoch", ylabel=panel)
+            if panel == "samples":
+                axis.set_yscale("log")
+            axis.legend(frameon=False)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        return figure
+
+    save_figure(draw, pathlib.Path(file))

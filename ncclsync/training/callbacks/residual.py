@@ -1,0 +1,81 @@
+"""`zero_last_gamma`: residual blocks that begin as the identity."""
+
+from collections.abc import Sequence
+
+import keras
+
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat.keras import Call
+
+
+def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """Let each residual block begin as the identity: set gamma of its last `BatchNormalization` to zeros.
+
+    Blocks are found by structure: where an `Add` (a layer, or `+`) joins a shortcut and a longer branch that
+    ends with a `BatchNormalization`, with nothing behind it but dropout. Longer is the one with more layers
+    since both forked; what normalises the shortcut, as behind a projection, stays. Branches of equal length
+    are no residual block, and a branch that ends with an activation is left alone: behind a ReLU a gamma of
+    zero would never move. Models within the model are searched too. Call it on a new model, before training.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 5.1.
+
+    Args:
+        model: functional, or a model that holds functional ones.
+
+    Returns:
+        The layers whose gamma is zero now, in the order of the model.
+
+    Raises:
+        TypeError: no Keras model.
+        ValueError: there is no such block.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: {model!r}")
+    found = []
+    for inner in [model, *keras_compat.layers_of(model)]:
+        for call in _history(keras_compat.calls_at_end(inner)):
+            last = _last_normalisation(call) if call.adds else None
+            if last is not None and last not in found:
+                found.append(last)
+    if not found:
+        raise ValueError(
+            "Expected a functional model with residual blocks: an Add of a shortcut and a longer branch that "
+            f"ends with a BatchNormalization that has a gamma. Received: {model.name!r}, which has none"
+        )
+    for layer in found:
+        layer.gamma.assign(keras.ops.zeros_like(layer.gamma))
+    return found
+
+
+def _last_normalisation(addition: Call) -> keras.layers.BatchNormalization | None:
+    """Return what ends the longer branch of an addition, if it is to be zero."""
+    branches = addition.inputs()
+    if len(branches) < 2:
+        return None
+    histories = [set(_history([branch])) for branch in branches]
+    shared = set.intersection(*histories)
+    lengths = [len(history - shared) for history in histories]
+    longest = lengths.index(max(lengths))
+    if lengths.count(lengths[longest]) > 1:
+        return None
+    end = branches[longest]
+    while isinstance(end.layer, keras.layers.Dropout):  # SpatialDropout too, which derives from it
+        (end,) = end.inputs()
+    layer = end.layer
+    return layer if isinstance(layer, keras.layers.BatchNormalization) and layer.gamma is not None else None
+
+
+def _history(ends: Sequence[Call]) -> list[Call]:
+    """Return calls and all that their results are computed from, what is computed first at the beginning."""
+    found: dict[Call, None] = {}
+    queue = [*ends]
+    while queue:
+        call = queue.pop()
+        if call in found:
+            continue
+        missing = [one for one in call.inputs() if one not in found]
+        if missing:
+            queue += [call, *missing]
+        else:
+            found[call] = None
+    return list(found)

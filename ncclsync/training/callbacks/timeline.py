@@ -1,0 +1,191 @@
+"""`Timeline`: what towers did when, as a trace that Perfetto and Chrome show."""
+
+import json
+import logging
+import os
+import pathlib
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ncclsync.ops.spans import COMMUNICATION, STEPS, Measured, TimedSpan
+from ncclsync.training.callbacks.base import StepWatcher
+from ncclsync.training.files import replacing
+
+logger = logging.getLogger("ncclsync")
+
+
+class Timeline(StepWatcher):
+    """Write a trace of training steps: a row for each tower, one for communication, one for the steps.
+
+    ```python
+    model.fit(x, y, callbacks=[ncclsync.Timeline("trace.json")])  # then open it at ui.perfetto.dev
+    ```
+
+    Spans, by the same names in what TensorFlow's profiler or `keras.callbacks.TensorBoard` records of these
+    steps (there each on the row of a thread):
+
+    - `step`, and before it `wait_for_data`, for the next batch;
+    - `tower_0/shard`: the tower's rows are cut off the batch; `tower_0/copy_to_device`, where that is another
+      one than CPU:0;
+    - `tower_0/segment_1`, ...: the parts of the step between collectives; the last, which updates weights, is
+      `tower_0/apply`, on CPU towers for all. Within them `tower_0/pack` and `tower_0/unpack`, of what is
+      sent and what was received; on CPU towers neither is done, and where XLA compiles, both are part of
+      what it compiles;
+    - `all-reduce/1.2`, and `reduce-scatter`, `gather`, `broadcast`, `reduce`: the call that joins bucket 2
+      behind segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
+      where shapes tell them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
+
+    On GPUs work is queued. A span there ends, and a collective begins, when the tower's stream has done the
+    work before it and a scalar from behind it has arrived in the host's memory; a segment begins when its
+    inputs are there, and may have to be launched still.
+
+    The steps to record run a graph with ops that note the time; it is traced when the first of them begins.
+    All other steps run the graph that they run without this callback.
+
+    The file is written, in one piece, when all these steps are recorded, when `fit` ends or a step fails, and
+    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file. If
+    it cannot be written then, that is logged, and training goes on.
+    """
+
+    def __init__(self, path: str | os.PathLike, steps: tuple[int, int] = (1, 100)) -> None:
+        """Prepare; nothing is written before training.
+
+        Args:
+            path: of the file, such as "trace.json"; an older one is replaced.
+            steps: the first and the last training step to record, from 1 on. A span takes about 150 bytes in
+                the file; a step of 4 towers has some 16.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+        """
+        super().__init__()
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"Expected path to be a path. Received: {path!r}")
+        numbers = isinstance(steps, (tuple, list)) and [type(number) for number in steps] == [int, int]
+        if not numbers or not 1 <= steps[0] <= steps[1]:
+            raise ValueError(f"Expected steps to be (first, last), from 1 on. Received: {steps!r}")
+        self._first, self._last = steps
+        self._done = 0  # steps so far
+        self._trace = _Trace(pathlib.Path(path).absolute(), self._first, self._last)
+        weakref.finalize(self, self._trace.save)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prepare, and see that the file can be written, before anything is trained.
+
+        Raises:
+            ValueError: it cannot; or the model cannot be watched, see `StepWatcher`.
+        """
+        super().on_train_begin()
+        self._trace.check()
+        self._trace.devices = tuple(self.model.towers.devices)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the call of the step that comes, if it makes one that is asked for."""
+        steps = self.model.steps_per_execution
+        if self._done < self._last and self._done + steps >= self._first:
+            self.watch_next()
+        else:
+            self._done += steps
+
+    def measure(self, measured: Measured) -> None:
+        """Keep what is asked for."""
+        self._trace.add(self._done + 1, measured)
+        self._done += measured.completed
+        if measured.failed or self._done >= self._last:
+            self._trace.save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Write what there is."""
+        super().on_train_end()
+        self._trace.save()
+        if self._done < self._first:
+            logger.warning(
+                "Timeline: nothing was recorded. Expected %d steps or more. Received: %d",
+                self._first,
+                self._done,
+            )
+
+
+class _Trace:
+    """The spans, and the file that is to hold them."""
+
+    def __init__(self, path: pathlib.Path, first: int, last: int) -> None:
+        self.devices: Sequence[str] = ()
+        self._path = path
+        self._first, self._last = first, last
+        self._calls: list[tuple[int, Measured]] = []  # with the number of the first step
+        self._saved = 0
+
+    def add(self, step: int, measured: Measured) -> None:
+        """Keep what one call noted, whose first step has this number; it is looked at when it is written."""
+        self._calls.append((step, measured))
+
+    def check(self) -> None:
+        """Raise ValueError if the file cannot be written."""
+        try:
+            if self._path.is_dir():
+                raise IsADirectoryError(f"{self._path} is a folder")
+            with tempfile.TemporaryFile(dir=self._path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Expected a file that can be written for Timeline. Received: {self._path} ({error})"
+            ) from error
+
+    def save(self) -> None:
+        """Write the file, unless it holds everything already; an older one stays until it is complete.
+
+        A disk that is full by then is logged: no training ends for its trace. The next call tries again.
+        """
+        if self._saved == len(self._calls):
+            return
+        events = [*self._rows(), *(_event(step, one) for step, one in self._spans())]
+        content = {"traceEvents": events, "displayTimeUnit": "ms"}
+        try:
+            with replacing(self._path) as part:
+                part.write_text(json.dumps(content), encoding="utf-8")
+        except OSError:
+            logger.exception("Timeline: the trace could not be written to %s. Training goes on", self._path)
+            return
+        self._saved = len(self._calls)
+
+    def _spans(self) -> Iterator[tuple[int, TimedSpan]]:
+        """Yield the spans, with the numbers of their steps."""
+        for number, measured in self._calls:
+            for step in measured.steps:
+                # Waiting for a batch that does not come is no step.
+                if (step.complete or measured.failed) and self._first <= number <= self._last:
+                    yield from ((number, one) for one in step.spans)
+                number += step.complete
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Tell the rows' names and order."""
+        towers: dict[Any, str] = {i: f"tower {i} ({device})" for i, device in enumerate(self.devices)}
+        names = {STEPS: "steps", **towers, COMMUNICATION: "communication"}
+        yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "ncclsync"}}
+        for place, (row, name) in enumerate(names.items()):
+            about = {"ph": "M", "pid": 1, "tid": _row_number(row)}
+            yield {**about, "name": "thread_name", "args": {"name": name}}
+            yield {**about, "name": "thread_sort_index", "args": {"sort_index": place}}
+
+
+def _row_number(row: int | str) -> int:
+    """Return the row's number in the file: that of a tower is its own, from 1 on."""
+    return row + 1 if isinstance(row, int) else {STEPS: 1001, COMMUNICATION: 1002}[row]
+
+
+def _event(step: int, one: TimedSpan) -> dict[str, Any]:
+    details = {"step": step, **one.span.details}
+    if one.span.name.startswith("all-reduce") and "bytes" in details:
+        details["algbw GB/s"] = details["bytes"] / max(1, one.end_ns - one.begin_ns)
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": _row_number(one.span.row),
+        "name": one.span.full_name,
+        "ts": one.begin_ns / 1e3,
+        "dur": (one.end_ns - one.begin_ns) / 1e3,
+        "args": details,
+    }

@@ -1,0 +1,241 @@
+"""Keras on towers: the functions that `fit`, `evaluate`, `predict` and the `_on_batch` methods call.
+
+A model keeps its class and its loops. Only what makes its train, test and predict functions is replaced,
+on the one object, by functions that run the model's own step on all towers.
+"""
+
+import functools
+import logging
+import pathlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import other_libraries
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops.spans import Meter
+from ncclsync.program.program import Program, Results
+from ncclsync.semantics.exactness import find_inexact
+from ncclsync.semantics.normalization import synchronize_batch_norm
+from ncclsync.semantics.shards import rows_of
+from ncclsync.towers.explanation import Explanation, explain_program
+from ncclsync.towers.placement import default_device
+from ncclsync.towers.step import TowerStep, to_tensor, without_optionals
+from ncclsync.training.files import replacing
+from ncclsync.training.loop import Towers
+from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
+
+_BATCH_SIZE = 32  # Keras' own
+
+_logger = logging.getLogger("ncclsync")
+
+
+def attach(
+    model: keras.Model,
+    towers: Towers,
+    sync_batch_norm: bool = False,
+    emergency_checkpoint: pathlib.Path | None = None,
+) -> None:
+    """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
+
+    Args:
+        model: of any class.
+        towers: where to.
+        sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
+        emergency_checkpoint: where to save the model whenever a collective has failed.
+    """
+    model.towers = towers
+    if emergency_checkpoint is not None:
+        # Not by a bound method of the towers' own: they must not keep the model alive.
+        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
+    towers.order_weights_by(lambda: model.weights)
+    towers.name_variables_by(lambda: keras_compat.paths_of(model))
+    towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
+    # From here on, and not from the first step: a write must find somebody watching. On one tower too, whose
+    # weights other towers may share.
+    for variable in model.weights:
+        towers.copies(tf_compat.backend_variable(variable))
+    plain = towers.on_nonfinite.mode is None
+    if plain and len(towers) == 1 and towers.devices[0] == default_device():
+        return  # plain Keras: nothing to add, and not a microsecond
+
+    def make_train_function(force=False):
+        if model.train_function is None or force:
+            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm).run
+        return model.train_function
+
+    def make_test_function(force=False):
+        if model.test_function is None or force:
+            model.test_function = ModelStep(model, towers, "test_step", sync_batch_norm).run
+        return model.test_function
+
+    def make_predict_function(force=False):
+        if model.predict_function is None or force:
+            model.predict_function = ModelStep(model, towers, "predict_step", sync_batch_norm).run_each
+        return model.predict_function
+
+    if sync_batch_norm:
+        synchronize_batch_norm(model)
+    model.make_train_function = make_train_function
+    model.make_test_function = make_test_function
+    model.make_predict_function = make_predict_function
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
+    """See `Towers.explain`."""
+    if not model.compiled or model.optimizer is None:
+        raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
+    model.make_train_function()
+    step = getattr(model.train_function, "__self__", None)
+    if not isinstance(step, ModelStep):  # one tower, which runs Keras' own
+        step = ModelStep(model, towers, "train_step", sync_batch_norm)
+    if batch is None and (last := step.last()) is not None:
+        program, ran = last
+        return explain_program(program, towers, rows_of(ran))
+    if batch is None:
+        batch = fixed_batch_size(model) or _BATCH_SIZE
+    rows = None
+    if isinstance(batch, int):
+        if isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+        rows = batch
+        made = rows if fixed_batch_size(model) else min(rows, _BATCH_SIZE)
+        batch = random_data(model, made, batch_size=made)
+    if not isinstance(batch, (tuple, list)):
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+    if not 1 <= len(batch) <= 3:
+        raise ValueError(
+            f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements"
+        )
+    check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
+    batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
+    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+    return explain_program(step.program_of(specs), towers, rows or rows_of(batch))
+
+
+def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
+    """Save a model, or its weights, as the suffix says; an earlier file stays until this one is complete."""
+    model = borrowed()
+    if model is None:
+        return
+    with replacing(path) as part:
+        if path.name.endswith(".weights.h5"):
+            model.save_weights(part, overwrite=True)
+        else:
+            model.save(part, overwrite=True)
+    _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
+
+
+class ModelStep(TowerStep):
+    """One of a Keras model's steps, on all towers."""
+
+    def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            model: tower 0.
+            towers: where the step runs.
+            name: "train_step", "test_step" or "predict_step": the method of the model.
+            sync_batch_norm: see `attach`; here for layers that are made only when the model is built.
+        """
+        super().__init__(towers, trains=name == "train_step")
+        self._model = model
+        self._name = name
+        self._sync_batch_norm = sync_batch_norm
+
+    @property
+    def steps_per_execution(self) -> int:  # type: ignore[override]
+        """What the model was compiled with."""
+        return self._model.steps_per_execution
+
+    def run(self, iterator: Any) -> Any:
+        """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
+
+        Args:
+            iterator: a `tf.data.Iterator`, or any Python iterator over batches.
+
+        Raises:
+            StopIteration: no batch is left in a Python iterator.
+            Exception: see `TowerStep.run_on_iterator`.
+        """
+        if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
+            return self.run_on_iterator(iterator)
+        logs = None
+        for _, batch in zip(range(self.steps_per_execution), iterator, strict=False):
+            logs = self._run_batch(batch)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def run_each(self, batches: Sequence[Any]) -> Any:
+        """Run one step on each batch; return the results of all, concatenated."""
+        results = [self._run_batch(batch) for batch in batches]
+        if len(results) == 1:
+            return results[0]
+        return tf.nest.map_structure(_concat, *results)
+
+    def _run_batch(self, batch: Any) -> Any:
+        other_libraries.check_outside_strategy()
+        batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
+        if not self._model.run_eagerly:
+            return self.run_on_batch(batch)
+        if self.towers.on_nonfinite.mode is not None:
+            raise NcclSyncError(
+                "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
+            )
+        results = self.guarded(functools.partial(self._run_eagerly, batch), None)
+        self.count(None)
+        return results
+
+    def _run_eagerly(self, batch: Any) -> Any:
+        """Run the step as one device does, on tower 0, line by line; all towers get what it writes."""
+        variables = keras_compat.variables_of(self._model)
+        before = [variable.value() for variable in variables]
+        try:
+            with tf.device(f"/{self.towers.devices[0]}"):
+                return getattr(self._model, self._name)(batch)
+        except BaseException:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            raise
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the model's method, having built what it needs, and cut it."""
+        model = self._model
+        _build_state(model, self._name, specs)
+        if self._sync_batch_norm:
+            synchronize_batch_norm(model)
+        results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
+        jit_compile = bool(model.jit_compile)
+        program = self.trace_and_cut(getattr(model, self._name), specs, results, jit_compile, meter)
+        if self._name == "train_step":
+            # Now, since some layers exist only once they are built.
+            invariant = self.towers.batch_invariant_random
+            found = find_inexact(model, batch_invariant_random=invariant)
+            for part in found:
+                self.tell_of(part)
+            self.tell_of_choices(program, {part.reason for part in found})
+        return program
+
+
+def _build_state(model: keras.Model, name: str, specs: Any) -> None:
+    """Create what Keras would create while it traces, so that one trace is enough.
+
+    Only for Keras' own steps: what another step needs, nobody knows before it is traced.
+    """
+    stock = getattr(type(model), name) is getattr(keras.Model, name)
+    plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))
+    if stock and plain and model.built and model.compiled and name != "predict_step":
+        keras_compat.build_symbolically(model, specs)
+
+
+def _concat(*pieces: Any) -> Any:
+    if isinstance(pieces[0], tf.SparseTensor):
+        return tf.sparse.concat(0, pieces)
+    return tf.concat(pieces, axis=0) if pieces[0].shape.rank else tf.stack(pieces)

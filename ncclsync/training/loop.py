@@ -1,0 +1,181 @@
+"""A user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
+
+import collections
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops.spans import Meter
+from ncclsync.program.program import Program, Results
+from ncclsync.semantics.shards import rows_of, shard_sizes
+from ncclsync.towers.explanation import Explanation, explain_program
+from ncclsync.towers.state import TowerState
+from ncclsync.towers.step import TowerStep, leaves_of, to_tensor
+
+logger = logging.getLogger("ncclsync")
+
+# Of one function in the source; more of them mean that a new function is made for each step.
+_TRACES_BEFORE_WARNING = 8
+
+
+class Towers(TowerState):
+    """N replicas of a model's state, one per device, and what joins them.
+
+    A context manager; `close` ends it. Tower 0 is the user's own model.
+
+    ```python
+    with ncclsync.Towers(4) as towers:
+        for batch in dataset:
+            logs = towers.run(step, batch)
+    ```
+
+    Attributes:
+        devices: [N] names such as "GPU:0"; several towers may share a CPU.
+        backend: "nccl" or "cpu".
+        bucket_bytes: size at which a gradient bucket is closed.
+        communicator: the N ranks, owned by this object.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Choose devices and backend, and join them: arguments, defaults and errors of `TowerState`."""
+        super().__init__(*args, **kwargs)
+        self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
+        self._traced: collections.Counter[str] = collections.Counter()
+        self._explain: Callable[[Any], Explanation] | None = None
+
+    def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
+        """Run one step on one batch, a shard of it on each tower.
+
+        The first call traces `step(shard)` once, whatever the number of towers; later ones with the same
+        function and batches of the same kind run what was traced. In the step, gradients with respect to
+        variables are those of the whole batch, `keras` optimizers and metrics behave as in `fit`, and
+        `ncclsync.ops` joins any other tensors. Whatever variables it uses are replicated; those of tower 0
+        are the user's own.
+
+        Args:
+            step: a function of a batch. Pass the same object each time: a new one is traced anew.
+            batch: the global batch, a nested structure of tensors or arrays that share their first axis;
+                split as evenly as it goes, for any number of rows; one without rows is tower 0's. None and
+                scalars go to every tower.
+            per_tower: whether to return what each tower's step returned, uncombined.
+
+        Returns:
+            What `step` returns on one device for the whole batch. With `per_tower` a list of what each of the
+            N towers has of it, its rows or its part of a sum; None for a tower that had no sample.
+
+        Raises:
+            TypeError: `step` cannot be called.
+            ValueError: the batch has no tensor with a first axis, or not as many rows in each.
+            NcclSyncError: the towers are closed, the call is inside a `tf.function`, or the step calls a
+                collective inside a loop or a branch.
+            Exception: whatever the step raises on any tower. All towers' variables are then equal, and are
+                those from before the step or from after it.
+        """
+        self.require_open()
+        if not callable(step):
+            raise TypeError(f"Expected a function of a batch. Received: {step!r}")
+        self.require_eager("Towers.run")
+        results = Results.EACH if per_tower else Results.COMBINED
+        key = (step, results)
+        if key not in self._steps:
+            self._steps[key] = _FunctionStep(self, step, results)
+            self._warn_of_new_functions(step)
+        batch = tf.nest.map_structure(to_tensor, batch)
+        rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
+        if rows is None:
+            raise ValueError(
+                "Expected a batch with at least one tensor whose first axis runs over the samples. "
+                f"Received: {batch}"
+            )
+        outcome = self._steps[key].run_on_batch(batch)
+        if not per_tower:
+            return outcome
+        sizes = shard_sizes(rows or 1, len(self))  # a batch without rows is tower 0's
+        return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
+
+    def explain(self, batch: Any = None) -> Explanation:
+        """Tell what a training step is on these towers: before the first one, or of the last that ran.
+
+        Per variable its bytes, and in which bucket and how the towers' parts of its update become one; where
+        the step is cut, and which line asks for it; the rows of a batch that each tower gets. Nothing is
+        trained.
+
+        Args:
+            batch: of a model of the decorator's: a batch size, for a model whose input shapes are known; or a
+                batch, `(x, y)` or `(x, y, sample_weight)` of arrays. None: that of the last step, or, before
+                there was one, the size that the model's inputs declare, or 32.
+
+        Returns:
+            Tables that can be printed, with their rows as dataclasses.
+
+        Raises:
+            TypeError, ValueError: no batch of this model.
+            NcclSyncError: the towers are closed, or there is no step to explain: no compiled model, and none
+                that `run` has run.
+        """
+        self.require_open()
+        self.require_eager("Towers.explain")
+        if self._explain is not None:
+            return self._explain(batch)
+        last = [step.last() for step in self._steps.values()]
+        if batch is not None or not last or last[-1] is None:
+            raise NcclSyncError(
+                "Expected a step that Towers.run has run, and no batch. "
+                f"Received: {len(last)} steps and the batch {batch!r}"
+            )
+        program, ran = last[-1]
+        return explain_program(program, self, rows_of(ran))
+
+    def explain_by(self, explain: Callable[[Any], Explanation]) -> None:
+        """Let `explain(batch)` explain the training step of the model that these towers are for."""
+        self._explain = explain
+
+    def close(self) -> None:
+        """Free the other towers' copies and end the communicator. Idempotent.
+
+        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
+        """
+        self._steps.clear()
+        super().close()
+
+    def _warn_of_new_functions(self, step: Callable) -> None:
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        self._traced[name] += 1
+        if self._traced[name] == _TRACES_BEFORE_WARNING:
+            logger.warning(
+                "Towers.run has traced %d functions named %s. Expected the same function object for every "
+                "step: define it once, outside the loop.",
+                _TRACES_BEFORE_WARNING,
+                name,
+            )
+
+
+class _FunctionStep(TowerStep):
+    """A user's function, on all towers."""
+
+    def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
+        super().__init__(towers, trains=True)
+        self._function = function
+        self._results = results
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        jit_compile = tf_compat.is_jit_compiled(self._function)
+        trace_and_cut = functools.partial(
+            self.trace_and_cut,
+            specs=specs,
+            results=self._results,
+            jit_compile=jit_compile,
+            meter=meter,
+        )
+        try:
+            program = trace_and_cut(self._function)
+        except tf.errors.OperatorNotAllowedInGraphError:  # Python's `if` or `for` of a tensor
+            logger.info("%s is traced through autograph, as tf.function does", self._function)
+            program = trace_and_cut(tf_compat.autograph_converted(self._function))
+        self.tell_of_choices(program, set())
+        return program

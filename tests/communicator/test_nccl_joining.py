@@ -1,0 +1,240 @@
+"""How GPUs are joined: in several processes, by which NCCL, on which GPUs, and over sound paths."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_nccl_failures import buffers, opened, reduce_ones
+
+from ncclsync.communicator import NcclCommunicator, native, preflight
+from ncclsync.errors import (
+    NcclError,
+    NcclPreflightError,
+    NcclSyncError,
+    NcclTimeoutError,
+    NcclUnavailableError,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def at_once(*tasks):
+    """Run each task in a thread of its own, as processes would; return what they return or raise."""
+    results = [None] * len(tasks)
+
+    def run(i):
+        try:
+            results[i] = tasks[i]()
+        except Exception as error:  # returned to the test, which looks at it
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a task hangs"
+    return results
+
+
+# Two processes with two ranks each, not in order, each on devices of its own.
+SHARES = (([3, 0], [1, 4]), ([2, 1], [0, 6]))
+
+
+def joined(world_size=4, shares=SHARES, **options):
+    """Join two "processes"; return their communicators, or what they raised."""
+    unique_id = NcclCommunicator.unique_id()
+    assert len(unique_id) == 128 and unique_id != NcclCommunicator.unique_id()
+    options = {"timeout_s": 5.0, **options}
+    return at_once(
+        *(
+            lambda ranks=ranks, devices=devices: NcclCommunicator.from_unique_id(
+                unique_id, world_size, ranks, devices, **options
+            )
+            for ranks, devices in shares
+        )
+    )
+
+
+def test_two_processes(standin):
+    """Collectives over all ranks; the preflight too; the root may be another process'."""
+    one, other = joined()
+    assert (one.size, one.world_size, one.ranks, one.devices) == (2, 4, (3, 0), (1, 4))
+    assert at_once(lambda: reduce_ones(one), lambda: reduce_ones(other)) == [None, None]
+    arrays = {comm: buffers(0.0, 2) for comm in (one, other)}
+    arrays[other][0][0][:] = 7.0  # of rank 2
+    at_once(*(lambda comm=comm: comm.broadcast(arrays[comm][1], root=2) for comm in (one, other)))
+    for comm in (one, other):
+        np.testing.assert_array_equal(arrays[comm][0], np.full((2, 5), 7.0))
+    with pytest.raises(ValueError, match=r"Expected root to be a rank, 0 to 3. Received: 4"):
+        one.broadcast(arrays[one][1], root=4)
+    assert at_once(one.close, other.close) == [None, None]
+
+
+def test_process_that_does_not_come(standin):
+    """To the joining, to a collective, to the end; what is not known here is not guessed."""
+    unique_id = NcclCommunicator.unique_id()
+    with pytest.raises(NcclTimeoutError) as caught:
+        NcclCommunicator.from_unique_id(unique_id, 4, [3, 0], [1, 4], timeout_s=0.2)
+    assert "the joining of 4 ranks, here rank 3 (GPU 1), rank 0 (GPU 4)" in str(caught.value)
+    one, other = joined(timeout_s=0.2)
+    with pytest.raises(NcclTimeoutError) as caught:
+        reduce_ones(one)
+    assert "rank 3 (GPU 1), rank 0 (GPU 4) arrived, waiting for the others" in str(caught.value)
+    assert "rank 1, 2 of other processes: not known here" in str(caught.value)
+    with pytest.raises(NcclSyncError, match="Join all processes anew, by a new unique id"):
+        one.reopen()
+    other.close()
+    one, other = joined(timeout_s=0.2)
+    with pytest.raises(NcclTimeoutError, match="Expected the end of a communicator to end"):
+        one.close()
+    assert one.closed
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((b"short", 2, [0], [0]), "Expected unique_id to be the 128 bytes"),
+        ((bytes(128), 2, [2], [0]), "Expected ranks below world_size"),
+        ((bytes(128), "2", [1], [0]), "Expected ranks below world_size"),
+        ((bytes(128), 2, [0, 1], [0]), "Expected different ranks, each with a device"),
+        ((bytes(128), 2, [1, 1], [0, 1]), "Expected different ranks, each with a device"),
+        ((bytes(128), 2, [-1], [0]), "Expected ranks to be ranks of this process"),
+        ((bytes(128), 2, [0], []), "Expected devices to be CUDA ordinals"),
+        ((bytes(128), 2, [0], [2**31]), "Expected devices to be CUDA ordinals"),
+        ((bytes(128), 2, [2**40], [0]), "Expected ranks to be ranks of this process"),
+        ((bytes(128), 2**31, [0], [0]), "Expected ranks below world_size"),
+        ((bytes(128), 2, 0, [0]), "Expected ranks to be a list of ranks of this process. Received: 0"),
+        ((bytes(128), 2, [0], 0), "Expected devices to be a list of CUDA ordinals. Received: 0"),
+        ((bytes(128), 2, [0], "0"), "Expected devices to be a list of CUDA ordinals. Received: '0'"),
+    ],
+)
+def test_bad_shares_are_refused(standin, arguments, message):
+    """Before NCCL is asked."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        NcclCommunicator.from_unique_id(*arguments)
+
+
+@pytest.mark.parametrize("version, words", [("21302", "2.13.2"), ("2804", "2.8.4"), ("20903", "2.9.3")])
+def test_too_old_an_nccl_is_refused(standin, monkeypatch, version, words):
+    """With both versions."""
+    monkeypatch.setenv("STANDIN_VERSION", version)
+    with pytest.raises(NcclUnavailableError) as caught:
+        NcclCommunicator([0, 1])
+    assert f"Expected NCCL 2.14 or newer. Received: NCCL {words}" in str(caught.value)
+    monkeypatch.setenv("STANDIN_VERSION", "21403")
+    assert native.nccl_version() == (2, 14, 3)
+
+
+def test_same_gpu_twice(standin, monkeypatch):
+    """Refused here; where the user asks NCCL for it, NCCL decides: an older one's refusal is explained."""
+    with pytest.raises(ValueError, match=r"Expected every GPU once. Received: devices=\[3, 3\]"):
+        NcclCommunicator([3, 3])
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    with NcclCommunicator([3, 3, 0]) as comm:
+        reduce_ones(comm)
+    monkeypatch.setenv("STANDIN_VERSION", "22907")
+    with pytest.raises(NcclError, match=r"Duplicate GPU detected.*Each rank needs a GPU of its own"):
+        NcclCommunicator([3, 3])
+
+
+@pytest.mark.parametrize(
+    "fail, error, advice",
+    [
+        ("cudaSetDevice=35", NcclUnavailableError, "install a newer driver, or an older nvidia-nccl-cu12"),
+        ("cudaSetDevice=101", NcclUnavailableError, "CUDA counts from 0 the GPUs that CUDA_VISIBLE_DEVICES"),
+        ("cudaMalloc=2", NcclError, "tf.config.experimental.set_memory_growth"),
+        ("cudaSetDevice=217", NcclError, "set NCCL_P2P_DISABLE=1"),
+    ],
+)
+def test_errors_say_what_to_do(standin, fail, error, advice):
+    """A driver too old, no such GPU, too little memory, no path between GPUs."""
+    standin.fail(fail)
+    with pytest.raises(error) as caught:
+        NcclCommunicator([0, 1])
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_preflight_finds_a_corrupt_path(standin, size):
+    """It names the pair and the way the numbers went, the causes and the remedy."""
+    standin.fail(f"corrupt:{size - 1}:0")
+    with pytest.raises(NcclPreflightError) as caught:
+        NcclCommunicator(range(size))
+    assert f"Received: other numbers from rank {size - 1} to rank 0. Usual causes:" in str(caught.value)
+    for word in ("ACS", "IOMMU", "NCCL_P2P_DISABLE=1"):
+        assert word in str(caught.value)
+    comm = NcclCommunicator(range(size), preflight=False)
+    comm.close()
+
+
+def test_preflight_of_two_processes(standin):
+    """The process whose rank receives something else knows it; the other one cannot."""
+    standin.fail("corrupt:1:3")
+    one, other = joined()
+    assert isinstance(one, NcclPreflightError) and "from rank 1 to rank 3" in str(one)
+    other.timeout_s = 0.1
+    with pytest.raises(NcclTimeoutError):
+        reduce_ones(other)
+
+
+def test_preflight_of_a_sum(standin, monkeypatch):
+    """A sum may be wrong where no pair is: the ranks are named."""
+    monkeypatch.setattr(preflight, "_numbers", different_at_each_call())
+    with pytest.raises(NcclPreflightError, match="Received: a wrong sum on rank 0, a wrong sum on rank 1"):
+        NcclCommunicator([0, 1])
+
+
+def different_at_each_call():
+    """Known numbers that are not those that were sent, but between pairs."""
+    calls, numbers = iter(range(100)), preflight._numbers
+
+    def called(sender, receiver):
+        return numbers(sender, receiver) + (1 if next(calls) < 2 else 0)
+
+    return called
+
+
+def test_preflight_is_quick(standin):
+    """Of eight ranks: what it takes beside the messages themselves, within 100 ms where nothing disturbs."""
+    best = [10.0, 10.0]
+    for _ in range(20):
+        for on in (False, True):
+            began = time.perf_counter()
+            NcclCommunicator(range(8), preflight=on).close()
+            best[on] = min(best[on], time.perf_counter() - began)
+        if best[True] - best[False] < 0.1:
+            break
+    assert best[True] - best[False] < 0.1
+    with pytest.raises(TypeError, match="Expected preflight to be a bool"):
+        opened(preflight=1)
+
+
+def test_context_of_a_thread_without_one(standin):
+    """A thread that uses no GPU is not given one: its context would take memory there."""
+    import ctypes
+
+    cuda, current, seen = ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"]), ctypes.c_void_p(), []
+
+    def use():
+        cuda.cuCtxSetCurrent(None)
+        with NcclCommunicator([4, 0, 2]) as comm:
+            reduce_ones(comm)
+            comm.timeout_s = 0.05
+            for fail, words in (("working:0=300", "GPU 0) still busy"), ("slow:2=900", "arrived, waiting")):
+                standin.fail(fail)
+                with pytest.raises(NcclTimeoutError) as caught:
+                    reduce_ones(comm)
+                assert words in str(caught.value)
+                comm.timeout_s = 5.0
+                comm.reopen()
+                comm.timeout_s = 0.05
+            comm.timeout_s = 5.0
+        cuda.cuCtxGetCurrent(ctypes.byref(current))
+        seen.append(current.value)
+        return "done"
+
+    assert (at_once(use), seen) == (["done"], [None])

@@ -1,0 +1,838 @@
+"""One test per function of `private` and its like, against the installed TensorFlow and Keras: what broke."""
+
+import contextlib
+import copy
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync.compat import distribute, keras_optimizers
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
+
+
+def ops_of(function, *arguments):
+    """The ops of a function's graph, by type."""
+    graph = tf.function(function, autograph=False).get_concrete_function(*arguments).graph
+    return {op.type: op for op in graph.get_operations()}
+
+
+def test_written_handles():
+    """TensorFlow's bookkeeping tells reads from writes, also inside a branch, a loop and a function."""
+    read, written = tf.Variable(1.0), tf.Variable(2.0)
+
+    def both():
+        written.assign_add(read)
+        return written.read_value()
+
+    def step(x):
+        nested = tf.function(both)()
+        branch = tf.cond(x > 0, both, lambda: tf.constant(0.0))
+        loop = tf.while_loop(lambda i: i < x, lambda i: i + both(), [0.0])
+        return nested + branch + loop + read + both()
+
+    ops = ops_of(step, tf.TensorSpec([]))
+    for kind in ("StatefulPartitionedCall", "If", "While", "AssignAddVariableOp"):
+        handles = [tensor.name for tensor in ops[kind].inputs if tensor.dtype == tf.resource]
+        assert len(handles) == (1 if kind == "AssignAddVariableOp" else 2)
+        (only,) = tf_compat.written_handles(ops[kind])
+        assert only in handles
+    assert tf_compat.written_handles(ops["ReadVariableOp"]) == set()
+
+    table = tf.Variable([1.0, 2.0])
+
+    def scatter():
+        tf.raw_ops.ResourceScatterAdd(resource=table.handle, indices=[0], updates=[1.0])
+
+    assert len(tf_compat.written_handles(ops_of(scatter)["ResourceScatterAdd"])) == 1
+
+
+def test_is_stateful():
+    """Draws, assertions and variable ops are stateful; arithmetic and stateless draws are not."""
+
+    variable = tf.Variable(1.0)
+
+    def step(x):
+        tf.raw_ops.Assert(condition=x > 0, data=[x])
+        return x + tf.random.normal([]) + tf.random.stateless_normal([], [1, 2]) + variable
+
+    ops = ops_of(step, tf.TensorSpec([]))
+    for kind in ("RandomStandardNormal", "Assert", "ReadVariableOp"):
+        assert tf_compat.is_stateful(ops[kind])
+    assert not tf_compat.is_stateful(ops["AddV2"])
+    assert not tf_compat.is_stateful(ops["StatelessRandomNormalV2"])
+
+
+def test_run_independently():
+    """Two stateful ops that are said to be independent run, and neither waits for the other."""
+
+    def step(x):
+        for _ in range(2):
+            tf_compat.run_independently(tf.print("", output_stream="file:///dev/null"))
+        return x
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([])).graph
+    prints = [op for op in graph.get_operations() if op.type == "PrintV2"]
+    assert len(prints) == 2 and set(prints) <= set(graph.control_outputs)
+    assert not any(op.control_inputs for op in prints)
+
+
+def test_is_profiling(tmp_path):
+    """Between the profiler's start and its stop."""
+    states = [tf_compat.is_profiling()]
+    with tf.profiler.experimental.Profile(str(tmp_path)):
+        states.append(tf_compat.is_profiling())
+    assert [*states, tf_compat.is_profiling()] == [False, True, False]
+
+
+def test_is_seed():
+    """Keras names the state of its seed generators so, alone and inside a layer; and nothing else."""
+    dropout = keras.layers.Dropout(0.5)
+    generator = keras.random.SeedGenerator(1, name="mine")
+    states = [dropout.seed_generator.state, generator.state]
+    assert all(tf_compat.is_seed(tf_compat.backend_variable(state)) for state in states)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
+    assert not any(tf_compat.is_seed(tf_compat.backend_variable(v)) for v in model.variables)
+
+
+def test_backend_variable():
+    """The tf.Variable itself, whatever autocast scope is open; a tf.Variable is its own."""
+    variable = keras.Variable(np.ones(3), dtype="float32")
+    with keras.src.backend.common.variables.AutocastScope("float16"):
+        inner = tf_compat.backend_variable(variable)
+    assert isinstance(inner, tf.Variable) and inner.dtype == tf.float32
+    inner.assign([1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(variable, [1.0, 2.0, 3.0])
+    assert tf_compat.backend_variable(inner) is inner
+
+
+def test_loaded_classes():
+    """A base class of several levels, every class that derives from it, and every one above, each once."""
+
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    classes = tf_compat.loaded_classes(keras.Optimizer)
+    assert {keras.Optimizer, keras.optimizers.Adam, keras.optimizers.SGD, Mine} <= set(classes)
+    assert any("apply" in cls.__dict__ for cls in keras.Optimizer.__mro__ if cls in classes)
+    assert len(classes) == len(set(classes)) and object not in classes
+    assert not any(issubclass(cls, keras.Model) for cls in classes)
+
+
+def test_methods_wrapped():
+    """For a while, where a class defines the method; then all is as before, also if the block fails."""
+
+    class Base:
+        def name(self):
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    before = Base.__dict__["name"]
+    with (
+        pytest.raises(ZeroDivisionError),
+        tf_compat.methods_wrapped([Base, Derived], "name", lambda method: lambda self: method(self) + "!"),
+    ):
+        assert Derived().name() == "base!" and "name" not in Derived.__dict__
+        raise ZeroDivisionError
+    assert Base.__dict__["name"] is before and Derived().name() == "base"
+
+
+def test_optimizers_and_metrics_go_through_the_wrapped_methods():
+    """`apply_gradients` calls `apply`, also of wrapped optimizers; a metric's call calls `update_state`."""
+    calls = []
+
+    def counting(method):
+        def counted(self, *args, **kwargs):
+            calls.append(type(self).__name__)
+            return method(self, *args, **kwargs)
+
+        return counted
+
+    weight = keras.Variable([1.0])
+    with tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", counting):
+        for optimizer in (
+            keras.optimizers.Adam(),
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        ):
+            calls.clear()
+            optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+            assert type(optimizer).__name__ in calls
+    with tf_compat.methods_wrapped([keras.metrics.Mean], "update_state", counting):
+        calls.clear()
+        keras.metrics.Mean()(tf.constant(1.0))
+        assert calls == ["Mean"]
+
+
+def test_variables_of():
+    """Weights, nested layers, metrics, optimizers under any attribute, and a model's own tf.Variable."""
+
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)]
+            )
+            self.plain = tf.Variable(1.0)
+            self.tools = {"first": keras.optimizers.Adam(), "rest": [keras.optimizers.SGD()]}
+            self.seen = keras.metrics.Mean()
+
+    model = Mine()
+    model.tools["first"].build(model.inner.trainable_variables)
+    found = keras_compat.variables_of(model)
+    assert len(found) == len({id(variable) for variable in found})
+    optimizers = [model.tools["first"], model.tools["rest"][0]]
+    states = [*model.inner.variables, *(v for o in optimizers for v in o.variables), *model.seen.variables]
+    expected = {id(tf_compat.backend_variable(v)) for v in [*states, model.plain]}
+    assert expected <= {id(variable) for variable in found}
+    assert any(tf_compat.is_seed(variable) for variable in found)
+
+
+def test_aggregation_tells_metric_state():
+    """Keras declares "sum" on the state of metrics and on nothing else: `variables.role_of` relies on it."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae", keras.metrics.AUC(), keras.metrics.MeanIoU(2)])
+    keras_compat.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    total = tf.VariableAggregation.SUM
+    states = model.metrics_variables
+    assert states and all(tf_compat.backend_variable(v).aggregation == total for v in states)
+    others = [*model.variables, *model.optimizer.variables]
+    assert not any(tf_compat.backend_variable(v).aggregation == total for v in others)
+
+
+@pytest.mark.parametrize("owner", ["model", "optimizer"])
+def test_strategy_of(owner):
+    """A model and an optimizer keep the strategy that they were made under; none is None."""
+    make = keras.optimizers.SGD if owner == "optimizer" else keras.Sequential
+    assert keras_compat.strategy_of(make()) is None and keras_compat.strategy_of(None) is None
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        made = make()
+    assert keras_compat.strategy_of(made) is strategy
+
+
+def test_values_of_a_strategy():
+    """A mirrored variable tells its replicas and their devices; tensors become a value that one accepts."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+    (replica,) = distribute.replicas_of(variable)
+    assert distribute.devices_of(variable) == distribute.devices_of("CPU:0") == (replica.device,)
+    assert distribute.devices_of("CPU:0") == strategy.extended.worker_devices
+    made = distribute.mirrored([tf.constant([3.0, 4.0])])
+    assert strategy.experimental_local_results(made)[0].numpy().tolist() == [3.0, 4.0]
+    assert strategy.reduce("MEAN", made, axis=None).numpy().tolist() == [3.0, 4.0]
+
+
+def test_build_symbolically():
+    """Shapes alone create the metrics' and the optimizer's variables, and draw nothing."""
+    dropout = keras.layers.Dropout(0.5)
+    model = keras.Sequential([keras.Input((3,)), dropout, keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"])
+    seed = dropout.seed_generator.state.numpy()
+    keras_compat.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    assert model.optimizer.built and len(model.optimizer.variables) == 2 + 2 * 2
+    assert len(model.metrics_variables) == 4
+    np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())
+
+
+def test_autograph_converted_with_and_without_source():
+    """A tensor decides a Python `if` where there is source; code without source is taken as it is."""
+
+    def choose(x):
+        if x > 0:
+            return x
+        return -x
+
+    traced = tf.function(tf_compat.autograph_converted(choose), autograph=False)
+    assert float(traced(tf.constant(-2.0))) == 2.0
+    namespace = {}
+    exec("def double(x):\n    return x * 2", namespace)
+    assert float(tf_compat.autograph_converted(namespace["double"])(tf.constant(2.0))) == 4.0
+
+
+def test_layers_of():
+    """Layers in attributes, lists, dictionaries, wrappers and nested models, without the model itself."""
+
+    class Holder(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(1), {"a": keras.layers.Dropout(0.5)}]
+
+    holder, dense = Holder(), keras.layers.Dense(2)
+    inner = keras.Sequential([keras.Input((2,)), dense])
+    wrapper = keras.layers.TimeDistributed(inner)
+    model = keras.Sequential([keras.Input((3, 2)), wrapper, holder])
+    found = keras_compat.layers_of(model)
+    assert {id(layer) for layer in (wrapper, inner, dense, holder)} <= {id(layer) for layer in found}
+    assert any(isinstance(layer, keras.layers.Dropout) for layer in found)
+    assert all(layer is not model for layer in found)
+
+
+def test_seed_generators_of():
+    """A layer's own generators, in a list too; not those of a layer within it."""
+
+    class Noisy(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generators = [keras.random.SeedGenerator(1), keras.random.SeedGenerator(2)]
+            self.inner = keras.layers.Dropout(0.5)
+
+    layer = Noisy()
+    assert keras_compat.seed_generators_of(layer) == layer.generators
+    assert keras_compat.seed_generators_of(layer.inner) == [layer.inner.seed_generator]
+    assert keras_compat.seed_generators_of(keras.layers.Dense(1)) == []
+
+
+def drawn_through(functions, draw):
+    """Names of those functions that `draw` calls, through the modules that are given for them."""
+    called = []
+
+    def noting(function):
+        def noted(*args, **kwargs):
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return noted
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in functions.items():
+            hooks.enter_context(tf_compat.methods_wrapped([module], name, noting))
+        draw()
+    return called
+
+
+def test_function_class():
+    """Its `__call__` is what runs a `tf.function`, also one that is a method."""
+
+    class Holder:
+        @tf.function
+        def doubled(self, x):
+            return 2 * x
+
+    def inlining(call):
+        return lambda self, *args: ("python", self.python_function(*args))
+
+    with tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining):
+        assert Holder().doubled(3) == ("python", 6)
+
+
+def test_metrics_of():
+    """The metrics of `compile` as they are, before and after they are built, and the loss tracker."""
+    metric, weighted = keras.metrics.MeanAbsoluteError(), keras.metrics.MeanSquaredError()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(metrics=[metric], weighted_metrics=[weighted], loss="mse")
+    before = keras_compat.metrics_of(model)
+    model.train_on_batch(np.zeros((2, 2)), np.zeros((2, 1)))
+    after = keras_compat.metrics_of(model)
+    for found in (before, after):
+        assert {id(metric), id(weighted)} <= {id(one) for one in found}
+        assert any(one.name == "loss" for one in found)
+
+
+def accumulating():
+    variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    return optimizer, variables
+
+
+def test_accumulation_of_an_optimizer():
+    """Built as `apply` would, told when it updates, and which variables it accumulates in."""
+    optimizer, variables = accumulating()
+    assert keras_optimizers.accumulates(optimizer) and not keras_optimizers.accumulates(
+        keras.optimizers.Adam()
+    )
+    assert keras_optimizers.built_for(optimizer, variables) == variables and optimizer.built
+    assert keras_optimizers.built_for(optimizer, None) == variables
+    due = []
+    for _ in range(4):
+        due.append(bool(keras_optimizers.update_is_due(optimizer)))
+        optimizer.apply([tf.ones([2]), tf.ones([1])])
+    assert due == [False, True, False, True]
+    optimizer.apply([tf.constant([5.0, 6.0]), tf.ones([1])])
+    second, first = keras_optimizers.accumulators(optimizer, variables[::-1])
+    np.testing.assert_array_equal(first.numpy(), [5.0, 6.0])
+    np.testing.assert_array_equal(second.numpy(), [1.0])
+
+
+def test_accumulators_emptied():
+    """`apply` takes what it is given for the whole sum, and leaves the accumulators alone."""
+    optimizer, variables = accumulating()
+    gradients = [tf.constant([2.0, 4.0]), tf.constant([6.0])]
+    keras_optimizers.built_for(optimizer, variables)
+    for _ in range(2):
+        with keras_optimizers.accumulators_emptied(optimizer):
+            optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[0].numpy(), [0.9, 1.8])
+    for accumulator in keras_optimizers.accumulators(optimizer, variables):
+        np.testing.assert_array_equal(accumulator.numpy(), np.zeros(accumulator.shape))
+    for _ in range(2):
+        optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[0].numpy(), [0.7, 1.4], rtol=1e-6)
+
+
+def test_partial_and_shared():
+    """A mark on this one variable, that goes with it; so is what its watchers are told by."""
+    one, other = tf.Variable(1.0), tf.Variable(1.0)
+    tf_compat.set_written_by_graph(one)
+    assert (tf_compat.is_written_by_graph(one), tf_compat.is_written_by_graph(other)) == (True, False)
+    watchers = object()
+    tf_compat.set_watchers(one, watchers)
+    assert (tf_compat.watchers_of(one), tf_compat.watchers_of(other)) == (watchers, None)
+    assert tf_compat.watchers_of(copy.deepcopy(one)) is None
+    tf_compat.set_partial(one)
+    tf_compat.set_shared(other)
+    assert (tf_compat.is_partial(one), tf_compat.is_partial(other)) == (True, False)
+    assert (tf_compat.is_shared(one), tf_compat.is_shared(other)) == (False, True)
+    tf_compat.set_shared(other, False)
+    assert not tf_compat.is_shared(other)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda v: v.numpy(),
+        lambda v: v.value(),
+        lambda v: v.read_value(),
+        lambda v: tf.convert_to_tensor(v),
+        lambda v: v + 1.0,
+        lambda v: np.asarray(v),
+        lambda v: tf.train.Checkpoint(v=v).write("checkpoint"),
+    ],
+)
+def test_watch_reads(read, tmp_path, monkeypatch):
+    """Every way to a variable's value passes the watch, until it is taken off."""
+    monkeypatch.chdir(tmp_path)
+    variable, seen = tf.Variable(1.0), []
+    tf_compat.watch_reads(variable, lambda: seen.append(1))
+    read(variable)
+    assert seen
+    tf_compat.unwatch(variable)
+    seen.clear()
+    read(variable)
+    assert not seen
+
+
+def test_reduction_axes():
+    """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
+    layer = keras.layers.BatchNormalization(axis=1)
+    layer.build((None, 3, 4))
+    assert keras_compat.reduction_axes(layer) == [0, 2]
+    mean, variance = layer._moments(tf.ones([2, 3, 4]), None)
+    assert mean.shape == variance.shape == (3,)
+
+
+def test_shared_function():
+    """It is neither inlined nor made special for a caller; TensorFlow keeps both attributes."""
+    function = tf_compat.shared_function(lambda x: [x + 1.0], [tf.TensorSpec([])], False)
+    assert float(function(tf.constant(1.0))[0]) == 2.0
+    attributes = function.function_def.attr
+    assert attributes["_noinline"].b and attributes["_nospecialize"].b
+    with pytest.raises(ValueError, match="nospecialize"):  # if not: no need for the private way any more
+        tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
+
+
+def test_is_jit_compiled():
+    """What `tf.function` was asked for."""
+    assert tf_compat.is_jit_compiled(tf.function(lambda x: x, jit_compile=True))
+    assert not tf_compat.is_jit_compiled(tf.function(lambda x: x, jit_compile=False))
+    assert not tf_compat.is_jit_compiled(tf.function(lambda x: x))
+    assert not tf_compat.is_jit_compiled(lambda x: x)
+
+
+def test_paths_of():
+    """A model's, its optimizer's and its metrics' variables are found by the TensorFlow variable within."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
+    model.compile("sgd", "mse", metrics=[keras.metrics.MeanSquaredError(name="mine")])
+    model.optimizer.build(model.trainable_variables)
+    model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
+    paths = keras_compat.paths_of(model)
+    assert paths[id(tf_compat.backend_variable(model.layers[0].kernel))].endswith("/last/kernel")
+    iterations = paths[id(tf_compat.backend_variable(model.optimizer.iterations))]
+    assert iterations == model.optimizer.iterations.path and iterations.endswith("/iteration")
+    assert {"mine/total", "loss/count"} <= set(paths.values())
+
+
+def built(optimizer):
+    """An optimizer that is built for two weights, and these."""
+    weights = [
+        keras.Variable(np.ones(shape, "float32"), name=name) for shape, name in (((2, 3), "a"), ((4,), "b"))
+    ]
+    optimizer.build(weights)
+    return optimizer, weights
+
+
+def test_updates_wrapped_and_apply_gradients():
+    """`apply` unscales, then calls what is wrapped, once; that is all but constraints and counting."""
+    optimizer, weights = built(keras.optimizers.SGD(1.0, loss_scale_factor=2.0))
+    seen = []
+
+    def wrap(update):
+        def wrapped(self, grads, variables):
+            seen.append([float(tf.reduce_max(gradient)) for gradient in grads])
+            return update(self, grads, variables)
+
+        return wrapped
+
+    gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
+    with keras_optimizers.updates_wrapped(wrap):
+        optimizer.apply(gradients, weights)
+    assert seen == [[2.0, 2.0]] and int(optimizer.iterations) == 1
+    keras_optimizers.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == 1.0 - 2.0 - 4.0 and int(optimizer.iterations) == 1
+    assert keras_optimizers.built_for(optimizer, None) == weights
+
+
+def test_clipped_and_unclipped():
+    """Clipping is one method, which `updates_wrapped` calls."""
+    optimizer, weights = built(keras.optimizers.SGD(1.0, clipvalue=0.5))
+    gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
+    assert float(keras_optimizers.clipped(optimizer, gradients)[0][0, 0]) == 0.5
+    with keras_optimizers.unclipped(optimizer):
+        keras_optimizers.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == -3.0
+    keras_optimizers.apply_gradients(optimizer, gradients, weights)
+    assert float(weights[0][0, 0]) == -3.5
+
+
+def test_applies_untouched():
+    """Only where neither Keras nor a subclass does anything to the gradients before they are used."""
+
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            return super().apply(grads, trainable_variables)
+
+    assert keras_optimizers.applies_untouched(keras.optimizers.AdamW())
+    touching = [Own(), keras.optimizers.SGD(clipnorm=1.0), keras.optimizers.SGD(loss_scale_factor=2.0)]
+    touching += [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
+    assert not any(keras_optimizers.applies_untouched(one) for one in touching)
+
+
+def test_decays():
+    """Whether a weight decays by itself, by what the optimizer was told to exclude."""
+    optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["b"])
+    _, weights = built(optimizer)
+    assert [keras_optimizers.decays(optimizer, weight) for weight in weights] == [True, False]
+    assert not keras_optimizers.decays(*(lambda o, w: (o, w[0]))(*built(keras.optimizers.SGD())))
+
+
+def test_slots_and_scalars():
+    """Slots are lists in the order of the weights; the rest are single variables."""
+    optimizer, weights = built(keras.optimizers.Nadam())
+    slots = keras_optimizers.slots_of(optimizer)
+    assert sorted(slots) == ["_momentums", "_velocities"]
+    assert all(
+        [slot.shape for slot in of_one] == [weight.shape for weight in weights] for of_one in slots.values()
+    )
+    assert sorted(keras_optimizers.scalars_of(optimizer)) == ["_iterations", "_learning_rate", "_u_product"]
+    assert keras_optimizers.slots_of(built(keras.optimizers.SGD())[0]) == {}
+
+
+def test_twin_of():
+    """A twin counts and learns as the optimizer does, clips nothing, and has slots of its own."""
+    optimizer, weights = built(keras.optimizers.Adam(0.5, clipnorm=1e-3))
+    twin = keras_optimizers.twin_of(optimizer)
+    assert not twin.built and twin.iterations is optimizer.iterations
+    twin.build(weights)
+    optimizer.learning_rate = 0.25
+    assert float(twin.learning_rate) == 0.25
+    keras_optimizers.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
+    assert abs(float(twin._momentums[0][0, 0]) - 0.4) < 1e-6 and float(optimizer._momentums[0][0, 0]) == 0
+
+
+def test_partitioned():
+    """A note on the variable itself."""
+    variable = tf.Variable(1.0)
+    assert not tf_compat.is_partitioned(variable)
+    tf_compat.set_partitioned(variable)
+    assert tf_compat.is_partitioned(variable)
+
+
+OPTIMIZERS = {
+    name: cls
+    for name, cls in vars(keras.optimizers).items()
+    if isinstance(cls, type)
+    and issubclass(cls, keras.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+}
+
+
+def updated(name, rate, around=None):
+    """A weight and its slots after an update, with weight decay; `around`: a context manager for it."""
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    weight = keras.Variable([[1.0, -2.0, 3.0]])
+    optimizer = OPTIMIZERS[name](rate, weight_decay=0.01, **options)
+    optimizer.build([weight])
+    if around is not None:
+        keras_optimizers.wrap_update(optimizer, functools.partial(around, optimizer))
+    optimizer.apply([tf.constant([[0.3, 0.2, -0.1]])])
+    slots = [v.numpy() for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
+    return weight.numpy(), slots
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_replaced(name):
+    """All of an update, decay too, goes by the rate that is put in place; nothing remembers the other."""
+    passed = []
+
+    def around(optimizer, apply):
+        def update_at_rate(gradients, variables):
+            replaced = keras_optimizers.update_replaced(optimizer, tf.constant(0.1), noting)
+            with replaced:
+                apply(gradients, variables)
+
+        return update_at_rate
+
+    def noting(update):
+        def noted(gradients, variables, rate):
+            passed.append(float(rate))
+            update(gradients, variables, rate)
+
+        return noted
+
+    replaced, plain = updated(name, 0.3, around), updated(name, 0.1)
+    assert passed == [pytest.approx(0.1)]
+    np.testing.assert_array_equal(replaced[0], plain[0])
+    for one, other in zip(replaced[1], plain[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_velocities():
+    """Slots contain the rate of these optimizers alone; those two of them whose slots are multiples of it."""
+    of_rate = {
+        name
+        for name in OPTIMIZERS
+        if any(
+            np.any(one != other)
+            for one, other in zip(updated(name, 0.1)[1], updated(name, 0.2)[1], strict=True)
+        )
+    }
+    # Ftrl's are no multiple of the rate, and those of ScheduleFreeAdamW are weights.
+    assert of_rate == {"SGD", "RMSprop", "Ftrl", "ScheduleFreeAdamW"}
+
+    class Mine(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            pass
+
+    weight = keras.Variable([1.0])
+    for optimizer, names in (
+        (keras.optimizers.SGD(0.1, momentum=0.9), ["momentum"]),
+        (keras.optimizers.RMSprop(0.1, momentum=0.9, centered=True), ["momentum"]),
+        (keras.optimizers.SGD(0.1), []),
+        (keras.optimizers.RMSprop(0.1), []),
+        (keras.optimizers.Adam(0.1), []),
+        (Mine(0.1, momentum=0.9), []),
+    ):
+        assert keras_optimizers.has_velocities(optimizer) == bool(names)
+        assert keras_optimizers.velocities(optimizer) == []
+        optimizer.build([weight])
+        found = keras_optimizers.velocities(optimizer)
+        assert [slot.name.rsplit("_", 1)[-1].split(":")[0] for slot in found] == names
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_increments_scaled(name):
+    """The weight moves so many times as far, and the slots are what they were."""
+
+    def around(optimizer, apply):
+        def scaled(gradients, variables):
+            optimizer.weight_decay = None
+            with keras_optimizers.increments_scaled(optimizer, variables, tf.constant(3.0)):
+                apply(gradients, variables)
+
+        return scaled
+
+    def once(optimizer, apply):
+        optimizer.weight_decay = None
+        return apply
+
+    (weight, slots), (plain, plain_slots) = updated(name, 0.1, around), updated(name, 0.1, once)
+    start = np.array([[1.0, -2.0, 3.0]])
+    np.testing.assert_allclose(weight - start, 3 * (plain - start), rtol=1e-5)
+    for one, other in zip(slots, plain_slots, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rates_of_an_optimizer():
+    """Its schedule, if it has one, is asked for the batches counted; a wrapper's is that of what it wraps."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer, variables = accumulating()
+    assert keras_optimizers.schedule_of(optimizer) is None
+    optimizer.learning_rate = schedule
+    assert keras_optimizers.schedule_of(optimizer) is schedule
+    for _ in range(3):
+        optimizer.apply([tf.ones([2]), tf.ones([1])], variables)
+    assert int(keras_optimizers.batches_applied(optimizer)) == 3 and int(optimizer.iterations) == 1
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 / 8)
+    assert keras_optimizers.innermost(optimizer) is optimizer
+    assert keras_optimizers.innermost(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
+
+
+def test_exclude_from_weight_decay():
+    """Beside what is excluded already, by name and by itself, and also after a first update."""
+    weights = [keras.Variable([1.0], name=name) for name in ("one", "two", "three", "four")]
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=weights[:1], var_names=["two"])
+    optimizer.apply([tf.zeros([1])] * 4, weights)
+    keras_optimizers.exclude_from_weight_decay(optimizer, weights[2:3])
+    optimizer.apply([tf.zeros([1])] * 4, weights)
+    assert [float(weight[0]) for weight in weights] == [1.0, 1.0, 0.5, 0.25]
+
+
+def test_calls_of_a_functional_model():
+    """Calls of one shared layer are apart; `+` and Add add; a Sequential ends with its last layer."""
+    shared = keras.layers.Dense(2, name="shared")
+    x = keras.Input((2,))
+    model = keras.Model(x, keras.layers.Add()([shared(shared(x)), x]) + x)
+    (plus,) = keras_compat.calls_at_end(model)
+    added, given = plus.inputs()
+    second, same = added.inputs()
+    assert plus.adds and added.adds and not second.adds and given == same and given.inputs() == []
+    assert second.layer is shared and second.inputs()[0] == keras_compat.Call(shared, 0)
+    assert second == keras_compat.Call(shared, 1)
+    (last,) = keras_compat.calls_at_end(
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
+    )
+    assert last.layer.name == "last"
+    assert keras_compat.calls_at_end(shared) == keras_compat.calls_at_end(keras.Sequential()) == []
+
+
+def test_same_dataset():
+    """It gives what the other one does, in `for` and behind `map`, and so does a class made of it."""
+
+    class Mine(tf_compat.SameDataset):
+        pass
+
+    other = tf.data.Dataset.range(6).batch(4)
+    for same in (Mine(other), Mine(other).map(lambda x: x)):
+        assert [batch.numpy().tolist() for batch in same] == [[0, 1, 2, 3], [4, 5]]
+        assert same.element_spec == other.element_spec
+
+
+def test_backup_files(tmp_path):
+    """Where Keras' callback writes, and that it does so by the methods that a subclass may replace."""
+    called = []
+
+    class Mine(keras.callbacks.BackupAndRestore):
+        def _save_model(self):
+            called.append("save")
+            super()._save_model()
+
+        def _load_model(self):
+            called.append("load")
+            super()._load_model()
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones([4, 1])
+    for _ in range(2):
+        callback = Mine(str(tmp_path), double_checkpoint=True, delete_checkpoint=False)
+        model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
+    assert called == ["load", "save", "save", "load"]
+    assert set(keras_compat.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}
+
+
+def test_attributes_of_and_run_op():
+    """An op of a graph can be run outside it, also in another dtype; loops by their functions' names."""
+
+    def step(x, y):
+        loop = tf.while_loop(lambda i, total: i < 3, lambda i, total: (i + 1, total * 2.0), (0, x))[1]
+        parts = tf.split(tf.concat([x, y], 0), 2)
+        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts
+
+    function = tf.function(step, autograph=False).get_concrete_function(*[tf.TensorSpec([4])] * 2)
+    ops = {op.type: op for op in function.graph.get_operations()}
+    for dtype in (tf.float32, tf.float64):
+        given = tf.range(4, dtype=dtype)
+        attributes = tf_compat.attributes_of(ops["ConcatV2"])
+        assert (attributes["N"], attributes["T"]) == (2, tf.float32)
+        (joined,) = tf_compat.run_op(
+            "ConcatV2", [given, given, tf.constant(0)], {**attributes, "T": dtype}, 1
+        )
+        assert joined.dtype == dtype and joined.shape == [8]
+    attributes = {**tf_compat.attributes_of(ops["Split"]), "T": tf.float64}
+    assert [part.shape for part in tf_compat.run_op("Split", [tf.constant(0), joined], attributes, 2)] == [
+        4,
+        4,
+    ]
+    pooled = tf_compat.run_op("MaxPool", [tf.ones([1, 2, 2, 1])], tf_compat.attributes_of(ops["MaxPool"]), 1)
+    assert pooled[0].shape == [1, 1, 1, 1]
+    loop = ops["StatelessWhile"]
+    inputs = [tf.constant(3) if one.dtype == tf.int32 else tf.ones([4]) for one in loop.inputs]
+    inputs[0] = tf.constant(0)
+    results = tf_compat.run_op(loop.type, inputs, tf_compat.attributes_of(loop), len(loop.outputs))
+    assert len(results) == len(loop.outputs)
+    assert tf_compat.run_op("NoOp", [], {}, 0) == []
+
+
+def test_hides_state():
+    """What a variable holds is no hidden state; Python, an iterator and a draw without a seed have one."""
+    none = frozenset()
+    for kind in (
+        "AddV2",
+        "StatelessRandomUniformV2",
+        "AssignAddVariableOp",
+        "ResourceScatterAdd",
+        "NoSuchOp",
+    ):
+        assert not tf_compat.hides_state(kind, none), kind
+    for kind in ("PyFunc", "EagerPyFunc", "IteratorGetNext", "RandomUniform", "PrintV2"):
+        assert tf_compat.hides_state(kind, none), kind
+    assert not tf_compat.hides_state("PrintV2", frozenset({"PrintV2"}))
+
+
+def test_function_as_graph_and_copied_op():
+    """A loop's body is a graph with inputs and outputs; an op can be made again of other inputs."""
+
+    def step(x):
+        return tf.while_loop(
+            lambda i, total: i < 3, lambda i, total: (i + 1, tf.concat([total, x], 0)[:4]), (0, x)
+        )
+
+    function = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4]))
+    (loop,) = [op for op in function.graph.get_operations() if op.type == "StatelessWhile"]
+    definitions = {f.signature.name: f for f in function.graph.as_graph_def().library.function}
+    shapes = [tensor.shape for tensor in loop.inputs]
+    body = tf_compat.function_as_graph(definitions[loop.get_attr("body").name], shapes, function.graph)
+    assert [tensor.shape for tensor in body.inputs] == shapes
+    assert len(body.outputs) == len(loop.outputs)
+    assert "ConcatV2" in {op.type for op in body.get_operations()}
+    with function.graph.as_default():
+        again = tf_compat.copied_op(loop, [tf.identity(tensor) for tensor in loop.inputs])
+    assert again.type == "StatelessWhile" and len(again.outputs) == len(loop.outputs)
+    assert again is not loop
+
+
+def test_describe_handle():
+    """A function's argument that stands for a variable gives its shape to what is read from it."""
+    variable = tf.Variable(tf.zeros([3, 2]))
+    shapes = []
+
+    def read(handle):
+        shapes.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape)
+        tf_compat.describe_handle(handle, variable)
+        shapes.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32).shape)
+
+    tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.resource))
+    assert shapes[0].rank is None and shapes[1] == [3, 2]
+
+
+def test_function_of_moments():
+    """Keras' synchronised moments go through this function of this module."""
+    calls = []
+
+    def counting(function):
+        def counted(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return counted
+
+    with tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", counting):
+        keras.ops.moments(tf.ones([3, 2]), axes=[0], synchronized=True)
+    assert calls == ["_compute_moments_sync"]

@@ -1,0 +1,341 @@
+"""`@nccl_parallel(shard_optimizer=True)`: the same numbers, 1/N of the state, whole for who looks."""
+
+import functools
+import re
+
+import keras
+import numpy as np
+import parity
+import pytest
+import tensorflow as tf
+from parity import assert_close, assert_towers_agree, data, on_towers, state
+
+import ncclsync
+from ncclsync import NcclSyncError
+from ncclsync.gradients.elementwise import find_coupling
+from ncclsync.gradients.partitions import Place
+
+X, Y = data(rows=61)
+mlp = functools.partial(parity.mlp, metrics=None)  # quicker to trace; sharding has no part in metrics
+SPARSE_LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+OPTIMIZERS = {
+    "adamw": lambda: decaying(),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True, clipnorm=0.1),
+    "nadam": lambda: keras.optimizers.Nadam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), loss_scale_factor=4.0
+    ),
+    "average": lambda: keras.optimizers.Lion(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+}
+
+
+def decaying():
+    """An optimizer that decays all weights but the biases, and looks at all gradients before it updates."""
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5, amsgrad=True)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def fit(model, x=X, y=Y, **arguments):
+    arguments = {"batch_size": 20, "epochs": 2, "verbose": 0, "shuffle": False, **arguments}
+    return model.fit(x, y, **arguments).history
+
+
+def sharding_of(model):
+    (sharded,) = model.towers.sharding._sharded.values()
+    return sharded
+
+
+def elements(variable):
+    """How many elements lie in a variable's memory just now."""
+    return int(tf.size(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_numbers(name):
+    """Weights, optimizer state and logs are those of whole state, to the bit; the last batch has one row."""
+    whole, divided = (on_towers(lambda: mlp(OPTIMIZERS[name]()), 3, shard_optimizer=s) for s in (False, True))
+    expected, found = fit(whole), fit(divided)
+    assert sharding_of(divided).groups
+    assert found == expected
+    for one, other in zip(state(divided).values(), state(whole).values(), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert_towers_agree(divided)
+
+
+def test_same_as_one_device():
+    """More towers than some weights have elements, weights of odd sizes, several flat variables."""
+    alone, model = parity.mlp(), on_towers(parity.mlp, 8, shard_optimizer=True, bucket_bytes=400)
+    assert_close(fit(model), fit(alone))
+    assert_close(state(model), state(alone))
+    assert len(sharding_of(model).groups) > 1
+
+
+@pytest.mark.parametrize("elements", [0, 1, 2, 5, 7, 8, 9, 24])
+@pytest.mark.parametrize("towers", [2, 3, 8])
+def test_place(elements, towers):
+    """Rows, parts and the whole agree, for any number of elements and towers."""
+    length = -(-elements // towers)
+    place = Place(3, length, elements, towers)
+    tensor = tf.reshape(tf.range(elements), [1, elements])
+    rows = place.rows(tensor)
+    assert rows.shape == (towers, length) and place.end == 3 + length
+    for tower in range(towers):
+        np.testing.assert_array_equal(rows[tower], place.part(tensor, tower))
+    np.testing.assert_array_equal(place.whole(rows, tensor.shape), tensor)
+
+
+class Nothing(keras.layers.Layer):
+    """Weights of no elements, as of a table that has no rows yet."""
+
+    def build(self, _):
+        self.table = self.add_weight(shape=[0, 5])
+        self.vector = self.add_weight(shape=[0])
+
+    def call(self, x):
+        return x + tf.reduce_sum(self.table, 0)[:1] + tf.reduce_sum(self.vector)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside others", "alone"])
+@pytest.mark.parametrize("ops", ["of the host", "py_ops"])
+def test_weights_without_elements(alone, ops, request):
+    """Nothing is divided of them, and the others' numbers are those of one device; so are checkpoints."""
+    if ops == "py_ops":
+        request.getfixturevalue("py_ops")
+
+    def build():
+        keras.utils.set_random_seed(1)
+        layers = [Nothing()] if alone else [keras.layers.Dense(7), Nothing(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((12,)), *layers])
+        model.compile(keras.optimizers.AdamW(0.01), SPARSE_LOSS)
+        return model
+
+    model, plain = on_towers(build, 3, shard_optimizer=True), build()
+    assert_close(fit(model), fit(plain))
+    assert_close(state(model), state(plain))
+    assert sharding_of(model).groups
+    assert_towers_agree(model)
+
+
+def test_state_is_divided():
+    """While towers train each holds the N-th part, and the optimizer's own variables hold nothing."""
+    model = on_towers(mlp, 4, shard_optimizer=True)
+    fit(model)
+    slots = [v.value for v in model.optimizer.variables if len(v.shape)]
+    sizes = [int(np.prod(w.shape)) for w in model.weights]
+    assert [elements(slot) for slot in slots] == [0] * 8
+    sharded = sharding_of(model)
+    flats = [variable.value for variable in sharded.twin.variables if len(variable.shape)]
+    held = {elements(copy) for flat in flats for copy in model.towers.copies(flat)}
+    assert len(flats) == 2 and held == {sum(-(-size // 4) for size in sizes)}
+    told = str(model.towers.explain())
+    assert "each tower has its part" in told and "what each tower has updated" in told
+    read = slots[0].numpy()
+    assert read.shape == (12, 16) and np.abs(read).max() > 0
+    assert elements(slots[0]) == 12 * 16
+    fit(model, epochs=1)
+    assert [elements(slot) for slot in slots] == [0] * 8
+
+
+def test_saved_and_loaded(tmp_path):
+    """A file saved on the way loads without towers, with all state, and goes on on another number of them."""
+    whole = mlp()
+    fit(whole)
+    model = on_towers(mlp, 3, shard_optimizer=True)
+    fit(model, epochs=1)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert_close(state(plain), state(model), 0)
+    loaded = on_towers(lambda: keras.models.load_model(tmp_path / "model.keras"), 2, shard_optimizer=True)
+    fit(loaded, epochs=1)
+    fit(model, epochs=1)
+    for one in (loaded, model):
+        assert_close(state(one), state(whole))
+
+
+def test_python_writes_and_close():
+    """What Python writes into optimizer variables counts from the next step; `close` leaves them whole."""
+    models = [on_towers(mlp, 3, shard_optimizer=divided) for divided in (False, True)]
+    for model in models:
+        fit(model, epochs=1)
+        for variable in model.optimizer.variables[2:4]:
+            variable.assign(tf.zeros_like(variable) + 0.5)
+        model.optimizer.variables[2].value.assign_add(tf.ones_like(model.optimizer.variables[2]))
+        fit(model, epochs=1)
+    whole, divided = models
+    divided.towers.close()
+    for one, other in zip(divided.optimizer.variables, whole.optimizer.variables, strict=True):
+        assert elements(one.value) == np.prod(one.shape, dtype=int)
+        np.testing.assert_array_equal(one, other)
+
+
+def embedding(optimizer):
+    keras.utils.set_random_seed(2)
+    layers = [keras.layers.Embedding(11, 6), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(5)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(optimizer, SPARSE_LOSS)
+    return model
+
+
+WORDS = np.random.default_rng(3).integers(0, 11, (61, 4))
+
+
+def test_sparse_gradients():
+    """State of a weight with sparse gradients stays whole on every tower; that of the others is divided."""
+    build = lambda: embedding(keras.optimizers.Adam(0.01))  # noqa: E731
+    alone, model = build(), on_towers(build, 3, shard_optimizer=True)
+    assert_close(fit(model, WORDS), fit(alone, WORDS))
+    assert_close(state(model), state(alone))
+    (group,) = sharding_of(model).groups
+    assert group.weights == tuple(model.layers[-1].trainable_weights)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"jit_compile": True, "steps_per_execution": 3}, {"run_eagerly": True}]
+)
+def test_ways_to_run(arguments):
+    """XLA, several steps per call, and no graph at all, in the middle of a run."""
+    alone, model = mlp(), on_towers(mlp, 3, shard_optimizer=True)
+    for one in (alone, model):
+        fit(one, epochs=1)
+        one.compile(one.optimizer, SPARSE_LOSS, **arguments)
+        fit(one, epochs=1)
+    assert_close(state(model), state(alone))
+
+
+def test_two_optimizers():
+    """Two optimizers of one step, one after the other, each divided by itself."""
+
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (
+                keras.layers.Dense(7, name="first"),
+                keras.layers.Dense(5, name="second"),
+            )
+            self.other = keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+        def train_step(self, batch):
+            for layer, optimizer in ((self.first, self.optimizer), (self.second, self.other)):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(y=batch[1], y_pred=self(batch[0]))
+                optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+            return {"loss": loss}
+
+    def build():
+        keras.utils.set_random_seed(5)
+        model = Two()
+        model.build((None, 12))
+        model.compile(keras.optimizers.Adam(0.01), SPARSE_LOSS)
+        return model
+
+    alone, model = build(), on_towers(build, 3, shard_optimizer=True)
+    assert_close(fit(model), fit(alone))
+    assert_close(state(model), state(alone))
+    assert_close(
+        [np.asarray(v) for v in model.other.variables], [np.asarray(v) for v in alone.other.variables]
+    )
+    assert len(model.towers.sharding._sharded) == 2
+
+
+def test_failed_step_changes_nothing():
+    """A label that one tower cannot use: weights and state are as before, and training goes on."""
+    model, alone = on_towers(mlp, 3, shard_optimizer=True), mlp()
+    bad = Y.copy()
+    bad[33] = 17
+    with pytest.raises(tf.errors.InvalidArgumentError, match="17"):
+        fit(model, y=bad, epochs=1)
+    fit(alone, X[:20], Y[:20], epochs=1)
+    assert_close(state(model), state(alone))
+    fit(model, X[20:], Y[20:])
+    fit(alone, X[20:], Y[20:])
+    assert_close(state(model), state(alone))
+
+
+def test_skipped_step_changes_nothing():
+    """With on_nonfinite="skip" the parts are undone on the tower that holds them."""
+    x = X.copy()
+    x[33] = np.nan
+    model, alone = on_towers(mlp, 3, shard_optimizer=True, on_nonfinite="skip"), mlp()
+    fit(model, x[:40], Y[:40], epochs=1)
+    fit(alone, X[:20], Y[:20], epochs=1)
+    assert_close(state(model), state(alone))
+
+
+class Branching(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient - tf.reduce_mean(gradient), variable, learning_rate)
+
+
+REFUSED = {
+    "Lamb": (keras.optimizers.Lamb, "Lamb: its update computes Sum"),
+    "Adafactor": (keras.optimizers.Adafactor, "Adafactor: it keeps "),
+    "Muon": (keras.optimizers.Muon, "Muon: it keeps nothing"),
+    "custom": (lambda: Branching(0.1), "Branching: its update computes Mean"),
+    "accumulating": (
+        lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
+        "gradient_accumulation_steps=2",
+    ),
+    "scaling": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "within a branch"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    """What cannot be divided is told before anything has changed, and by name."""
+    build, message = REFUSED[name]
+    model = on_towers(lambda: mlp(build()), 2, shard_optimizer=True)
+    before = model.get_weights()
+    with pytest.raises((ValueError, NcclSyncError), match=re.escape(message)):
+        fit(model)
+    assert_close(model.get_weights(), before, 0)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_refused_with_large_batch():
+    """A recipe corrects velocities where the optimizer keeps them."""
+    model = on_towers(mlp, 2, shard_optimizer=True, recipe=ncclsync.LargeBatch(10))
+    with pytest.raises(ValueError, match=r"shard_optimizer or LargeBatch\. Received: both, for Adam"):
+        fit(model)
+
+
+def test_refused_with_sparse_gradients():
+    """Nadam keeps one scalar for all weights, which would be updated twice."""
+    model = on_towers(lambda: embedding(keras.optimizers.Nadam(0.01)), 2, shard_optimizer=True)
+    with pytest.raises(ValueError, match=r"dense gradients for Nadam, which keeps \['_u_product'\]"):
+        fit(model, WORDS)
+
+
+def test_argument():
+    """Anything but a bool is refused; one tower divides nothing."""
+    with pytest.raises(TypeError, match=r"Expected shard_optimizer to be a bool\. Received: 1"):
+        ncclsync.nccl_parallel(towers=2, shard_optimizer=1)
+    model = on_towers(mlp, 1, shard_optimizer=True)
+    fit(model, epochs=1)
+    assert model.towers.sharding is None
+
+
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.Ftrl, keras.optimizers.Adadelta, keras.optimizers.Adamax]
+)
+def test_element_wise(optimizer):
+    """Keras' optimizers that are not named above."""
+    assert find_coupling(optimizer(), {0, 1, 2, 4}) is None
+
+
+def test_a_function_cannot_read_what_is_divided():
+    """A tf.function would find an empty variable: it is told so."""
+    model = on_towers(mlp, 2, shard_optimizer=True)
+    fit(model)
+    slot = model.optimizer.variables[2]
+
+    @tf.function
+    def read():
+        return slot.value + 1.0
+
+    with pytest.raises(NcclSyncError, match=r"Expected .*momentum.* to be read and written outside"):
+        read()

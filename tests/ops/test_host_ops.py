@@ -1,0 +1,338 @@
+"""Our own TensorFlow kernels: the all-reduce of the host's memory, and updates of variables as one op."""
+
+import inspect
+import logging
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import optimizers
+from parity import data, mlp, on_towers
+
+import ncclsync
+from ncclsync.communicator import native
+from ncclsync.errors import NcclError
+from ncclsync.host_passes import fusion
+from ncclsync.ops import host_ops
+from ncclsync.program import segment
+
+X, Y = data(rows=24)
+ROOT = pathlib.Path(__file__).parents[2]
+ONE = tf.constant(1.0, tf.float64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    assert host_ops.available()
+
+
+# The all-reduce
+
+
+def towers_values(dtype, shapes, towers):
+    """[N][V] small whole numbers, exact in every dtype."""
+    return [[np.arange(np.prod(s)).reshape(s) % 4 + i for s in shapes] for i in range(towers)], [
+        [
+            tf.cast(tf.constant(np.arange(np.prod(s)).reshape(s) % 4 + i, tf.int32), dtype)
+            for s in map(tuple, shapes)
+        ]
+        for i in range(towers)
+    ]
+
+
+@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
+def test_all_reduce(dtype):
+    """Every operation, of tensors of no, one and many elements, more than a thread takes at a time."""
+    shapes = [(0, 3), (), (3, 5), (70_001,)]
+    arrays, tensors = towers_values(dtype, shapes, 3)
+    for op, function in (("sum", np.add), ("prod", np.multiply), ("max", np.maximum), ("min", np.minimum)):
+        results = host_ops.all_reduce(tensors, [ONE, ONE, ONE], op)
+        for result, parts in zip(results, zip(*arrays, strict=True), strict=True):
+            assert result.dtype.name == dtype and result.shape == parts[0].shape
+            np.testing.assert_array_equal(tf.cast(result, tf.float64), function.reduce(parts))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_weights(dtype):
+    """A tower's tensors are multiplied by its weight; with a weight of 0 even its NaN counts nothing."""
+    tensors = [[tf.constant([1.0, 2.0, 3.0], dtype)], [tf.fill([3], tf.constant(np.nan, dtype))]]
+    tensors += [[tf.constant([8.0, 0.0, -4.0], dtype)]]
+    weights = [tf.constant(w, tf.float64) for w in (0.5, 0.0, 0.25)]
+    (result,) = host_ops.all_reduce(tensors, weights, "sum")
+    np.testing.assert_array_equal(tf.cast(result, tf.float64), [2.5, 1.0, 0.5])
+    (largest,) = host_ops.all_reduce(tensors, [ONE, 0 * ONE, ONE], "max")
+    np.testing.assert_array_equal(tf.cast(largest, tf.float64), [8.0, 2.0, 3.0])
+
+
+def test_weights_of_large_tensors():
+    """Bitwise what TensorFlow computes, also where the result is too large for a cache."""
+    rng = np.random.default_rng(0)
+    tensors = [[tf.constant(rng.standard_normal(2_200_003), tf.float32)] for _ in range(4)]
+    weights = [0.3, 0.0, 1.0, 0.7]
+    tensors[1] = [tf.fill([2_200_003], np.nan)]
+    (result,) = host_ops.all_reduce(tensors, [tf.constant(w, tf.float64) for w in weights], "sum")
+    first, _, third, fourth = (tensor * weight for (tensor,), weight in zip(tensors, weights, strict=True))
+    np.testing.assert_array_equal(result, first + third + fourth)
+
+
+@pytest.mark.parametrize(
+    "shapes, weights, dtype, message",
+    [
+        ([(3,), (4,)], (1.0, 1.0), "float32", "3 elements on tower 0, 4 on tower 1"),
+        ([(3,), (3,)], (0.0, 0.0), "float32", "Expected a tower with samples"),
+        ([(3,), (3,)], (1.0, 0.5), "int32", "Expected weights of 0 or 1"),
+    ],
+)
+def test_all_reduce_refuses(shapes, weights, dtype, message):
+    """What cannot be reduced is an error of the step, which says what it received."""
+    tensors = [[tf.zeros(shape, dtype)] for shape in shapes]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        host_ops.all_reduce(tensors, [tf.constant(w, tf.float64) for w in weights], "sum")
+
+
+@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
+def test_all_gather(dtype):
+    """Towers' rows one behind the other, of as many rows as each has, more than one block at a time."""
+    rows = [[(0, 3), (1,), (2, 70_001)], [(2, 3), (1,), (1, 70_001)], [(1, 3), (1,), (0, 70_001)]]
+    arrays = [[np.arange(np.prod(s)).reshape(s) % 5 + i for s in shapes] for i, shapes in enumerate(rows)]
+    tensors = [[tf.cast(tf.constant(a, tf.int32), dtype) for a in row] for row in arrays]
+    results = host_ops.all_gather(tensors)
+    for result, parts in zip(results, zip(*arrays, strict=True), strict=True):
+        assert result.dtype.name == dtype
+        np.testing.assert_array_equal(tf.cast(result, tf.int32), np.concatenate(parts))
+
+
+@pytest.mark.parametrize("shapes", [[(), ()], [(2, 3), (2, 4)]])
+def test_all_gather_refuses(shapes):
+    """Scalars have no rows, and rows of different sizes make no tensor."""
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rows of one size"):
+        host_ops._collective("NcclsyncAllGather", [[tf.zeros(shape)] for shape in shapes])
+
+
+def test_all_reduce_writes_no_input_that_anybody_else_holds():
+    """An input's memory becomes the result's only where nobody else has it, no variable and no other op."""
+    variable = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step():
+        own, shared = variable + 1.0, variable * 2.0
+        (first,) = host_ops.all_reduce([[variable.read_value()], [own]], [ONE, ONE], "sum")
+        (second,) = host_ops.all_reduce([[shared], [shared]], [ONE, ONE], "sum")
+        return first, second, shared
+
+    for _ in range(3):
+        first, second, shared = step()
+        np.testing.assert_array_equal(first, [3.0, 5.0])
+        np.testing.assert_array_equal(second, [4.0, 8.0])
+        np.testing.assert_array_equal(shared, [2.0, 4.0])
+    np.testing.assert_array_equal(variable, [1.0, 2.0])
+
+
+def test_all_reduce_is_no_side_effect():
+    """TensorFlow may leave one out that nobody uses; an op that was registered as stateful it may not."""
+
+    @tf.function
+    def unused(x):
+        host_ops.all_reduce([[x], [x]], [ONE, ONE], "sum")
+        return x
+
+    graph = unused.get_concrete_function(tf.TensorSpec([2])).graph
+    (op,) = [op for op in graph.get_operations() if op.type == "NcclsyncAllReduce"]
+    assert op not in graph.control_outputs
+
+
+# Updates as one op
+
+
+def updates(monkeypatch, found):
+    """Let `found` list the groups of updates that become one op."""
+
+    def listing(*arguments):
+        groups = fusion.find_fusions(*arguments)
+        found.extend(groups)
+        return groups
+
+    monkeypatch.setattr(segment, "find_fusions", listing)
+
+
+def state_of(model):
+    return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+OPTIMIZERS = {
+    "SGD": lambda: optimizers.SGD(0.05),
+    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda: optimizers.Adam(0.01, amsgrad=True, clipnorm=1.0),
+    "AdamW": lambda: optimizers.AdamW(optimizers.schedules.CosineDecay(0.01, 10)),
+    "EMA": lambda: optimizers.Adamax(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "Lion": lambda: optimizers.Lion(0.001),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_updates_are_bitwise_those_of_tensorflow(monkeypatch, name):
+    """The same weights and optimizer state, to the last bit, whichever way a variable is updated."""
+    states, found = [], []
+    for fused in (False, True):
+        if fused:
+            updates(monkeypatch, found)
+        else:
+            monkeypatch.setattr(segment, "find_fusions", lambda *_: [])
+        model = on_towers(lambda: mlp(OPTIMIZERS[name]()), 3)
+        model.fit(X, Y, batch_size=5, verbose=0, shuffle=False)
+        assert model.towers.divergence() == 0.0
+        states.append(state_of(model))
+    assert sum(len(update.writes) for group in found for update in group) >= 4
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_arithmetic_is_tensorflows(monkeypatch, dtype):
+    """Every operation gives TensorFlow's very bits, of zeros, infinities, NaNs, denormals and the rest."""
+    found = []
+    updates(monkeypatch, found)
+    tiny, huge = np.finfo(dtype).tiny, np.finfo(dtype).max
+    special = np.array([0, -0.0, 1, -1, 0.1, 3, np.inf, -np.inf, np.nan, tiny, tiny / 4, huge], dtype)
+    a, b = (tf.Variable(array.ravel()) for array in np.meshgrid(special, special))
+    results = {name: tf.Variable(tf.ones_like(a)) for name in host_ops.ARITHMETIC}
+
+    def computed(name):
+        op = getattr(tf.raw_ops, name)
+        *names, _ = inspect.signature(op).parameters
+        return op(**dict(zip(names, (a, b), strict=False)))
+
+    def step(batch):
+        for name, result in results.items():
+            result.assign(computed(name))
+
+    with ncclsync.Towers(2) as towers:
+        towers.run(step, tf.ones([4, 1]))
+    assert sum(len(group) for group in found) == len(results)
+    for name, result in results.items():
+        # Of a denormal, which instruction TensorFlow uses tells whether a maximum flushes it.
+        values = (result.numpy(), computed(name).numpy())
+        np.testing.assert_array_equal(*(np.where(np.abs(v) < tiny, 0, v) for v in values), name)
+
+
+def run_both_ways(monkeypatch, step, variables):
+    """[2] the variables' values after two steps, with and without fused updates; and the groups found."""
+    found, values = [], []
+    starts = [variable.numpy() for variable in variables]
+    for fused in (False, True):
+        for variable, start in zip(variables, starts, strict=True):
+            variable.assign(start)
+        if fused:
+            updates(monkeypatch, found)
+        else:
+            monkeypatch.setattr(segment, "find_fusions", lambda *_: [])
+        with ncclsync.Towers(2) as towers:
+            for _ in range(2):
+                towers.run(step, tf.ones([4, 1]))
+        values.append([variable.numpy() for variable in variables])
+    return values, found
+
+
+def test_update_that_waits_for_another(monkeypatch):
+    """The second variable's update needs the first one's sum: they cannot be one op."""
+    one, other = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
+
+    def step(batch):
+        one.assign_add(one * 0.5)
+        other.assign_add(other * tf.reduce_sum(one))
+
+    values, found = run_both_ways(monkeypatch, step, [one, other])
+    np.testing.assert_array_equal(*values)
+    assert [len(group) for group in found] == [1, 1]
+
+
+def test_variable_written_twice_and_read_between(monkeypatch):
+    """Written, read, written again: the value between is what is computed with; who else reads it gets it."""
+    one, other, third = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 0.0]), tf.Variable([[0.0, 0.0]])
+
+    def step(batch):
+        one.assign_sub(one * 0.25)
+        other.assign(one * 3.0)
+        one.assign_add(other)
+        third.assign(tf.cumsum(one[tf.newaxis], axis=1) + 1.0)
+
+    values, found = run_both_ways(monkeypatch, step, [one, other, third])
+    for before, after in zip(*values, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert {len(update.writes) for group in found for update in group} == {2, 1}
+
+
+def test_write_that_somebody_waits_for_is_not_fused_away(monkeypatch):
+    """A value between two writes that another kind of op reads: that write happens."""
+    one, seen = tf.Variable([1.0, 2.0]), tf.Variable(0.0)
+
+    def step(batch):
+        one.assign_add(one * 0.5)
+        seen.assign_add(tf.reduce_sum(one))
+        one.assign_add(one * 2.0)
+
+    values, _ = run_both_ways(monkeypatch, step, [one, seen])
+    for before, after in zip(*values, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert values[1][1] > 0
+
+
+# Where there is none
+
+
+def test_without_our_kernels(monkeypatch, caplog):
+    """A TensorFlow that does not take them: py ops do the same to the last bit, and that is logged, once."""
+
+    def refusing(path):
+        raise NcclError(2, "dlsym", "TensorFlow has no function TF_NewKernelBuilder", "ncclSystemError")
+
+    states = []
+    for refused in (False, True):
+        if refused:
+            monkeypatch.setattr(native, "register_tensorflow", refusing)
+            host_ops.available.cache_clear()
+        with caplog.at_level(logging.WARNING, "ncclsync"):
+            for _ in range(1 + refused):
+                model = on_towers(mlp, 4)
+                model.fit(X, Y, batch_size=7, verbose=0, shuffle=False)
+        states.append(state_of(model))
+    monkeypatch.undo()
+    host_ops.available.cache_clear()
+    assert [r.message for r in caplog.records if "TF_NewKernelBuilder" in r.message] == [
+        "Towers on the CPU use Python ops for their collectives: dlsym returned ncclSystemError (2): "
+        "TensorFlow has no function TF_NewKernelBuilder"
+    ]
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_declarations_are_tensorflows():
+    """What tf_api.h declares of TensorFlow's C API is what the installed headers declare."""
+    source = (ROOT / "csrc" / "tf_api.h").read_text(encoding="utf-8")
+    table = source[source.index("#define NCS_TF_CALLS(X)") : source.index("#define NCS_TF_DECLARE")]
+    ours = re.findall(r"X\(([\w ]+\*?), (TF_\w+),\s*\((.*?)\)\)\s*(?=X\(|$)", table.replace("\\", ""), re.S)
+    assert len(ours) == table.count("X(")
+    headers = pathlib.Path(tf.sysconfig.get_include(), "tensorflow", "c")
+    text = "".join(
+        re.sub(r"//[^\n]*", "", (headers / name).read_text(encoding="utf-8"))
+        for name in ("kernels.h", "ops.h", "tf_status.h", "tf_tensor.h")
+    )
+    for result, name, arguments in ours:
+        found = re.search(rf"TF_CAPI_EXPORT\s+(?:extern\s+)?([\w ]+\*?)\s*\b{name}\((.*?)\);", text, re.S)
+        assert found, name
+        assert [types(result), *types(arguments)] == [types(found[1]), *types(found[2] or "void")], name
+
+
+def types(declaration):
+    """The types of a list of parameters, without their names, in one spelling."""
+    flat = re.sub(r"\s+", " ", declaration).strip()
+    flat = re.sub(r"\bTF_(DataType|Code)\b", "int", flat).replace("extern ", "")
+    found = []
+    for one in re.split(r",(?![^()]*\))", flat):
+        one = re.sub(r"\(\*\w+\)", "(*)", one.strip())
+        one = re.sub(r"(?<=[\w*]) ?\b(?!int\b|void\b|char\b|int64_t\b|int32_t\b|size_t\b|TF_)\w+$", "", one)
+        one = re.sub(r"\b(ctx|context|status|kernel)\b", "", one)
+        found.append(re.sub(r"\s*([*(),])\s*", r"\1", one).strip())
+    return found

@@ -1,0 +1,246 @@
+"""N towers normalise like one device where they are asked to, and by a formula where they are not."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from parity import Case, assert_close, assert_towers_agree, check, data, fit, on_towers, spread
+
+from ncclsync.semantics.shards import shard_sizes
+
+X, Y = data()
+IMAGES = np.random.default_rng(1).standard_normal((len(X), 4, 4, 3)).astype("float32") * [1.0, 3.0, 0.2] + 1.0
+STEPS = np.arange(6) < 1 + np.arange(len(X))[:, None] % 6  # masks of 1 to 6 timesteps, uneven per shard
+SERIES = np.random.default_rng(2).standard_normal((len(X), 6, 3)).astype("float32") * STEPS[:, :, None]
+BATCHES = (20, 13, 2, 1)  # of rows: uneven, fewer than towers, one
+SYNC = functools.partial(layers.BatchNormalization, synchronized=True)
+PLAIN = layers.BatchNormalization
+
+
+class Shown(keras.Sequential):
+    """Its step returns the outputs too, before the update."""
+
+    def train_step(self, batch):
+        x, y, *_ = batch
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss, "outputs": outputs}
+
+
+def stack(body, inputs=(12,), policy="float32", **compile_arguments):
+    """A factory of a classifier behind the layers that `body` makes."""
+
+    def factory():
+        keras.utils.set_random_seed(1)
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = Shown([keras.Input(inputs), *body(), layers.Dense(5, dtype="float32")])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, **compile_arguments)
+        finally:
+            keras.config.set_dtype_policy(before)
+        return model
+
+    return factory
+
+
+def steps(x):
+    """A `run`: steps on batches of `BATCHES`; outputs, the momentum (which is the gradient), weights."""
+
+    def run(model):
+        logs, begin = [], 0
+        for rows in BATCHES:
+            part = slice(begin, begin := begin + rows)
+            logs.append(model.train_on_batch(x[part], Y[part], return_dict=True))
+        optimizer = [np.asarray(v) for v in model.optimizer.variables]
+        return {
+            "logs": logs,
+            "weights": model.get_weights(),
+            "optimizer": optimizer,
+            "predict": model.predict(x[:7], verbose=0),
+        }
+
+    return run
+
+
+def rows(batch_norm, **options):
+    """The rows of batch normalisation, for layers of `batch_norm`."""
+    bn, relu = batch_norm, functools.partial(layers.Activation, "relu")
+
+    def dense(*body, **arguments):
+        return Case(stack(lambda: [make() for make in body], **arguments), steps(X), options=options)
+
+    def images(*body, **arguments):
+        return Case(
+            stack(lambda: [make() for make in body] + [layers.GlobalAveragePooling2D()], (4, 4, 3)),
+            steps(IMAGES),
+            options=options,
+            **arguments,
+        )
+
+    def series(*body):
+        return Case(
+            stack(lambda: [layers.Masking(), *(make() for make in body), layers.GRU(4)], (6, 3)),
+            steps(SERIES),
+            options=options,
+        )
+
+    d8 = functools.partial(layers.Dense, 8)
+    return {
+        "inputs": dense(bn),
+        "several": dense(d8, bn, relu, d8, functools.partial(bn, momentum=0.5, epsilon=1e-5), relu, d8, bn),
+        "images": images(bn, lambda: layers.Conv2D(4, 2, activation="relu"), bn),
+        "axis_1": images(functools.partial(bn, axis=1), lambda: layers.Conv2D(4, 2)),
+        "no_scale_no_center": dense(
+            d8, functools.partial(bn, scale=False), relu, d8, functools.partial(bn, center=False)
+        ),
+        "regularised": dense(
+            d8,
+            functools.partial(
+                bn, gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint="unit_norm"
+            ),
+        ),
+        "frozen": dense(d8, functools.partial(bn, trainable=False), relu, d8, bn),
+        "mask": series(bn),
+        "renorm": dense(d8, functools.partial(bn, renorm=True), relu),
+        "renorm_clipped": dense(
+            d8,
+            functools.partial(
+                bn, renorm=True, renorm_clipping={"rmax": 1.5, "rmin": 0.5, "dmax": 0.5}, renorm_momentum=0.8
+            ),
+        ),
+        "renorm_mask": series(functools.partial(bn, renorm=True)),
+        "mixed_float16": Case(
+            stack(lambda: [d8(), bn(), relu(), d8(), bn()], policy="mixed_float16"), steps(X), 3e-3, options
+        ),
+        "mixed_bfloat16": Case(
+            stack(lambda: [d8(), bn(), relu()], policy="mixed_bfloat16"), steps(X), 2e-2, options
+        ),
+        "eagerly": dense(d8, bn, relu, run_eagerly=True),
+        "last_batch_of_one_row": Case(stack(lambda: [d8(), bn(), relu()]), fit_quietly(X), options=options),
+    }
+
+
+def fit_quietly(x):
+    """`fit` with a last batch of one row, whose logs are arrays, then the layer without training."""
+
+    def run(model):
+        return fit(x, Y, epochs=2)(model), model.evaluate(x, Y, verbose=0)
+
+    return run
+
+
+SYNCHRONISED = rows(SYNC)
+# The option sets what SYNC sets by hand: a few rows tell that it does.
+BY_OPTION = dict(list(rows(PLAIN, sync_batch_norm=True).items())[::4])
+
+
+def adapted(model):
+    """Adapts the normalisation of a model that has been made, trains, adapts it to other data, trains on."""
+    model.layers[0].adapt(X * 2.0 + 1.0)
+    first = fit(X, Y, epochs=1)(model)
+    model.layers[0].adapt(X * 3.0 - 1.0)
+    return [first, fit(X, Y, epochs=1)(model), model.predict(X[:5], verbose=0)]
+
+
+def adapted_layer():
+    layer = layers.Normalization()
+    layer.adapt(X * 2.0 + 1.0)
+    return layer
+
+
+OTHER = {
+    "layer_rms_unit": Case(
+        stack(
+            lambda: [
+                layers.LayerNormalization(),
+                layers.Dense(8, "relu"),
+                layers.RMSNormalization(),
+                layers.Dense(8, "relu"),
+                layers.LayerNormalization(scale=False, center=False),
+                layers.UnitNormalization(),
+            ]
+        ),
+        steps(X),
+    ),
+    "group": Case(
+        stack(
+            lambda: [
+                layers.Conv2D(4, 2, activation="relu"),
+                layers.GroupNormalization(2),
+                layers.Conv2D(4, 2, activation="relu"),
+                layers.GroupNormalization(-1),
+                layers.LayerNormalization(axis=[1, 2]),
+                layers.GlobalAveragePooling2D(),
+            ],
+            (4, 4, 3),
+        ),
+        steps(IMAGES),
+    ),
+    "spectral": Case(
+        stack(
+            lambda: [
+                layers.SpectralNormalization(layers.Conv2D(4, 2, activation="relu")),
+                layers.Flatten(),
+                layers.SpectralNormalization(layers.Dense(8), power_iterations=2),
+            ],
+            (4, 4, 3),
+        ),
+        steps(IMAGES),
+    ),
+    "adapted_before": Case(stack(lambda: [adapted_layer(), layers.Dense(8)]), fit(X, Y, epochs=2)),
+    "adapted_after": Case(stack(lambda: [layers.Normalization(), layers.Dense(8)]), adapted),
+    "synchronised_in_inference": Case(
+        stack(lambda: [SYNC(), layers.Dense(8)]), lambda m: m.evaluate(X, Y, batch_size=20, verbose=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name, towers", spread(SYNCHRONISED))
+def test_synchronized(name, towers):
+    """`BatchNormalization(synchronized=True)`: outputs, gradients, weights and moving statistics."""
+    check(SYNCHRONISED[name], towers)
+
+
+@pytest.mark.parametrize("name, towers", spread(BY_OPTION, towers=(4, 3, 8, 2)))
+def test_synchronized_by_option(name, towers):
+    """Layers that do not say so, in a model whose towers do."""
+    check(BY_OPTION[name], towers)
+
+
+@pytest.mark.parametrize("name, towers", spread(OTHER))
+def test_other_normalisation(name, towers):
+    """What normalises each sample, a weight, or by what it was adapted to."""
+    check(OTHER[name], towers)
+
+
+@pytest.mark.parametrize("batch, towers", [(10, 4), (9, 4), (2, 4), (1, 3), (61, 8)])
+def test_plain_batch_normalisation(batch, towers):
+    """Each shard by its own statistics; the moving ones by the mean over the samples; finite in a shard of
+    one row, and where towers have none.
+    """
+
+    def factory():
+        model = Shown([keras.Input((12,)), layers.BatchNormalization(momentum=0.9, epsilon=1e-3)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = on_towers(factory, towers)
+    outputs = model.train_on_batch(X[:batch], X[:batch], return_dict=True)["outputs"]
+    sizes = [size for size in shard_sizes(batch, towers) if size]
+    shards = np.split(X[:batch].astype("float64"), np.cumsum(sizes)[:-1])
+    means, variances = [s.mean(0) for s in shards], [s.var(0) for s in shards]
+    expected = [(s - m) / np.sqrt(v + 1e-3) for s, m, v in zip(shards, means, variances, strict=True)]
+    assert_close(outputs, np.concatenate(expected).astype("float32"))
+    assert_close(model.layers[0].moving_mean, 0.1 * np.average(means, axis=0, weights=sizes))
+    assert_close(model.layers[0].moving_variance, 0.9 + 0.1 * np.average(variances, axis=0, weights=sizes))
+    assert_towers_agree(model)
+    assert all(np.isfinite(array).all() for array in model.get_weights())

@@ -1,0 +1,241 @@
+"""Where a traced step is cut: into how many segments, what lies in which, and that it is traced once."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import gan, program_of, step_of, two_parts
+from parity import assert_close, data, mlp, on_towers
+
+from ncclsync.semantics.roles import Role, role_of
+from ncclsync.towers.layout import together
+
+X, Y = data(rows=24)
+
+
+def trained(factory, towers=3, **arguments):
+    model = on_towers(factory, towers, **arguments)
+    if factory is gan:
+        model.fit(tf.data.Dataset.from_tensors((X, X[:, :4])), verbose=0)
+    else:
+        model.train_on_batch(X, Y)
+    return model
+
+
+def joins(program):
+    """[segments] how many calls join the towers behind a segment."""
+    return [len(together(segment.outgoing)) for segment in program.segments]
+
+
+def exchanges(segment):
+    return [exchange for bucket in segment.outgoing for exchange in bucket.exchanges]
+
+
+def writes(program):
+    """[segments] the variables that a segment writes and that must be the same on all towers."""
+    variables = dict(program.variables)
+    found = []
+    for segment in program.segments:
+        graph = segment.function.graph
+        names = dict(zip((tensor.op.name for tensor in graph.inputs), segment.sources, strict=False))
+        targets = [op.inputs[0].op.name for op in graph.get_operations() if op.type.startswith("Assign")]
+        written = [variables[names[target]] for target in targets if names.get(target) in variables]
+        found.append([variable for variable in written if role_of(variable) is Role.SAME])
+    return found
+
+
+def test_plain_step_is_two_segments(py_ops):
+    """Forward, backward and the metrics' updates before the one collective; the optimizer behind it. All four
+    gradients, and the state of the metrics, travel in one bucket; the updates are not exchanged again.
+    """
+    program = program_of(trained(mlp))
+    assert joins(program) == [1, 0]
+    sums = exchanges(program.segments[0])
+    assert all(e.collective.op == "sum" for e in sums)
+    assert sorted(e.shape.num_elements() for e in sums if e.shape.rank) == [5, 16, 5 * 16, 12 * 16]
+
+
+@pytest.mark.parametrize("factory", [gan, two_parts])
+def test_two_optimizers_are_three_segments(factory, py_ops):
+    """One collective for each optimizer, whose updates the next segment uses; what the step returns travels
+    with the gradients, not after them.
+    """
+    assert joins(program_of(trained(factory))) == [1, 1, 0]
+
+
+def test_what_is_added_up_is_joined_together():
+    """On the host too, gradients and metric state are one call: all of them are sums of the towers' parts."""
+    program = program_of(trained(mlp))
+    assert joins(program) == [1, 0, 0]
+
+
+def test_a_divided_update_is_one_op():
+    """With shard_optimizer too, all that the optimizer computes is fused."""
+    program = program_of(trained(mlp, towers=4, shard_optimizer=True))
+    assert joins(program) == [2, 1, 0, 0]
+    kinds = collections.Counter(op.type for op in program.segments[1].function.graph.get_operations())
+    assert kinds["NcclsyncArithmetic"] == 1
+    assert not kinds["Square"]
+
+
+def test_weights_are_written_in_the_last_segment():
+    """No tower writes a weight before all towers are through with all that can fail; so nothing is kept to
+    undo a step.
+    """
+    program = program_of(trained(mlp))
+    *early, late = writes(program)
+    assert early == [[], []]
+    assert len({id(variable) for variable in late}) == 4 * 3 + 1  # weights, two Adam slots each, iterations
+    assert program.rollback == ()
+
+
+def test_custom_step_that_returns_its_loss_needs_no_rollback():
+    """What Keras' guide teaches: one optimizer, the loss as it is in the logs. One collective as well."""
+
+    class Custom(keras.Sequential):
+        def train_step(self, batch):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    def factory():
+        model = Custom([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    program = program_of(trained(factory))
+    assert [count > 0 for count in joins(program)] == [True, False, False] and program.rollback == ()
+
+
+def test_early_writes_are_undone():
+    """A GAN's first update comes before the last segment: what it writes is kept; the last cannot fail."""
+    program = program_of(trained(gan))
+    early = {id(variable) for segment in writes(program)[:-1] for variable in segment}
+    variables = dict(program.variables)
+    assert early and {id(variables[name]) for name in program.rollback} == early
+
+
+def test_evaluation_writes_no_weight():
+    """A test step reads weights, and folds the metrics."""
+    model = on_towers(mlp, 3)
+    model.test_on_batch(X, Y)
+    (program,) = model.test_function.__self__._programs.values()
+    assert writes(program) == [[]] * len(program.segments) and program.rollback == ()
+    assert len(program.segments) == 2
+
+
+@pytest.mark.parametrize("name, momentum", [("Adam", {}), ("SGD", {}), ("SGD", {"momentum": 0.9})])
+def test_a_table_of_which_rows_are_read_does_not_travel(name, momentum):
+    """Its sparse gradient does: as many rows as there are slices, or as the table has if those are fewer."""
+
+    def factory():
+        body = [keras.layers.Embedding(1000, 8), keras.layers.Flatten(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((12,), dtype="int32"), *body])
+        optimizer = getattr(keras.optimizers, name)(**momentum)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        return model
+
+    model = on_towers(factory, 3)
+    model.train_on_batch(np.abs(X).astype("int32"), Y)
+    shapes = [e.shape.as_list() for segment in program_of(model).segments for e in exchanges(segment)]
+    assert [None, 8] in shapes and [1000, 8] not in shapes
+
+
+def test_metric_reads_are_global_and_state_is_folded_into_tower_0():
+    """A metric's result is computed from the towers' sum; its state is in tower 0 alone afterwards."""
+    model = trained(mlp)
+    sums = [e for e in exchanges(program_of(model).segments[0]) if e.shape.rank == 0]
+    # Loss and accuracy have two variables each; one sum serves both the result and the state.
+    assert len(sums) == 4
+    states = [v for _, v in program_of(model).variables if role_of(v) is Role.SUM]
+    assert len(states) == 4
+    for variable in states:
+        values = [copy.numpy() for copy in model.towers.copies(variable)]
+        assert values[1:] == [0.0, 0.0] and values[0] != 0.0
+    assert {float(v.numpy()) for v in states if "count" in v.name} == {24.0}
+
+
+@pytest.mark.parametrize("towers", [2, 5])
+def test_python_of_a_step_runs_once(towers, monkeypatch):
+    """However many towers, batches and sizes of batches: a step is traced once."""
+    calls = []
+    step = keras.Model.train_step
+
+    def counting(self, batch):
+        calls.append(batch)
+        return step(self, batch)
+
+    monkeypatch.setattr(keras.Model, "train_step", counting)
+    model = on_towers(mlp, towers)
+    for rows in (24, 7, 1, 10):
+        model.train_on_batch(X[:rows], Y[:rows])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("options, last", [({}, 1), ({"check_every": 100}, 5)])
+def test_towers_share_their_segments(options, last):
+    """Each segment is one function, called once per tower: a step's size does not grow with the towers. What
+    updates the weights is called once for all, unless towers are to be compared.
+    """
+    model = trained(mlp, towers=5, **options)
+    ((function, _),) = step_of(model)._graphs.values()
+    (concrete,) = function._list_all_concrete_functions()
+    nodes = concrete.graph.as_graph_def().node
+    called = collections.Counter(node.attr["f"].func.name for node in nodes if "f" in node.attr)
+    segments = program_of(model).segments
+    for number, segment in enumerate(segments, start=1):
+        name = segment.function.name
+        name = name if isinstance(name, str) else name.decode()
+        assert called[name] == (last if number == len(segments) else 5)
+
+
+@pytest.mark.parametrize("how", ["unknown", "known", "eager"])
+def test_results_of_one_row_per_sample(how):
+    """A step that returns something of each sample returns it of all samples, in order, as one device does:
+    whether the number of rows is known, and divides evenly, or not.
+    """
+
+    class PerSample(keras.Sequential):
+        def train_step(self, batch):
+            return {"each": tf.reduce_sum(batch[0], axis=1)}
+
+    def factory():
+        model = PerSample([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd", run_eagerly=how == "eager")
+        return model
+
+    model = on_towers(factory, 3)
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24, drop_remainder=how == "known")
+    model.make_train_function()
+    result = model.train_function(iter(batches))["each"]
+    assert_close(result, np.sum(X, axis=1))
+
+
+def table_and_head():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Embedding(50, 4)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.Flatten()(rows)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_rows_of_a_table_are_not_taken_from_a_copy():
+    """An embedding's rows come from the variable itself: no op reads the table, and rows that are not there
+    are an error as on one device.
+    """
+    words = np.random.default_rng(0).integers(50, size=(24, 3))
+    model, alone = on_towers(table_and_head, 3), table_and_head()
+    for one in (model, alone):
+        one.fit(words, Y, batch_size=10, verbose=0, shuffle=False)
+    assert_close(model.get_weights(), alone.get_weights())
+    ops = [op for segment in program_of(model).segments for op in segment.function.graph.get_operations()]
+    (taken,) = (op.inputs[0] for op in ops if op.type == "ResourceGather")
+    assert not [op for op in ops if op.type == "ReadVariableOp" and op.inputs[0] is taken]
+    words[3, 1] = 50
+    with pytest.raises(tf.errors.InvalidArgumentError, match="50 is not in"):
+        model.fit(words, Y, batch_size=10, verbose=0, shuffle=False)

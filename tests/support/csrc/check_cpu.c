@@ -1,0 +1,324 @@
+/* Runs cpu.c, arithmetic.c, pool.c and meter.c under a sanitizer: every dtype, operation and level, several callers on
+ * one pool, pools made and ended, several threads that note while another takes. Prints what is wrong and returns 1;
+ * silent and 0 if nothing is. Built by tests/communicator/test_csrc.py. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "arithmetic.h"
+
+enum { MAX_RANKS = 5, CALLERS = 4, ROUNDS = 4 };
+
+#define EXPECT(condition)                                                  \
+  if (!(condition)) {                                                      \
+    fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition); \
+    exit(1);                                                               \
+  }
+
+/* Small values, exact in every dtype: all dtypes must agree with integers. */
+static void put(void* buffer, size_t i, int dtype, int value) {
+  switch (dtype) {
+    case ncclInt8: ((int8_t*)buffer)[i] = (int8_t)value; break;
+    case ncclUint8: ((uint8_t*)buffer)[i] = (uint8_t)value; break;
+    case ncclInt32: ((int32_t*)buffer)[i] = value; break;
+    case ncclUint32: ((uint32_t*)buffer)[i] = (uint32_t)value; break;
+    case ncclInt64: ((int64_t*)buffer)[i] = value; break;
+    case ncclUint64: ((uint64_t*)buffer)[i] = (uint64_t)value; break;
+    case ncclFloat32: ((float*)buffer)[i] = (float)value; break;
+    case ncclFloat64: ((double*)buffer)[i] = value; break;
+    default: { /* 16-bit floats, for 0 to 127: from the float's bits */
+      float f = (float)value;
+      uint32_t bits;
+      memcpy(&bits, &f, sizeof(bits));
+      if (dtype == ncclBfloat16)
+        ((uint16_t*)buffer)[i] = (uint16_t)(bits >> 16);
+      else
+        ((uint16_t*)buffer)[i] = (uint16_t)(value == 0 ? 0 : (bits - 0x38000000u) >> 13);
+    }
+  }
+}
+
+static int expected(int op, int n, size_t i) {
+  int sum = 0, prod = 1, max = 0, min = 127;
+  for (int r = 0; r < n; ++r) {
+    const int value = (int)((i + (size_t)r) % 3);
+    sum += value;
+    prod *= value;
+    max = value > max ? value : max;
+    min = value < min ? value : min;
+  }
+  return op == ncclSum ? sum : op == ncclProd ? prod : op == ncclMax ? max : min;
+}
+
+static void reduce_and_compare(ncs_pool* pool, int dtype, size_t size, int op, int n, size_t count, int in_place) {
+  void *sends[MAX_RANKS], *recvs[MAX_RANKS];
+  void* wanted = malloc(count * size + 1);
+  for (int r = 0; r < n; ++r) {
+    sends[r] = malloc(count * size + 1);
+    recvs[r] = in_place ? sends[r] : malloc(count * size + 1);
+    for (size_t i = 0; i < count; ++i) put(sends[r], i, dtype, (int)((i + (size_t)r) % 3));
+  }
+  for (size_t i = 0; i < count; ++i) put(wanted, i, dtype, expected(op, n, i));
+  EXPECT(ncs_cpu_all_reduce(pool, (const void* const*)sends, recvs, n, count, dtype, op) == ncclSuccess);
+  for (int r = 0; r < n; ++r) EXPECT(memcmp(recvs[r], wanted, count * size) == 0);
+
+  put(recvs[n - 1], 0, dtype, count > 0 ? 77 : 0);
+  EXPECT(ncs_cpu_broadcast(pool, recvs, n, count, dtype, n - 1) == ncclSuccess);
+  for (int r = 0; r < n; ++r) EXPECT(memcmp(recvs[r], recvs[n - 1], count * size) == 0);
+
+  for (int r = 0; r < n; ++r) {
+    free(sends[r]);
+    if (!in_place) free(recvs[r]);
+  }
+  free(wanted);
+}
+
+static void all_dtypes(ncs_pool* pool, size_t count, int n) {
+  const char* name;
+  size_t size;
+  int dtype;
+  for (int d = 0; ncs_dtype_describe(d, &name, &dtype, &size) == ncclSuccess; ++d)
+    for (int op = ncclSum; op <= ncclMin; ++op) reduce_and_compare(pool, dtype, size, op, n, count, op % 2);
+}
+
+/* Three tensors of three ranks; rank 1 counts double, or, where nothing can be scaled, takes no part. */
+static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count) {
+  const int scales = dtype >= ncclFloat16;
+  const double weights[] = {1, scales ? 2 : 0, 1};
+  const size_t counts[] = {count, 0, 1};
+  void* sends[3][3];
+  ncs_reduced tensors[3];
+  for (int v = 0; v < 3; ++v) {
+    for (int r = 0; r < 3; ++r) {
+      sends[v][r] = malloc(counts[v] * size + 1);
+      for (size_t i = 0; i < counts[v]; ++i) put(sends[v][r], i, dtype, (int)((i + (size_t)r) % 3));
+    }
+    tensors[v].sends = (const void* const*)sends[v];
+    tensors[v].recv = v == 0 ? malloc(counts[v] * size + 1) : sends[v][2];
+    tensors[v].count = counts[v];
+  }
+  EXPECT(ncs_cpu_reduce(pool, tensors, 3, weights, 3, dtype, ncclSum) == ncclSuccess);
+  for (int v = 0; v < 3; ++v) {
+    void* wanted = malloc(counts[v] * size + 1);
+    for (size_t i = 0; i < counts[v]; ++i)
+      put(wanted, i, dtype, (int)(i % 3 + (scales ? 2 : 0) * ((i + 1) % 3) + (i + 2) % 3));
+    EXPECT(memcmp(tensors[v].recv, wanted, counts[v] * size) == 0);
+    free(wanted);
+    for (int r = 0; r < 3; ++r) free(sends[v][r]);
+  }
+  free(tensors[0].recv);
+}
+
+static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
+  const char* name;
+  size_t size;
+  int dtype;
+  for (int d = 0; ncs_dtype_describe(d, &name, &dtype, &size) == ncclSuccess; ++d)
+    reduce_weighted(pool, dtype, size, count);
+}
+
+/* (a * b + a) / b and a * b, of an array and an operand that repeats itself, for two instances; of the second one, the
+ * quotient is in the array's memory, which no later step reads. */
+static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) {
+  int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
+  const ncs_program program = {code, 2, 2, 0, 3, 0};
+  float *a[2], *b[2], *quotient[2], *product[2];
+  ncs_operand inputs[2][2];
+  void* outputs[2][2];
+  ncs_instance instances[2];
+  EXPECT(ncs_program_is_valid(&program, 11) && !ncs_program_is_valid(&program, 10));
+  for (int k = 0; k < 2; ++k) {
+    a[k] = malloc(count * sizeof(float));
+    b[k] = malloc(period * sizeof(float));
+    quotient[k] = k == 1 ? a[k] : malloc(count * sizeof(float));
+    product[k] = malloc(count * sizeof(float));
+    for (size_t i = 0; i < count; ++i) a[k][i] = (float)(i % 1000);
+    for (size_t i = 0; i < period; ++i) b[k][i] = (float)(i % 7 + 2);
+    inputs[k][0] = (ncs_operand){a[k], count, 1};
+    inputs[k][1] = (ncs_operand){b[k], period, repeat};
+    outputs[k][0] = quotient[k];
+    outputs[k][1] = product[k];
+    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
+  }
+  EXPECT(ncs_program_run(pool, &program, instances, 2, 0) == ncclSuccess);
+  for (int k = 0; k < 2; ++k) {
+    for (size_t i = 0; i < count; ++i) {
+      const float y = (float)(i % 1000), x = b[k][i / repeat % period];
+      EXPECT(quotient[k][i] == (y * x + y) / x);
+      EXPECT(product[k][i] == y * x);
+    }
+    if (quotient[k] != a[k]) free(a[k]);
+    free(b[k]);
+    free(quotient[k]);
+    free(product[k]);
+  }
+}
+
+/* Sums of a * b and the mean of a over one period, and the sum of all of a * b; small whole numbers, so exact. */
+static void add_up(ncs_pool* pool, size_t count, size_t period) {
+  int64_t code[] = {NCS_MULTIPLY, 0, 1, 2, (int64_t)period, 0, 0, (int64_t)period, 1, 2, 1, 0};
+  const ncs_program program = {code, 2, 0, 3, 1, 0};
+  float *a[2], *b[2], *sums[2][3];
+  ncs_operand inputs[2][2];
+  void* outputs[2][3];
+  ncs_instance instances[2];
+  EXPECT(ncs_program_is_valid(&program, 12) && !ncs_program_is_valid(&program, 11));
+  code[4] = NCS_MOST_PERIOD + 1;
+  EXPECT(!ncs_program_is_valid(&program, 12));
+  code[4] = (int64_t)period;
+  for (int k = 0; k < 2; ++k) {
+    a[k] = malloc(count * sizeof(float));
+    b[k] = malloc(count * sizeof(float));
+    for (size_t i = 0; i < count; ++i) a[k][i] = (float)((i + (size_t)k) % 5);
+    for (size_t i = 0; i < count; ++i) b[k][i] = (float)(i % 3);
+    inputs[k][0] = (ncs_operand){a[k], count, 1};
+    inputs[k][1] = (ncs_operand){b[k], count, 1};
+    for (int s = 0; s < 3; ++s) outputs[k][s] = sums[k][s] = malloc((s < 2 ? period : 1) * sizeof(float));
+    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
+  }
+  EXPECT(ncs_program_run(pool, &program, instances, 2, count % 2 == 0) == ncclSuccess);
+  for (int k = 0; k < 2; ++k) {
+    double all = 0;
+    for (size_t column = 0; column < period; ++column) {
+      double product = 0, total = 0;
+      for (size_t i = column; i < count; i += period) {
+        product += a[k][i] * b[k][i];
+        total += a[k][i];
+      }
+      all += product;
+      EXPECT(sums[k][0][column] == (float)product);
+      EXPECT(count == 0 ? sums[k][1][column] != sums[k][1][column]
+                        : sums[k][1][column] == (float)(total / (double)(count / period)));
+    }
+    EXPECT(sums[k][2][0] == (float)all);
+    free(a[k]);
+    free(b[k]);
+    for (int s = 0; s < 3; ++s) free(sums[k][s]);
+  }
+}
+
+/* Of nothing; of one row; periods that divide a block and that do not, of a block, longer ones; several chunks. */
+static void add_up_all(ncs_pool* pool) {
+  const size_t shapes[][2] = {{0, 3},        {1, 1},       {70001, 1},    {70400, 16},  {70070, 7},      {510, 510},
+                              {51200, 512},  {51300, 513}, {71000, 1000}, {2048, 2048}, {409600, 2048}};
+  for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i) add_up(pool, shapes[i][0], shapes[i][1]);
+}
+
+/* A scalar, rows that divide a block and that do not, larger than one; columns; arrays smaller than a block. */
+static void compute_all(ncs_pool* pool) {
+  const size_t shapes[][3] = {{70001, 1, 1},    {70400, 16, 1}, {70070, 7, 1},  {70000, 7000, 1}, {1, 1, 1},
+                              {2000, 20, 100},  {70000, 5, 7},  {70000, 7, 2},  {96, 3, 32},      {1000, 500, 1},
+                              {70000, 700, 100}, {48, 48, 1},   {1536, 512, 1}, {1539, 513, 1},   {3000, 2, 1500}};
+  for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i)
+    compute(pool, shapes[i][0], shapes[i][1], shapes[i][2]);
+}
+
+static void* call_repeatedly(void* pool) {
+  for (int round = 0; round < ROUNDS; ++round) {
+    reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 3, 200003, round % 2);
+    reduce_and_compare(pool, ncclFloat16, 2, ncclMax, 2, 33, round % 2);
+    reduce_weighted(pool, ncclFloat32, 4, 100003);
+    compute_all(pool);
+    add_up_all(pool);
+  }
+  return NULL;
+}
+
+static void bad_arguments(ncs_pool* pool) {
+  float a[8] = {0}, b[8] = {0};
+  const void *sends[] = {a, b}, *missing[] = {a, NULL}, *skewed[] = {a, (char*)b + 1};
+  void *recvs[] = {a, b}, *partly[] = {a + 1, b};
+  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 0, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, 4, 99, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, 4, ncclFloat32, 5) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, SIZE_MAX, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, sends, partly, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 0, ncclFloat32, ncclSum) == ncclSuccess);
+  EXPECT(ncs_cpu_all_reduce(pool, skewed, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  const ncs_reduced tensor = {sends, a, 4};
+  const double none[] = {0, 0}, half[] = {1, 0.5};
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, none, 2, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclFloat32, ncclMax) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclInt32, ncclSum) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclFloat32, ncclAvg) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, 2) == ncclInvalidArgument);
+  EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, -1) == ncclInvalidArgument);
+}
+
+enum { NOTES = 2000 };
+
+static void* note_repeatedly(void* meter) {
+  for (int i = 0; i < NOTES; ++i) EXPECT(ncs_meter_note(meter, i, i % 2, i) == ncclSuccess);
+  return NULL;
+}
+
+static void hear(void* heard, int span, int ends, int64_t value) {
+  EXPECT(ends == span % 2 && value == span);
+  __atomic_fetch_add((int*)heard, 1, __ATOMIC_RELAXED);
+}
+
+static void note_from_several_threads(void) {
+  static ncs_stamp stamps[100];
+  ncs_meter* meter = NULL;
+  pthread_t threads[CALLERS];
+  size_t taken, total = 0;
+  int64_t last_ns = 0;
+  int heard = 0;
+  EXPECT(ncs_meter_create(&meter) == ncclSuccess);
+  EXPECT(ncs_meter_listen(meter, hear, &heard) == ncclSuccess);
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&threads[i], NULL, note_repeatedly, meter) == 0);
+  while (total < CALLERS * NOTES) {
+    EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken <= 100);
+    for (size_t i = 0; i < taken; ++i) {
+      EXPECT(stamps[i].time_ns >= last_ns && stamps[i].value == stamps[i].span);
+      last_ns = stamps[i].time_ns;
+    }
+    total += taken;
+  }
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(threads[i], NULL) == 0);
+  EXPECT(heard == CALLERS * NOTES);
+  EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken == 0);
+  EXPECT(ncs_meter_destroy(meter) == ncclSuccess && ncs_meter_destroy(NULL) == ncclSuccess);
+}
+
+int main(void) {
+  ncs_pool* pool = NULL;
+  pthread_t callers[CALLERS];
+  int best;
+  EXPECT(ncs_cpu_get_level(&best) == ncclSuccess);
+  EXPECT(ncs_pool_create(0, NCS_LEVEL_BEST, &pool) == ncclInvalidArgument && pool == NULL);
+  EXPECT(ncs_pool_create(1, best + 1, &pool) == ncclInvalidArgument && pool == NULL);
+  EXPECT(ncs_pool_destroy(NULL) == ncclSuccess);
+
+  for (int level = NCS_LEVEL_BASELINE; level <= best; ++level) {
+    EXPECT(ncs_pool_create(3, level, &pool) == ncclSuccess);
+    for (int n = 1; n <= MAX_RANKS; ++n)
+      for (size_t count = 1; count < 100; count += 31) all_dtypes(pool, count, n);
+    all_dtypes_weighted(pool, 33);
+    compute_all(pool);
+    add_up_all(pool);
+    if (level == best) all_dtypes_weighted(pool, 180001);
+    if (level == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
+    EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
+  }
+
+  EXPECT(ncs_pool_create(3, NCS_LEVEL_BEST, &pool) == ncclSuccess);
+  bad_arguments(pool);
+  reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 2, 1100001, 0); /* large enough to write around the cache */
+  reduce_and_compare(pool, ncclBfloat16, 2, ncclSum, 2, 2200001, 0);
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&callers[i], NULL, call_repeatedly, pool) == 0);
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(callers[i], NULL) == 0);
+  EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
+
+  note_from_several_threads();
+
+  for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
+    EXPECT(ncs_pool_create(1 + i % 4, NCS_LEVEL_BEST, &pool) == ncclSuccess);
+    EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
+  }
+  return 0;
+}

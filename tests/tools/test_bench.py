@@ -1,0 +1,342 @@
+"""`python -m ncclsync bench`: the commands run, a wrong result is counted, and the JSON keeps its schema.
+
+Nothing here depends on how long anything takes.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync import nccl_parallel
+from ncclsync.communicator import CpuCommunicator
+from ncclsync.tools.bench import all_reduce, commands, fit, training
+from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
+from ncclsync.tools.bench.report import SCHEMA, Result, Row, size_text, time_text
+from ncclsync.tools.bench.split import StepParts
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
+from ncclsync.tools.cli import main
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "bench.sh"
+SPREAD = {"median", "q1", "q3", "samples"}
+
+
+class WrongCommunicator(CpuCommunicator):
+    """Reduces, but for three elements of the last rank's result."""
+
+    def all_reduce(self, sends, recvs, *arguments):
+        super().all_reduce(sends, recvs, *arguments)
+        recvs[-1][2:5] += 1
+
+
+class IdleCommunicator(CpuCommunicator):
+    """A collective that returns without having happened."""
+
+    def all_reduce(self, sends, recvs, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("communicator", "wrong"), [(CpuCommunicator, 0), (WrongCommunicator, 3), (IdleCommunicator, 300)]
+)
+def test_wrong_elements_are_counted(communicator, wrong):
+    """A planted wrong sum is counted by element, also after correct ones have filled the results."""
+    reducer = HostReducer(3, communicator(3))
+    reducer.prepare(100, "float32")
+    for library in reducer.libraries:
+        assert reducer.run(library, 2) > 0
+    assert reducer.wrong("ncclsync") == wrong
+    assert (reducer.wrong("numpy"), reducer.wrong("memcpy")) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int64"])
+def test_pattern_is_exact(dtype):
+    """Ranks have inputs of their own, whose sum no dtype rounds."""
+    inputs = [pattern(rank, 50, dtype) for rank in range(8)]
+    assert len({one.tobytes() for one in inputs}) == 8
+    exact = sum(one.astype("int64") for one in inputs)
+    assert count_wrong([exact.astype(dtype)] * 2, 8) == 0
+    assert count_wrong([exact.astype(dtype), (exact + 1).astype(dtype)], 8) == 50
+
+
+def test_memcpy_on_threads():
+    """Where there are enough bytes the copy is shared among threads, and is complete."""
+    reducer = HostReducer(2)
+    reducer.prepare(1 << 20, "float32")
+    assert reducer.wrong("memcpy") == 0
+
+
+def test_nccl_needs_gpus():
+    """Told before anything is timed."""
+    with pytest.raises(BenchError, match=r"Expected 64 GPUs that TensorFlow sees. Received: \d+"):
+        NcclReducer(64)
+
+
+@pytest.mark.parametrize(("peer", "package"), [("gloo", "PyTorch"), ("mpi", "mpi4py")])
+def test_missing_peers_are_told(monkeypatch, peer, package):
+    """A peer that is not installed leaves one line."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    given = argparse.Namespace(against=[peer], backend="cpu", towers=[2])
+    (note,) = all_reduce.missing(given)
+    assert note.startswith(f"{peer} is left out") and package in note and "\n" not in note
+
+
+def test_spread_and_ratio():
+    """Quartiles; ratios are those of the same round."""
+    assert Spread.of([1.0]) == Spread(1.0, 1.0, 1.0, 1)
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == Spread(3.0, 2.5, 3.5, 3)
+
+
+def test_turns_are_taken_round_by_round():
+    """Each round calls each timer once and begins with another one; measurements keep their round."""
+    called = []
+
+    def timer(name):
+        return lambda: called.append(name) or len(called)
+
+    found = take_turns({name: timer(name) for name in "abc"}, 3, lambda text: None)
+    assert "".join(called) == "abcbcacab"
+    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_texts():
+    """One unit for a time and its quartiles."""
+    assert time_text(Spread(0.00231, 0.00228, 0.0024, 5)) == "2.31 ms (2.28–2.40)"
+    assert [size_text(size) for size in (4, 4096, 25 << 20)] == ["4 B", "4 KiB", "25 MiB"]
+
+
+def test_names_are_those_of_the_models():
+    """The command line, which knows them without TensorFlow, has no others."""
+    assert tuple(MODELS) == training.MODEL_NAMES
+    assert {name: model.batch_size for name, model in MODELS.items()} == training.BATCH_SIZES
+    assert {"ncclsync", *training.PEERS} == set(fit.LIBRARIES)
+    assert {"constant", *training.FEEDS} == set(fit.FEEDS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_fit_their_data(name):
+    """Every model takes its data, whole batches of them, and tells as many classes as there are."""
+    x, y = MODELS[name].data(2)
+    assert len(x) == len(y) == 2 * MODELS[name].batch_size
+    model = MODELS[name].build()
+    assert model.input_shape == (None, *x.shape[1:]) and model.inputs[0].dtype == x.dtype
+    assert model.output_shape == (None, max(MODELS[name].classes, int(y.max()) + 1))
+
+
+def test_parts_of_a_step_leave_out_what_they_say():
+    """The whole keeps towers together; without exchanges they part; without the update nothing changes."""
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    batch = tf.constant(rng.random((4, 3), "float32")), tf.constant(rng.random((4, 2), "float32"))
+    model = nccl_parallel(towers=2, check_every=100)(build)()
+    with model.towers:
+        parts = StepParts(model, batch)
+        start = model.get_weights()
+        assert parts.seconds("compute", 2) > 0
+        np.testing.assert_array_equal(np.concatenate([w.ravel() for w in start]), flat(model))
+        assert parts.seconds("whole", 2) > 0
+        assert model.towers.divergence() == 0.0
+        assert not np.array_equal(np.concatenate([w.ravel() for w in start]), flat(model))
+        assert parts.seconds("local", 2) > 0
+        assert model.towers.divergence() > 0.0
+
+
+def test_time_between_epochs_is_no_steps(monkeypatch):
+    """Three steps of a second each, with an epoch's end of a minute between, take a second each."""
+    now, answers = [0.0], []
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 2 * now[0])
+    asked = iter([{"do": "fit", "steps": 3}, {"do": "fit", "steps": 1}, {"do": "fit", "steps": 1}])
+    requests = types.SimpleNamespace(next=lambda: next(asked), answer=lambda **told: answers.append(told))
+    monkeypatch.setattr(fit, "time", clock)
+    turns = fit._Turns(requests, keras.Sequential(), None)
+    turns.on_train_begin()
+    for ends in (False, True, True, False):
+        turns.on_train_batch_begin(0)
+        now[0] += 1
+        turns.on_train_batch_end(0)
+        if ends:
+            turns.on_epoch_end(0)
+            now[0] += 60
+    assert answers == [{"seconds": 1.0, "cpu_seconds": 2.0}] * 2
+
+
+def flat(model):
+    """All weights in one array."""
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+def test_a_failed_process_is_told():
+    """Its error is the driver's; so is its death."""
+    with Side("a name", "host", {"unknown": 1}) as side, pytest.raises(BenchError, match="a name: TypeError"):
+        side.ask("prepare")
+    with Side("a name", "no such kind", {}) as side, pytest.raises(BenchError, match="a name: KeyError"):
+        side.ask("prepare")
+    dead = pytest.raises(BenchError, match="a name: the process ended with code 1")
+    with Side("a name", "host", {"towers": 2}, launcher=["false"]) as side, dead:
+        side.ask("prepare")
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(0, 0), (3, 1)])
+def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
+    """A script that measures learns that what it measured is wrong."""
+    case = {"towers": 2, "size_bytes": 16, "count": 4, "dtype": "float32"}
+    row = Row(case, "ncclsync", Spread.of([1.0]), {}, {"wrong": wrong})
+    result = Result("all-reduce", "s", (row,), ("A note.",))
+    monkeypatch.setattr(all_reduce, "bench_all_reduce", lambda given, tell: result)
+    assert main(["bench", "all-reduce"]) == code
+    out = capsys.readouterr().out
+    assert "A note." in out and re.search(rf"float32 +ncclsync +1.00 s .* {wrong} ", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
+        ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
+        ("step --against nobody", "expected one of mirrored, single, shard, sharded, received 'nobody'"),
+        ("step --model gpt", "expected one of mlp, cnn, resnet50, transformer, embedding, received 'gpt'"),
+        ("", "the following arguments are required: BENCHMARK"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    """Told in one line, with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments.split()])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_needs_no_tensorflow():
+    """The command line answers before TensorFlow is imported, and explains its columns."""
+    code = (
+        "import sys\nfrom ncclsync.tools.cli import main\n"
+        "try:\n    main(['bench', 'step', '--help'])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print(sorted({'tensorflow', 'keras'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("0\n[]\n"), done.stdout + done.stderr
+    assert "communicate: what the exchanges between towers add" in " ".join(done.stdout.split())
+
+
+def test_commands_of_the_example_are_understood():
+    """Every command of examples/bench.sh parses; it runs all benchmarks."""
+    parser = argparse.ArgumentParser()
+    commands.add_bench(parser.add_subparsers())
+    lines = [line for line in SCRIPT.read_text().splitlines() if line.startswith("python -m ncclsync")]
+    named = [parser.parse_args(shlex.split(line)[3:]).benchmark for line in lines]
+    assert sorted(named) == ["all-reduce", "feed", "memory", "start", "step"]
+
+
+def run_bench(tmp_path, *arguments):
+    """Run a benchmark as a user does; return its JSON, checked for what all of them have, and its table."""
+    command = [sys.executable, "-m", "ncclsync", "bench", *arguments, "--json", "it.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "round 1 of 1: ncclsync" in done.stderr or "round 1 of 1: generator" in done.stderr
+    found = json.loads((tmp_path / "it.json").read_text())
+    keys = {"schema", "benchmark", "command", "date", "machine", "unit", "rows", "notes"}
+    assert set(found) == keys and found["schema"] == SCHEMA == "ncclsync.tools.bench/1"
+    assert found["command"] == ["python", "-m", "ncclsync", *command[3:]]
+    assert {"processor", "cores", "memory_bytes", "versions", "load_1_min"} <= set(found["machine"])
+    for row in found["rows"]:
+        assert set(row) == {"case", "side", "value", "ratios", "more"}
+        assert set(row["value"]) == SPREAD and row["value"]["median"] > 0
+        assert all(set(spread) == SPREAD for spread in row["ratios"].values())
+    return found, done.stdout
+
+
+def test_all_reduce(tmp_path):
+    """All libraries that are always there: right results, bandwidths by nccl-tests' formulas, a picture."""
+    found, table = run_bench(
+        tmp_path,
+        *("all-reduce", "--towers", "3", "--sizes", "4B,4KiB", "--rounds", "1"),
+        *("--against", "tensorflow,numpy", "--plot", "it.png"),
+    )
+    libraries = ["ncclsync", "memcpy", "numpy", *TensorFlowReducer.libraries]
+    assert [row["side"] for row in found["rows"]] == libraries * 2
+    for row in found["rows"]:
+        assert row["more"]["wrong"] == 0
+        if row["side"] != "memcpy":
+            towers, size, seconds = row["case"]["towers"], row["case"]["size_bytes"], row["value"]["median"]
+            assert row["more"]["algbw_gb_s"] == pytest.approx(size / seconds / 1e9)
+            assert row["more"]["busbw_gb_s"] == pytest.approx(
+                size / seconds / 1e9 * 2 * (towers - 1) / towers
+            )
+        assert set(row["ratios"]) == {"memcpy", "ncclsync"} - {row["side"]}
+    assert all(word in table for word in ("algbw", "busbw", "#wrong", "4 KiB"))
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_step(tmp_path):
+    """Two libraries take turns inside fit; the parts of ncclsync's step add up to it."""
+    found, table = run_bench(
+        tmp_path,
+        *("step", "--model", "mlp", "--towers", "2", "--rounds", "1"),
+        *("--against", "mirrored,shard", "--plot", "it.svg", "--watched"),
+    )
+    rows = {row["side"]: row for row in found["rows"]}
+    assert list(rows) == ["ncclsync", "mirrored", "shard"]
+    for side, row in rows.items():
+        assert row["case"] == {"model": "mlp", "towers": 2, "batch_size": 256}
+        samples = 128 if side == "shard" else 256
+        assert row["more"]["samples_per_s"] == pytest.approx(samples / row["value"]["median"])
+        assert 0 < row["more"]["cpu_s"]["median"] < (os.cpu_count() + 1) * row["value"]["median"]
+    ours = rows["ncclsync"]
+    assert set(ours["ratios"]) == {"mirrored", "shard"}
+    parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]
+    assert sum(parts) == pytest.approx(ours["value"]["median"])
+    assert ours["more"]["watched"]["median"] > 0 and "watched" in table
+    assert "communicate" in table
+    assert (tmp_path / "it.svg").read_text().startswith("<?xml")
+
+
+def test_start(tmp_path):
+    """A fresh process for each number of towers; beside one tower."""
+    found, _ = run_bench(
+        tmp_path, *("start", "--model", "mlp", "--towers", "1,2", "--rounds", "1", "--against", "none")
+    )
+    assert [row["case"]["towers"] for row in found["rows"]] == [1, 2]
+    assert all(0 < row["more"]["build_seconds"]["median"] < row["value"]["median"] for row in found["rows"])
+    assert set(found["rows"][1]["ratios"]) == {"one tower"}
+
+
+def test_feed(tmp_path):
+    """The kinds of data that are asked for, beside the ceiling."""
+    arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "single")
+    found, _ = run_bench(tmp_path, *arguments)
+    rows = found["rows"]
+    assert [row["side"] for row in rows] == ["constant", "generator", "single, constant", "single, generator"]
+    for i, row in enumerate(rows):
+        ceiling = rows[i // 2 * 2]["value"]["median"]
+        assert row["more"]["of_ceiling"]["median"] == pytest.approx(ceiling / row["value"]["median"])
+
+
+def test_memory(tmp_path):
+    """Peaks, and what one more tower needs: its weights and its optimizer state."""
+    found, _ = run_bench(
+        tmp_path, *("memory", "--model", "mlp", "--towers", "1,2", "--rounds", "1", "--against", "none")
+    )
+    assert found["unit"] == "B"
+    one, two = found["rows"]
+    weights = 784 * 256 + 256 + 2 * (256 * 256 + 256) + 2570
+    assert 12 * weights < one["more"]["state_bytes"]["median"] < 12 * weights + 100  # Adam: two more each
+    needed = one["value"]["median"] + two["more"]["state_bytes"]["median"]
+    assert two["more"]["of_needed"]["median"] == pytest.approx(two["value"]["median"] / needed)

@@ -1,0 +1,316 @@
+"""`python -m ncclsync doctor` as a user runs it; its questions to stand-ins, fakes and broken packages."""
+
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+import ncclsync
+from ncclsync.tools import cli
+from ncclsync.tools.doctor import examination, libraries, probes
+from ncclsync.tools.doctor.screen import render
+
+SUPPORT = pathlib.Path(__file__).parents[1] / "support"
+FAKES = SUPPORT / "fakes"
+pytestmark = pytest.mark.timeout(120)
+
+
+def run_doctor(*arguments, **environ):
+    """Run the command; variables that are set here by chance do not count."""
+    kept = {"PATH", "HOME", "PYTHONPATH", "LANG"} | {name for name in os.environ if name.startswith("COV")}
+    variables = {name: value for name, value in os.environ.items() if name in kept}
+    return subprocess.run(
+        [sys.executable, "-m", "ncclsync", "doctor", *arguments],
+        env={**variables, **environ},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def first_on_path(*folders):
+    """PYTHONPATH with these before what it is."""
+    return os.pathsep.join([*map(str, folders), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH", "")])
+
+
+needs_no_gpu = pytest.mark.skipif(
+    pathlib.Path("/proc/driver/nvidia").exists(), reason="the fake GPUs and the real GPU would be mixed up"
+)
+
+
+@needs_no_gpu
+def test_machine_without_gpu():
+    """It says so, checks the CPU backend, is healthy; the screen and --json tell the same."""
+    done = run_doctor("--json", PYTHONPATH=first_on_path(FAKES), FAKE_NVML="no library")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    report = json.loads(done.stdout)
+    assert report["healthy"] and report["problems"] == [] and report["gpus"] == []
+    assert report["summary"].startswith("Healthy. No GPU on this machine: towers stand on the CPU")
+    versions = {one["component"]: one for one in report["versions"]}
+    for name in ("Python", "TensorFlow", "Keras", "ncclsync"):
+        assert versions[name]["version"] and os.path.exists(versions[name]["source"].split(",")[0])
+    assert versions["ncclsync"]["source"] == os.path.dirname(ncclsync.__file__)
+    assert {"CUDA", "cuDNN", "driver", "NCCL"} <= set(versions)
+    assert (report["backend"]["backend"], report["backend"]["devices"]) == ("cpu", ["CPU:0"])
+    assert "no GPU is visible" in report["backend"]["reason"]
+    reduced = report["all_reduce"]
+    assert (reduced["backend"], reduced["ranks"], reduced["ok"]) == ("cpu", 4, True)
+    assert reduced["seconds"] > 0
+
+
+@needs_no_gpu
+def test_gpus_that_tensorflow_cannot_use():
+    """The screen of a host with GPUs, links and variables; it would train, on the CPU."""
+    environ = {"CUDA_VISIBLE_DEVICES": "", "NCCL_ALGO": "Tree", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = run_doctor(PYTHONPATH=first_on_path(FAKES), FAKE_NVML="pairs", FAKE_CUDA="11040", **environ)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    text = " ".join(done.stdout.split())
+    for part in (
+        "4 GPUs on this machine, unused: towers stand on the CPU",
+        "driver 550.54.15 NVML, serves CUDA up to 11.4",
+        "0 NVIDIA A100-SXM4-80GB 80.0 GiB 0.5 GiB 8.0 00000000:0a:00.0",
+        "0 · NV4 SYS SYS",
+        "3 SYS SYS NV4 ·",
+        "Known-answer all-reduce, cpu backend, 4 ranks × 1048576 float32: right",
+        "CUDA_VISIBLE_DEVICES (empty) the GPUs that this process may use",
+        "NCCL_ALGO Tree overrides NCCL's choice of algorithm",
+        "TF_CPP_MIN_LOG_LEVEL 3 ",
+        "warning: CUDA_VISIBLE_DEVICES='' hides all 4 GPU(s). Training runs on the CPU.",
+        "Remedy: Unset CUDA_VISIBLE_DEVICES",
+    ):
+        assert part in text, done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    assert len(done.stdout.splitlines()) < 60
+    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+
+TENSORFLOW = """
+import types
+__version__ = "2.21.0"
+config = types.SimpleNamespace(list_physical_devices=lambda kind: [])
+sysconfig = types.SimpleNamespace(get_build_info=lambda: {"is_cuda_build": False})
+"""
+MISSING = "raise ModuleNotFoundError(\"No module named 'tensorflow'\", name='tensorflow')"
+NO_JAX = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "environ", "expected", "words"),
+    [
+        (MISSING, {}, "tensorflow-missing", "pip install 'tensorflow>=2.20'"),
+        ("import os; os.abort()", {}, "frameworks-unanswered", "killed by SIGABRT"),
+        ("", {}, "tensorflow-broken", "has no attribute '__version__'"),
+        (TENSORFLOW, {"KERAS_BACKEND": "jax"}, "keras-backend", "No module named 'jax'"),
+        (TENSORFLOW, {"KERAS_HOME": "."}, "keras-backend", "keras.json"),
+    ],
+)
+def test_broken_frameworks(tmp_path, tensorflow, environ, expected, words):
+    """Reported with a remedy, without a traceback; all else is examined as usual."""
+    for package, source in (("tensorflow", tensorflow), ("jax", NO_JAX)):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(source)
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    environ = {name: value.replace(".", str(tmp_path)) for name, value in environ.items()}
+    done = run_doctor("--json", PYTHONPATH=first_on_path(tmp_path, FAKES), **environ)
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout
+    report = json.loads(done.stdout)
+    (error,) = (problem for problem in report["problems"] if problem["severity"] == "error")
+    assert error["code"] == expected
+    assert words in error["text"] + error["remedy"]
+    assert not report["healthy"] and report["backend"]["backend"] is None
+    assert report["summary"].startswith("Training would fail: 1 error")
+    assert report["all_reduce"]["ok"] is True
+
+
+CANNED = {
+    "tensorflow": "2.21.0",
+    "tensorflow_path": "/tf",
+    "keras": "3.15.1",
+    "keras_path": "/keras",
+    "keras_backend": "tensorflow",
+    "cuda_build": True,
+    "build_capabilities": ["8.0"],
+    "gpus": [f"GPU:{index}" for index in range(4)],
+    "backend": "nccl",
+    "devices": [f"GPU:{index}" for index in range(4)],
+    "reason": "4 tower(s)",
+}
+
+
+@pytest.fixture
+def gpu_host(built_standin, monkeypatch):
+    """Return a function that examines a host of four GPUs, by fakes of all that takes a GPU."""
+
+    def examine(host="pairs", timeout_s=30.0, frameworks=CANNED, **environ):
+        def ask(question, limit, environ, arguments=None):
+            if question == "frameworks":
+                return probes.Answer(dict(frameworks), "done", "well", "", ())
+            return real_ask(question, limit, environ, arguments)
+
+        real_ask = probes.ask
+        monkeypatch.syspath_prepend(str(FAKES))
+        monkeypatch.setattr(probes, "ask", ask)
+        monkeypatch.setattr(libraries, "_cached", lambda *_: [])
+        variables = {"PATH": os.environ["PATH"], "FAKE_NVML": host, **built_standin.environment}
+        return examination.examine(timeout_s, {**variables, **environ})
+
+    return examine
+
+
+def serious(report):
+    """Codes of the errors; that NCCL is there twice, in the stand-in and the wheel, is a warning."""
+    return [problem.code for problem in report.problems if problem.severity == "error"]
+
+
+def test_healthy_gpus(gpu_host):
+    """NCCL joins all GPUs and the sums are right; versions come from the libraries themselves."""
+    report = gpu_host()
+    assert report.healthy, report.problems
+    reduced = report.host.all_reduce
+    assert (reduced.backend, reduced.ranks, reduced.ok, reduced.error) == ("nccl", 4, True, "")
+    assert report.summary.endswith("4 GPUs on this machine: towers stand on 4 of them, joined by NCCL.")
+    versions = {one.component: one for one in report.versions}
+    assert versions["NCCL"].version == "2.32.3"
+    assert "libcudart.so" in versions["CUDA"].source and "libnccl.so" in versions["NCCL"].source
+
+
+def test_gpus_without_tensorflow(gpu_host):
+    """The GPUs are tried all the same: those that the variable leaves."""
+    missing = {"tensorflow_error": "ModuleNotFoundError: No module named 'tensorflow'"}
+    report = gpu_host(frameworks=missing, CUDA_VISIBLE_DEVICES="3,1,0")
+    assert serious(report) == ["tensorflow-missing"]
+    reduced = report.host.all_reduce
+    assert (reduced.backend, reduced.ranks, reduced.ok) == ("nccl", 3, True)
+    assert "No module named 'tensorflow'" in report.host.choice.reason
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "words", "told"),
+    [
+        ("corrupt:0:2", "wrong", "other numbers from rank 0 to rank 2", "wrong numbers"),
+        ("cudaMalloc:9=2", "raised", "cudaMalloc", "fails"),
+        ("stuck:1", "hang", "rank", "hangs"),
+        ("stuck_init:1", "hang", "4 ranks", "hangs"),
+    ],
+)
+def test_all_reduce_that_fails(gpu_host, fail, kind, words, told):
+    """Wrong numbers, an error, a hang: each is told of, with what it was about."""
+    report = gpu_host(timeout_s=3, STANDIN_FAIL=fail)
+    assert serious(report) == [f"all-reduce-{kind}"]
+    assert report.host.all_reduce.ok is False
+    assert words in report.host.all_reduce.error
+    console = Console(width=110, file=io.StringIO())
+    console.print(render(report))
+    screen = " ".join(console.file.getvalue().split())
+    assert f"4 ranks × 1048576 float32: {told}; see below" in screen
+    assert f"error: {report.problems[0].text}" in screen
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "words"),
+    [
+        ({"NCCLSYNC_NCCL_LIBRARY": "/nowhere/libnccl.so.2"}, "nccl-unusable", "names no usable NCCL"),
+        ({"NCCLSYNC_NCCL_LIBRARY": "libm.so.6"}, "nccl-unusable", "ncclGetVersion"),
+        ({"STANDIN_VERSION": "2804"}, "nccl-old", "Received: NCCL 2.8.4"),
+    ],
+)
+def test_unusable_nccl(gpu_host, environ, expected, words):
+    """Named once, whatever else fails because of it."""
+    report = gpu_host(**environ)
+    assert serious(report) == [expected]
+    (problem,) = (one for one in report.problems if one.code == expected)
+    assert words in problem.text and "NCCLSYNC_NCCL_LIBRARY" in problem.remedy
+
+
+def test_nccl_that_fails(gpu_host):
+    """NCCL's own error is in the report."""
+    report = gpu_host(STANDIN_FAIL="ncclCommInitRankConfig")
+    assert serious(report) == ["all-reduce-raised"]
+    assert "ncclCommInitRankConfig returned ncclSystemError" in report.host.all_reduce.error
+
+
+def test_driver_that_hangs(gpu_host):
+    """The rest is examined as usual."""
+    report = gpu_host(host="hang", timeout_s=3)
+    assert "driver-unanswered" in serious(report)
+    assert report.host.all_reduce.ok
+    assert "asking the driver by NVML" in report.problems[0].text
+
+
+def test_libraries_by_the_loader(built_standin, tmp_path, monkeypatch):
+    """A second libnccl is found on LD_LIBRARY_PATH, once, whichever links point to it."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libnccl.so.2").symlink_to(built_standin.nccl)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'a'}::{tmp_path / 'b'}:/nowhere")
+    monkeypatch.delenv("NCCLSYNC_NCCL_LIBRARY", raising=False)
+    found = libraries.nccl_files(ldconfig="/nowhere/ldconfig")
+    assert found[-1] == str(tmp_path / "a" / "libnccl.so.2")
+    assert sum(str(tmp_path) in path for path in found) == 1
+    monkeypatch.setenv("NCCLSYNC_NCCL_LIBRARY", built_standin.cudart)
+    assert libraries.nccl_files(ldconfig="/nowhere/ldconfig")[0] == built_standin.cudart
+
+
+def test_real_nccl_tells_its_cuda():
+    """The wheel's libnccl names the CUDA it was built with."""
+    path = libraries.wheel_file("nccl", "libnccl.so.2")
+    if path is None:
+        pytest.skip("nvidia-nccl-cu12 is not installed")
+    assert libraries._built_with(path).split(".")[0] == "12"
+
+
+@pytest.mark.parametrize(
+    ("number", "nccl", "cudnn"),
+    [(23203, "2.32.3", "23.2.3"), (2408, "2.4.8", "2.4.8"), (91002, "9.10.2", "9.10.2")],
+)
+def test_numbers_of_versions(number, nccl, cudnn):
+    """The libraries' own codes, old and new."""
+    assert libraries._nccl_version(number) == nccl
+    assert libraries._cudnn_version(number) == cudnn
+
+
+def test_crash_keeps_what_was_known(monkeypatch, tmp_path):
+    """A probe that dies has told what it knew, by which signal it died, and its last words."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tensorflow.py").write_text("__version__ = '2.21.0'")
+    (tmp_path / "keras.py").write_text(
+        "import os, sys; print('last words', flush=True); os.kill(os.getpid(), 11)"
+    )
+    answer = probes.ask("frameworks", 30, dict(os.environ))
+    assert (answer.ended, answer.how, answer.stage) == ("crash", "killed by SIGSEGV", "importing Keras")
+    assert answer.facts["tensorflow"] == "2.21.0"
+    assert answer.output[-1] == "last words"
+
+
+def test_processes_of_a_probe_end_with_it(monkeypatch, tmp_path):
+    """At the time limit all that a probe has started is killed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tensorflow.py").write_text(
+        "import subprocess, pathlib\n"
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(child.pid))\n"
+        "child.wait()"
+    )
+    answer = probes.ask("frameworks", 4, dict(os.environ))
+    assert (answer.ended, answer.stage) == ("hang", "importing TensorFlow")
+    child = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 30  # it has its signal; when it runs to meet it is the machine's business
+    while child.exists() and " Z " not in child.read_text():
+        assert time.monotonic() < deadline, child.read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("arguments", [["--timeout", "0"], ["--timeout", "x"], ["extra"]])
+def test_bad_arguments(arguments, capsys):
+    """Exit status 2, as no answer to whether training would run."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,210 @@
+"""`python -m ncclsync plan`: what it measures and reads from a program, what it says, what it refuses."""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync import nccl_parallel
+from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.cli import main
+from ncclsync.tools.plan.links import CLUSTERS
+from ncclsync.tools.plan.measurement import traced_traffic
+from ncclsync.tools.plan.report import Found, report
+from ncclsync.tools.plan.roofline import shares_before
+from ncclsync.tools.plan.workload import Message, Stage
+
+FACTORIES = """
+import keras
+def build():
+    inputs = keras.Input((8,))
+    # A list of inputs, which tf.data would take for one tensor.
+    model = keras.Model([inputs], keras.layers.Dense(4)(keras.layers.Dense(16)(inputs)))
+    model.compile("sgd", "mse")
+    return model
+def eager():
+    model = build()
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+number = 3
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capsys):
+    """The command, run in a folder with factories: (exit code, output, errors)."""
+    (tmp_path / "planned_models.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "planned_models", raising=False)
+
+    def run(*arguments):
+        try:
+            code = main(["plan", *arguments])
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_a_model_is_measured_and_predicted(planned, tmp_path):
+    """A row for one GPU and for each number of them; the gradients' bytes; all of it as JSON too."""
+    arguments = [
+        "--gpus",
+        "2,64",
+        "--link",
+        "pcie",
+        "--batch-size",
+        "8",
+        "--rounds",
+        "2",
+        "--json",
+        "out.json",
+    ]
+    code, out, err = planned("planned_models:build", *arguments)
+    assert (code, "Traceback" in err) == (0, False), err
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["benchmark"] == "plan" and [row["side"] for row in found["rows"]] == ["1", "2", "64"]
+    one, two, many = found["rows"]
+    assert set(one["more"]["measured_s"]) == {"2", "4", "8"}
+    assert one["value"]["median"] == pytest.approx(
+        one["more"]["fixed_s"] + 8 * one["more"]["per_sample_s"], rel=1e-9
+    )
+    gradients = 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert gradients < two["more"]["exchanged_bytes"] < gradients + 32  # and what the loss adds up
+    assert two["more"]["buckets"] == len(one["more"]["stages"][0]["messages"]) == 1
+    assert two["more"]["sequential_s"] > one["value"]["median"]
+    # Under load compute is slow beside the links, and nearly all of a short exchange is overlapped.
+    assert 1 < two["more"]["speedup"] < 2.001 < many["more"]["speedup"] < 64.001
+    assert "measured here on CPU:0, taken as it is (--compute-speedup 1)" in out
+    assert "hosts of 8 GPUs by 28 GB/s and 2.5 µs, each host by 24 GB/s and 4 µs" in out
+    assert "ncclsync trains on the GPUs of one host" in out
+
+
+def test_a_step_time_is_taken_instead(planned, tmp_path):
+    """Nothing is measured; a fast GPU on a slow link is told that it is better alone, and why."""
+    arguments = ["--gpus", "2,8", "--link", "0.01,50", "--step-ms", "8:0.02,16:0.04", "--json", "out.json"]
+    code, out, _ = planned("planned_models:build", *arguments)
+    assert code == 0
+    assert "8 GPUs: one GPU is the better choice: for the same 256 samples it takes 0.64 ms" in out
+    assert "Latency-bound" in out and "as said by --step-ms" in out
+    more = json.loads((tmp_path / "out.json").read_text())["rows"][0]["more"]
+    assert more["per_sample_s"] == pytest.approx(2.5e-6) and more["fixed_s"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["planned_models:number"], "Expected planned_models:number to be a function. Received: 3"),
+        (["planned_models:eager"], "Received: one with run_eagerly=True"),
+        (["planned_models:build", "--link", "token"], "Expected GB/s,µs, such as 370,1.9"),
+        (["planned_models:build", "--link", "0,5"], "Expected GB/s,µs, such as 370,1.9"),
+        (["planned_models:build", "--link", "9,nan"], "Expected GB/s,µs, such as 370,1.9"),
+        (
+            ["planned_models:build", "--link", "ib", "--between", "9,9"],
+            "Received: --link ib, one GPU per host",
+        ),
+        (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Received: one of them"),
+        (["planned_models:build", "--between", "9"], "Expected GB/s,µs"),
+        (["planned_models:build", "--gpus", "1"], "expected a whole number from 2, received '1'"),
+        (["planned_models:build", "--gpus", "none"], "Expected --gpus to name at least one"),
+        (["planned_models:build", "--step-ms", "8:0"], "expected a number above 0, received '0'"),
+        (
+            ["planned_models:build", "--step-ms", "8:2,8:3"],
+            "expected each batch size once, received '8:2,8:3'",
+        ),
+        (["planned_models:build", "--compute-speedup", "-1"], "expected a number above 0, received '-1'"),
+        (["planned_models:build", "--compute-speedup", "2", "--step-ms", "1"], "not allowed with"),
+        ([], "the following arguments are required: factory"),
+    ],
+)
+def test_command_line_that_is_not_understood(planned, arguments, message):
+    """Exit code 2, with one sentence."""
+    code, out, err = planned(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_traffic_of_a_traced_program():
+    """Small buckets, last layer first; a synchronised normalisation's own stages; rows of an embedding."""
+
+    @nccl_parallel(towers=1, backend="cpu", bucket_bytes=300, sync_batch_norm=True)
+    def build():
+        inputs = keras.Input((4,), dtype="int32")
+        features = keras.layers.Embedding(1000, 8)(inputs)
+        features = keras.layers.BatchNormalization()(keras.layers.Flatten()(features))
+        features = keras.layers.Dense(16, activation="relu", use_bias=False)(features)
+        model = keras.Model(inputs, keras.layers.Dense(4)(features))
+        model.compile("adam", "mse")
+        return model
+
+    model = build()
+    data = np.zeros((6, 4), "int32"), np.zeros((6, 4), "float32")
+    with model.towers:
+        stages = traced_traffic(model, data, 6, build.nccl_parallel_options).stages
+    assert len(stages) == 4  # to the moments, to their gradients, to the gradients, the update
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    messages = [message for stage in stages for message in stage.messages]
+    sizes = [message.size_bytes for message in messages if message.kind == "all_reduce"]
+    assert 4 * 32 * 16 in sizes and any(4 * 16 * 4 <= size <= 300 for size in sizes)
+    gathered = sum(message.bytes_per_sample for message in messages if message.kind == "all_gather")
+    assert gathered == 4 * (8 * 4 + 4)  # four rows of eight floats, and their numbers
+    for stage in stages:
+        ready = [message.ready for message in stage.messages]
+        assert ready == sorted(ready) and all(0 < one <= 1 for one in ready)
+    assert stages[-1].messages == ()
+
+
+def test_shares_follow_the_arithmetic():
+    """A product of 2·n·m·k operations beside what it moves; a chain's shares are those of its parts."""
+
+    @tf.function(input_signature=[tf.TensorSpec([256, 256]), tf.TensorSpec([256, 512])])
+    def chain(x, y):
+        first = tf.matmul(x, x)  # 2 · 256³ / 16 = 2,097,152
+        return first, tf.matmul(first, y)  # twice of it
+
+    graph = chain.get_concrete_function().graph
+    outputs = [tensor.op.inputs[0] for tensor in graph.outputs]
+    shares, work = shares_before(outputs, graph)
+    assert work == 3 * 2 * 256**3 / 16
+    assert shares == pytest.approx([1 / 3, 1])
+    assert shares_before([], tf.Graph()) == ([], 0)
+
+
+@pytest.mark.parametrize(("strides", "made"), [(1, 16 * 16), (2, 8 * 8)])
+def test_work_of_convolutions(strides, made):
+    """Forward and both gradients: as many operations each, by the image that is made."""
+
+    @tf.function(input_signature=[tf.TensorSpec([8, 16, 16, 64]), tf.TensorSpec([3, 3, 64, 128])])
+    def step(image, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch([image, kernel])
+            result = tf.nn.conv2d(image, kernel, strides, "SAME")
+        return tape.gradient(result, [image, kernel], output_gradients=result)
+
+    graph = step.get_concrete_function().graph
+    products = [op for op in graph.get_operations() if "Conv" in op.type]
+    assert len(products) == 3
+    for op in products:
+        _, before = shares_before([op.outputs[0]], graph)
+        assert before >= 3 * 2 * 8 * made * 9 * 64 * 128 / 16
+
+
+def test_what_is_said_of_a_prediction():
+    """What only overlap makes worth it, rows that are gathered, buckets of certain steps, one batch size."""
+    stages = (Stage(1.0, (Message("all_reduce", 0.0, 25e6), Message("all_gather", 0.1, 0, 100.0))),)
+    found = Found(32, {32: Spread.of([2e-3])}, "as said", stages, True)
+    result = report("m:f", "pcie", [8], CLUSTERS["pcie"], found)
+    notes = "\n".join(result.notes)
+    assert result.rows[1].more["efficiency"] > 0.5 and result.rows[1].more["one_gpu_because"] == ""
+    assert "taken as proportional" in notes and "Some buckets gather rows" in notes
+    assert "Some buckets travel in certain steps only" in notes
+    slower = Found(32, {32: Spread.of([1.5e-3])}, "as said", stages, False)
+    assert "8 GPUs: only with overlap" in "\n".join(
+        report("m:f", "pcie", [8], CLUSTERS["pcie"], slower).notes
+    )

@@ -1,0 +1,407 @@
+"""What ncclsync refuses, each by its message: models, towers, devices, backends, batches."""
+
+import os
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import data, mlp, on_towers
+
+from ncclsync import NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync.towers import placement
+from ncclsync.towers.placement import choose_placement
+
+X, Y = data()
+HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
+
+
+def plain_model():
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+
+
+@pytest.mark.parametrize(
+    "returned, named",
+    [(None, "NoneType"), (keras.layers.Dense(1), "Dense"), ((plain_model(), 1), "tuple"), ("model", "str")],
+    ids=["None", "layer", "tuple", "str"],
+)
+def test_factory_must_return_a_model(returned, named):
+    """A factory that returns no keras.Model is told what it returned."""
+    with pytest.raises(
+        TypeError, match=rf"Expected the factory to return a keras.Model. Received: .* of type {named}$"
+    ):
+        nccl_parallel(towers=2)(lambda: returned)()
+
+
+def test_decorated_must_be_callable():
+    """`nccl_parallel(model)` instead of `nccl_parallel(factory)` is told so."""
+    with pytest.raises(TypeError, match=r"Expected a function that returns a keras.Model. Received: 3"):
+        nccl_parallel(3)
+
+
+def test_model_that_has_towers_already():
+    """A factory that returns the same model twice would put towers on towers."""
+    model = plain_model()
+    build = nccl_parallel(towers=2)(lambda: model)
+    first = build()
+    with pytest.raises(ValueError, match=r"Expected the factory to make a new model. Received: .*<Towers 2"):
+        build()
+    first.towers.close()
+    assert len(build().towers) == 2
+
+
+def test_error_of_the_factory_surfaces_unchanged():
+    """What the factory raises is what its caller sees."""
+
+    def factory():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        nccl_parallel(towers=2)(factory)()
+
+
+ON_NUMPY = """
+import importlib.abc, importlib.machinery, sys, unittest.mock
+
+class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    # Keras' numpy backend borrows a few functions from JAX, which is not needed for this.
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "jax":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return unittest.mock.MagicMock(__spec__=spec, __name__=spec.name, __path__=[])
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.append(Stub())
+from ncclsync import nccl_parallel
+nccl_parallel(lambda: None)
+"""
+
+
+def test_keras_on_another_backend():
+    """The error names the backend found and the way to change it. Not an error of an import on the way."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_NUMPY],
+        env={**os.environ, "KERAS_BACKEND": "numpy", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ncclsync.errors.NcclSyncError: Expected Keras to run on the TensorFlow backend.")
+    assert "Received: 'numpy'" in last and "KERAS_BACKEND=tensorflow" in last
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tf.distribute.MirroredStrategy(["CPU:0"])
+
+
+def test_called_under_a_strategy(strategy):
+    """Two libraries that place variables cannot both do it."""
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ValueError,
+            match=r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy",
+        ),
+    ):
+        nccl_parallel(towers=2)(plain_model)()
+
+
+@pytest.mark.parametrize("under_scope", ["created", "compiled", "both"])
+def test_model_made_under_a_strategy(strategy, under_scope):
+    """A model that the factory creates or compiles under a strategy's scope belongs to that strategy."""
+
+    def factory():
+        if under_scope == "created":
+            with strategy.scope():
+                model = plain_model()
+            model.compile("adam", "mse")
+            return model
+        if under_scope == "compiled":
+            model = plain_model()
+            with strategy.scope():
+                model.compile("adam", "mse")
+            return model
+        with strategy.scope():
+            return mlp()
+
+    with pytest.raises(
+        ValueError,
+        match=r"Expected a model made and compiled outside tf.distribute. Received: .*MirroredStrategy",
+    ):
+        nccl_parallel(towers=2)(factory)()
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(towers=0), ValueError, r"Expected towers to be at least 1. Received: towers=0"),
+        (dict(towers=-1), ValueError, r"Expected towers to be at least 1. Received: towers=-1"),
+        (dict(towers=2.0), TypeError, r"Expected towers to be an int. Received: 2.0 of type float"),
+        (dict(towers="2"), TypeError, r"Expected towers to be an int. Received: '2' of type str"),
+        (dict(towers=True), TypeError, r"Expected towers to be an int. Received: True of type bool"),
+        (
+            dict(towers=2, devices=["CPU:0"]),
+            ValueError,
+            r"Expected towers or devices, not both. Received: towers=2, devices=\['CPU:0'\]",
+        ),
+        (dict(devices="GPU:0"), TypeError, r"Expected devices to be a list of names .* Received: 'GPU:0'"),
+        (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]"),
+        (
+            dict(towers=257),
+            ValueError,
+            "Expected towers to be at most 256, more than .* Received: towers=257",
+        ),
+        (
+            dict(towers=10**6),
+            ValueError,
+            r"Received: towers=1000000. A batch size belongs to fit\(batch_size",
+        ),
+        (dict(devices=["CPU:0"] * 10**6), ValueError, "devices to name at most 256, .* Received: 1000000"),
+        (dict(bucket_bytes=0), ValueError, r"Expected bucket_bytes to be a positive int. Received: 0"),
+        (dict(bucket_bytes=1.5), ValueError, r"Expected bucket_bytes to be a positive int. Received: 1.5"),
+        (
+            dict(backend="mpi"),
+            ValueError,
+            r"Expected backend to be one of \('nccl', 'cpu'\) or None. Received: 'mpi'",
+        ),
+    ],
+)
+def test_bad_argument(arguments, error, message):
+    """A bad argument is refused where it is written: when the decorator is applied, not at the first call."""
+    with pytest.raises(error, match=message):
+        nccl_parallel(**arguments)
+
+
+def test_bad_number_of_towers_for_a_loop():
+    """The same, at once."""
+    with pytest.raises(ValueError, match=r"Expected towers to be at most 256, .* Received: towers=1000000"):
+        Towers(10**6)
+    with pytest.raises(ValueError, match=r"Expected devices to name at most 256, .* Received: 257"):
+        Towers(["CPU:0"] * 257)
+
+
+METHODS = {
+    "fit": lambda model: model.fit(X, Y, verbose=0),
+    "evaluate": lambda model: model.evaluate(X, Y, verbose=0),
+    "predict": lambda model: model.predict(X, verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(X, Y),
+    "test_on_batch": lambda model: model.test_on_batch(X, Y),
+    "predict_on_batch": lambda model: model.predict_on_batch(X),
+    "divergence": lambda model: model.towers.divergence(),
+    "get_weights": lambda model: model.towers.get_weights(1),
+    "broadcast": lambda model: model.towers.broadcast(),
+    "explain": lambda model: model.towers.explain(8),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_within_a_function(trained):
+    """Whatever runs a step or reads towers is refused there, and leaves nothing for later fits to meet."""
+    model, alone = on_towers(mlp, 2), mlp()
+    if trained:
+        model.fit(X, Y, verbose=0)
+        alone.fit(X, Y, verbose=0)
+    for name, method in METHODS.items():
+        with pytest.raises(NcclSyncError, match=r"Expected .* outside any tf.function. Received: a call ins"):
+            tf.function(method)(model)
+        if name == "predict_on_batch":
+            with pytest.raises(NcclSyncError, match="fit, evaluate, predict and the _on_batch methods"):
+                tf.data.Dataset.range(2).map(lambda _: METHODS["fit"](model))
+    np.testing.assert_allclose(
+        model.fit(X, Y, verbose=0, shuffle=False).history["loss"],
+        alone.fit(X, Y, verbose=0, shuffle=False).history["loss"],
+        rtol=1e-5,
+    )
+    assert model.towers.divergence() == 0.0 and model.towers.explain().shards
+    np.testing.assert_allclose(model.predict(X, verbose=0), alone.predict(X, verbose=0), atol=1e-5)
+    # What a function may do with a model is call it.
+    np.testing.assert_allclose(tf.function(model)(X), alone(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["TPU:0", "CPU:9", "GPU:77", "cuda:0", "", 0, None])
+def test_unknown_device(name):
+    """The error names the device asked for and the devices that there are."""
+    with pytest.raises(
+        ValueError, match=rf"Expected each device to be one of \[.*'CPU:0'.*\]. Received: {name!r}"
+    ):
+        nccl_parallel(devices=["CPU:0", name])(plain_model)()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A host with two GPUs, as far as asking TensorFlow for its devices tells."""
+    known = [
+        tf.config.LogicalDevice(f"/device:{name}", name.split(":")[0]) for name in ("CPU:0", "GPU:0", "GPU:1")
+    ]
+    monkeypatch.setattr(
+        tf.config,
+        "list_logical_devices",
+        lambda kind=None: [device for device in known if kind in (None, device.device_type)],
+    )
+
+
+def test_more_towers_than_gpus(two_gpus):
+    """On a GPU host a tower is a GPU: three towers on two GPUs are refused, not put on CPUs."""
+    with pytest.raises(
+        ValueError, match=r"Expected at most as many towers as there are GPUs, 2. Received: towers=3"
+    ):
+        nccl_parallel(towers=3)(plain_model)()
+
+
+@pytest.mark.parametrize("again", ["GPU:1", "/GPU:1", "gpu:1", "/device:GPU:1"])
+def test_same_gpu_twice(two_gpus, again):
+    """Two ranks of NCCL cannot share a GPU, however its name is spelt."""
+    with pytest.raises(ValueError, match=r"Expected every GPU once. Received: devices=\['GPU:1', "):
+        nccl_parallel(devices=["GPU:1", again])(plain_model)()
+
+
+def test_nccl_on_cpu_devices(two_gpus):
+    """`backend="nccl"` does not go with devices that NCCL cannot join."""
+    with pytest.raises(
+        ValueError,
+        match=r"Expected only GPU devices for backend='nccl'. Received: .*\['GPU:0', 'CPU:0'\]",
+    ):
+        nccl_parallel(devices=["GPU:0", "CPU:0"], backend="nccl")(plain_model)()
+
+
+def test_choice_follows_the_devices(two_gpus):
+    """Defaults: every GPU, joined by NCCL; named devices in their order; the CPU's backend for a mixture."""
+    assert choose_placement(None, None, None).devices == ("GPU:0", "GPU:1")
+    assert choose_placement(None, None, None).backend == "nccl"
+    assert choose_placement(1, None, "cpu").backend == "cpu"
+    assert choose_placement(None, ["GPU:1", "GPU:0"], None).devices == ("GPU:1", "GPU:0")
+    assert choose_placement(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
+
+
+def test_logical_gpus_are_those_of_cuda(monkeypatch):
+    """NCCL counts CUDA's devices, TensorFlow the logical ones that it made of those it was told to see."""
+    assert placement._cuda_ordinals("CPU") == [0] * len(tf.config.list_logical_devices("CPU"))
+    logical = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
+    seen = {
+        tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU"): configuration
+        for ordinal, configuration in {1: None, 3: [logical, logical], 10: [logical]}.items()
+    }
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(seen))
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", seen.get)
+    monkeypatch.setattr(placement, "NcclCommunicator", lambda ordinals, **_: ordinals)
+    chosen_placement = placement.Placement(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
+    assert placement.connect(chosen_placement, timeout_s=None, preflight=False) == [10, 3, 1, 3]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")
+def test_nccl_without_gpu():
+    """`backend="nccl"` insists, so that a host without a GPU is an error, in NCCL's own words."""
+    with pytest.raises(NcclUnavailableError) as caught:
+        nccl_parallel(towers=2, backend="nccl")(plain_model)()
+    assert isinstance(caught.value, NcclSyncError)
+    # "no driver" from the CUDA runtime, wrapped by NCCL.
+    assert "cuda" in str(caught.value).lower() and len(str(caught.value)) > 40, str(caught.value)
+
+
+def uneven(static):
+    """Batches of a dictionary whose "right" has one row less than "left"."""
+    rows = (20, 19) if static else (None, None)
+    signature = (
+        {name: tf.TensorSpec([n, 12]) for name, n in zip(("left", "right"), rows, strict=True)},
+        tf.TensorSpec([20 if static else None, 1]),
+    )
+    batch = {"left": X[:20], "right": X[:19]}, X[:20, :1]
+    return tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=signature)
+
+
+class Join(keras.Model):
+    """Two inputs that never meet in one op: nothing but the shards' lengths can tell that they differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs["left"]) + tf.reduce_mean(self.dense(inputs["right"]))
+
+
+def join():
+    model = Join()
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_inputs_of_different_length_known_while_tracing():
+    """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
+    model = on_towers(join, 4)
+    words = (
+        r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    )
+    words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
+    with pytest.raises(ValueError, match=words):
+        model.fit(uneven(static=True), verbose=0)
+    for call in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(ValueError, match=words):
+            call({"left": X[:20], "right": X[:19]}, X[:20, :1])
+    with pytest.raises(ValueError, match=r"Received: \[\(20, 12\), \(3, 12\)\]. Towers divide"):
+        model.predict_on_batch({"left": X[:20], "right": X[:3]})
+
+
+def test_inputs_of_different_length_known_while_running():
+    """Only the data tell: an InvalidArgumentError with the numbers, and a model that stays usable."""
+    model = on_towers(join, 4)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        model.fit(uneven(static=False), verbose=0)
+    words = r"the same number of rows. Received:\] \[20 19 20\] \[Towers divide a batch .* as tf.RaggedTensor"
+    assert re.search(words, str(caught.value))
+    before = model.get_weights()
+    loss = model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:20, :1])
+    assert np.isfinite(loss) and not np.array_equal(before[0], model.get_weights()[0])
+    assert model.towers.divergence() == 0.0
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_roles_on_an_axis(axis, towers):
+    """A step that takes anchors and positives off an axis trains as one device does; off the first one
+    too."""
+
+    class Pairs(keras.Sequential):
+        def __init__(self, axis):
+            super().__init__([keras.Input((12,)), keras.layers.Dense(5)])
+            self.axis = axis
+
+        def train_step(self, batch):
+            (x,) = batch
+            with tf.GradientTape() as tape:
+                one, other = (self(tf.gather(x, role, axis=self.axis), training=True) for role in (0, 1))
+                loss = tf.reduce_mean((one - other) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def factory(axis):
+        model = Pairs(axis)
+        model.compile("sgd")
+        return model
+
+    pairs = np.stack([X[:20], X[20:40]], axis=axis)
+    model, alone = on_towers(lambda: factory(axis), towers), factory(axis)
+    alone.set_weights(model.get_weights())
+    for one in (model, alone):
+        one.fit(tf.data.Dataset.from_tensors((pairs,)), epochs=2, verbose=0)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_closed_towers():
+    """Training through closed towers is an error that says what to do; the model still predicts by itself."""
+    model = on_towers(mlp, 2)
+    with model.towers:
+        pass
+    with pytest.raises(NcclSyncError, match=r"Expected open towers. Received: towers that were closed."):
+        model.train_on_batch(X, Y)
+    assert model(X[:3]).shape == (3, 5)

@@ -1,0 +1,163 @@
+"""`model.towers.explain()`: what towers do with a step, before it is trained and after."""
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import data, mlp, on_towers
+
+from ncclsync import NcclSyncError, Towers, ops
+
+X, Y = data(rows=20)
+PARTS = "all-reduce: sum of the towers' parts"
+HERE = pathlib.Path(__file__).name
+
+
+class Mine(keras.Sequential):
+    """A step of one's own, whose lines are to be named."""
+
+    def train_step(self, batch):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        largest = ops.all_reduce(tf.reduce_max(x), op="max")  # the maximum
+        self.optimizer.apply(gradients, self.trainable_variables)  # the update
+        return {"loss": loss, "largest": largest}
+
+
+def mine():
+    """Two layers of one shape, an Embedding's sparse gradient, moving averages, dropout."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.layers.Embedding(7, 4, name="table"),
+        keras.layers.Dense(4, name="one"),
+        keras.layers.Dense(4, name="two"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dropout(0.5),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(5, name="last"),
+    ]
+    model = Mine([keras.Input((3,), dtype="int32"), *layers])
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), "sparse_categorical_crossentropy")
+    return model
+
+
+def rows_of(explanation):
+    return {row.name.split("/", 1)[1]: row for row in explanation.variables}
+
+
+def test_variables_and_lines_of_a_step():
+    """Before the first step: how each variable is exchanged, and the user's lines that cut the step."""
+    model = on_towers(mine, 3)
+    before = model.get_weights()
+    found = model.towers.explain(8)
+    rows = rows_of(found)
+    assert rows["table/embeddings"].rule == "all-gather: the rows of all towers"
+    assert rows["one/kernel"].rule == rows["two/kernel"].rule == rows["last/bias"].rule == PARTS
+    assert rows["norm/moving_mean"].rule == "all-reduce: mean over the samples"
+    assert rows["one/kernel"].size_bytes == 64
+    assert rows["one/kernel"].bucket[0] == rows["table/embeddings"].bucket[0] == 1
+    moments = [row for name, row in rows.items() if name.endswith(("_momentum", "_velocity"))]
+    assert len(moments) == 18
+    for row in (*moments, rows["iteration"]):
+        assert (row.role, row.bucket) == ("same", None)
+    assert [row.role for name, row in rows.items() if "seed" in name] == ["seed"]
+    lines = pathlib.Path(__file__).read_text(encoding="utf-8").splitlines()
+    for comment, what in (
+        ("# the update", f"gradients; {PARTS}"),
+        ("# the maximum", "other; all-reduce: max"),
+    ):
+        number = next(i for i, line in enumerate(lines, start=1) if line.endswith(comment))
+        cuts = [cut for cut in found.cuts if cut.what == what]
+        assert len(cuts) == 1
+        assert f"{HERE}:{number} (" in cuts[0].line
+    assert [(shard.begin, shard.end) for shard in found.shards] == [(0, 3), (3, 6), (6, 8)]
+    assert "table/embeddings" in str(found) and "The step has" in repr(found)
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_after_a_fit(monkeypatch):
+    """The program that ran, with its last batch: nothing is traced again. Each gradient is one weight's."""
+    model = on_towers(mlp, 3)
+    model.fit(X, Y, batch_size=13, verbose=0)
+    monkeypatch.setattr("ncclsync.towers.step.trace", None)
+    found = model.towers.explain()
+    assert [shard.end - shard.begin for shard in found.shards] == [3, 2, 2]
+    rows = rows_of(found)
+    assert [rows[f"{layer.name}/kernel"].rule for layer in model.layers] == [PARTS] * 2
+    states = [row for row in found.variables if row.role == "sum"]
+    assert {row.name for row in states} == {"loss/total", "loss/count", "accuracy/total", "accuracy/count"}
+    assert all(row.rule == PARTS and row.bucket for row in states)
+    gradients = [cut for cut in found.cuts if cut.what.startswith("gradients")]
+    assert [cut.tensors for cut in gradients] == [4]
+    assert gradients[0].size_bytes == 4 * (12 * 16 + 16 + 16 * 5 + 5)
+
+
+def test_buckets_of_gpus(py_ops):
+    """Where gradients travel in buckets, small ones share one, and each has its own if it is full."""
+    for bucket_bytes, buckets in ((1 << 20, 1), (64, 4)):
+        rows = rows_of(on_towers(mlp, 2, bucket_bytes=bucket_bytes).towers.explain((X, Y)))
+        assert (
+            len({row.bucket for row in rows.values() if row.rule == PARTS and row.role == "same"}) == buckets
+        )
+
+
+def test_one_tower_and_a_loop():
+    """One tower exchanges nothing; a loop's step is explained once it has run."""
+    found = on_towers(mlp, 1).towers.explain(4)
+    assert {row.bucket for row in found.variables} == {None}
+    assert [(shard.begin, shard.end) for shard in found.shards] == [(0, 4)]
+    weight = tf.Variable([1.0, 2.0], name="weight")
+    with Towers(2) as towers:
+        with pytest.raises(NcclSyncError, match=r"a step that Towers\.run has run"):
+            towers.explain()
+        towers.run(lambda x: weight.assign_add(tf.reduce_mean(x, 0)), tf.ones([5, 2]))
+        found = towers.explain()
+    assert [(row.name, row.rule) for row in found.variables] == [
+        ("weight:0", "all-reduce: mean over the samples")
+    ]
+    assert [shard.end for shard in found.shards] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "batch, error",
+    [
+        (0, "at least one row. Received: 0"),
+        ("x", "a batch size, or a batch .* 'x'"),
+        ((X,), "data with targets, .* since sequential.* was compiled with the loss .* Received: x alone"),
+        ([X], "data with targets, .* Received: x alone"),
+        ((X, None), "data with targets, .* Received: x alone"),
+        ((), r"a batch \(x,\), \(x, y\) or \(x, y, sample_weight\). Received: 0 elements"),
+        ((X, Y, Y, Y), "Received: 4 elements"),
+        ((X, Y[:3]), rf"the same number of rows. Received: \[{len(X)}, 3\]"),
+    ],
+)
+def test_bad_batch(batch, error):
+    """Refused by what it is."""
+    with pytest.raises((TypeError, ValueError), match=error):
+        on_towers(mlp, 2).towers.explain(batch)
+
+
+def test_a_batch_that_no_memory_holds():
+    """Only its size counts."""
+    assert [shard.end for shard in on_towers(mlp, 2).towers.explain(10**12).shards] == [5 * 10**11, 10**12]
+
+
+def test_batch_of_inputs_alone():
+    """Of a model whose own loss asks for no targets."""
+
+    class Encoder(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.ops.square(y_pred))
+
+    def build():
+        inputs = keras.Input((12,))
+        model = Encoder(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", loss="mse")
+        return model
+
+    assert on_towers(build, 2).towers.explain((X,)).shards[-1].end == len(X)

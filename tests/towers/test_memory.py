@@ -1,0 +1,123 @@
+"""What towers cost in memory: one replica each, and nothing once they are gone."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import keras
+import pytest
+from parity import assert_towers_agree, data, mlp, on_towers
+
+from ncclsync.compat import tensorflow as tf_compat
+
+X, Y = data(24)
+
+
+def fit(model):
+    model.fit(X, Y, batch_size=10, verbose=0)
+
+
+def copies(model, variable):
+    """Every tower's own copy of a Keras variable; tower 0's is the variable itself."""
+    return model.towers.copies(tf_compat.backend_variable(variable))
+
+
+def test_deleted_models_leave_nothing():
+    """Without `close`, a deleted model's variables, their copies and the communicator die with it."""
+
+    def use():
+        model = on_towers(mlp, 3)
+        fit(model)
+        variables = [v for weight in model.weights for v in copies(model, weight)]
+        slots = [v for slot in model.optimizer.variables for v in copies(model, slot)]
+        owners = [model, model.towers, model.towers.communicator]
+        return [weakref.ref(each) for each in variables + slots + owners]
+
+    references = use()
+    gc.collect()
+    gc.collect()
+    left = [reference() for reference in references if reference() is not None]
+    assert not left, f"{len(left)} of {len(references)} are left: {left[:3]}"
+
+
+def test_compile_again_drops_the_old_optimizers_copies():
+    """The towers hold what the model uses, not what it used before."""
+    model = on_towers(mlp, 3)
+    fit(model)
+    old = [weakref.ref(v) for slot in model.optimizer.variables for v in copies(model, slot)]
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fit(model)
+    gc.collect()
+    assert not [reference() for reference in old if reference() is not None]
+    assert_towers_agree(model)
+
+
+MEMORY = """
+import gc, threading, time
+import keras, numpy as np, psutil
+from ncclsync import nccl_parallel
+
+MB = 1e6
+process = psutil.Process()
+
+class Peak(threading.Thread):
+    # The largest resident size while the block runs, sampled.
+    def __enter__(self):
+        self.peak, self.seconds, self.stop = 0, time.perf_counter(), False
+        self.start()
+        return self
+    def run(self):
+        while not self.stop:
+            self.peak = max(self.peak, process.memory_info().rss)
+            time.sleep(0.001)
+    def __exit__(self, *_):
+        self.seconds = time.perf_counter() - self.seconds
+        self.stop = True
+        self.join()
+        self.after = process.memory_info().rss
+
+def build(rows, columns):
+    return keras.Sequential([keras.Input((1,), dtype="int32"),
+                             keras.layers.Embedding(rows, columns, embeddings_initializer="zeros")])
+
+x = np.zeros((8, 1), "int32")
+nccl_parallel(build, towers=4)(10, 10).predict(x, verbose=0)  # the libraries' own memory
+size, before = 4e8, process.memory_info().rss
+for options in ({}, {"check_every": 100}):
+    with Peak() as first:
+        model = nccl_parallel(build, towers=4, **options)(1_000_000, 100)
+        model.predict(x, verbose=0)
+    with Peak() as again:
+        model.towers.broadcast()
+    grown = [(p - before) / size for p in (first.after, first.peak, again.after, again.peak)]
+    print("grown", *(f"{replicas:.3f}" for replicas in grown))
+    model.towers.close()
+    del model
+    gc.collect()
+source = np.ones((1_000_000, 100), "float32")
+start = time.perf_counter()
+copies = [source.copy() for _ in range(3)]
+fresh = time.perf_counter() - start
+start = time.perf_counter()
+for copy in copies:
+    np.copyto(copy, source)
+warm = time.perf_counter() - start
+print(f"100 million parameters, 4 CPU towers: build and first predict {first.seconds:.2f} s, broadcast"
+      f" {again.seconds:.2f} s; 3 numpy copies {fresh:.2f} s into new memory, {warm:.2f} s into old")
+"""
+
+
+def test_memory_of_100_million_parameters():
+    """CPU towers share one copy of the weights. Those that are to be compared have one each, and nothing
+    else, not even for a moment; the time of that is only printed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    shared, apart = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("grown"))
+    # After the first step, its peak, after a broadcast, its peak.
+    assert [float(replicas) for replicas in shared] == pytest.approx([1.0] * 4, abs=0.3)
+    assert [float(replicas) for replicas in apart] == pytest.approx([4.0] * 4, abs=0.3)

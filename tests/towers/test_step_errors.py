@@ -1,0 +1,367 @@
+"""An error in one tower's step surfaces as itself, leaves all towers equal, and the model trains on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import two_parts
+from parity import assert_close, assert_towers_agree, data, mlp, on_towers
+
+from ncclsync import NcclSyncError, ops
+from ncclsync.compat import keras as keras_compat
+
+X, Y = data(rows=60)
+BAD = Y.copy()
+BAD[39] = 99  # the last row of the second batch of 20: the last tower's alone
+SECONDS = 30  # a generous "within seconds" for a busy machine, tracing included
+
+
+def norm():
+    """A classifier with BatchNormalization, whose moving statistics a step writes too."""
+    return linear(keras.layers.BatchNormalization())
+
+
+def linear(*layers):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(5)])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+class CheckedAfterwards(keras.Sequential):
+    """A step that fails between two writes which need no collective between them: an average of the weights
+    follows the optimizer's update, unless a check of the new weights fails.
+    """
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.average = self.add_weight(shape=(12, 5), initializer="zeros", trainable=False)
+
+    def train_step(self, batch):
+        logs = super().train_step(batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        after = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x)))
+        with tf.control_dependencies([after]):
+            self.average.assign(0.9 * self.average + 0.1 * self.layers[0].kernel)
+        return {**logs, "after": after}
+
+
+def checked_afterwards():
+    keras.utils.set_random_seed(3)
+    model = CheckedAfterwards([keras.Input((12,)), keras.layers.Dense(5)])
+    # A loss that looks at no label, so that only the check fails.
+    model.compile(keras.optimizers.Adam(0.01), lambda y, p: tf.reduce_mean(p**2, -1))
+    return model
+
+
+def dataset(labels, first=0, last=60):
+    return tf.data.Dataset.from_tensor_slices((X[first:last], labels[first:last])).batch(20)
+
+
+def state(model):
+    """What must be equal on all towers, as each tower holds it: [N] lists of arrays."""
+    variables = [v for v in keras_compat.variables_of(model) if v.aggregation != tf.VariableAggregation.SUM]
+    model.towers.sync()
+    copies = [model.towers.copies(variable) for variable in variables]
+    return [[column[i].numpy() for column in copies] for i in range(len(model.towers))]
+
+
+def assert_state(model, expected):
+    """All towers hold `expected`, to the bit."""
+    for tower in state(model):
+        for one, other in zip(tower, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert_towers_agree(model)
+
+
+def fit(model, *arguments):
+    return model.fit(*arguments, epochs=1, verbose=0, shuffle=False).history
+
+
+class Remember(keras.callbacks.Callback):
+    """Keeps tower 0's state as it is behind every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.states.append(state(self.model)[0])
+
+
+STEPS = {
+    "mlp": mlp,
+    "batch_normalization": norm,
+    "two_optimizers": two_parts,
+    "checked_afterwards": checked_afterwards,
+    "run_eagerly": lambda: mlp(run_eagerly=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name, row",
+    # Row 39 is the last tower's, row 20 the first's, which then has made a part of its writes.
+    [*((name, 39) for name in STEPS), ("two_optimizers", 20), ("checked_afterwards", 20)],
+)
+def test_fit_with_a_bad_label(name, row):
+    """A label out of range in one tower's shard: that error, the state from before that very step, and the
+    numbers of one device that never saw the batch from there on.
+    """
+    labels = Y.copy()
+    labels[row] = 99
+    model = on_towers(STEPS[name], 4)
+    fit(model, dataset(Y, last=20))
+    remember = Remember()
+    start = time.monotonic()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
+        model.fit(dataset(labels), epochs=1, verbose=0, callbacks=[remember])
+    assert time.monotonic() - start < SECONDS
+    assert len(remember.states) == 1
+    assert_state(model, remember.states[0])
+    after = fit(model, dataset(Y, first=20))
+
+    # Without synchronisation each tower normalises by its own shard, so that one device is no reference.
+    alone = STEPS[name]() if name != "batch_normalization" else on_towers(norm, 4)
+    fit(alone, dataset(Y, last=20))
+    fit(alone, dataset(Y, last=20))
+    expected = fit(alone, dataset(Y, first=20))
+    assert_close(model.get_weights(), alone.get_weights(), what="weights")
+    assert_close(after, expected, what="logs")
+    assert_towers_agree(model)
+
+
+def test_on_batch_with_a_bad_label():
+    """`train_on_batch` and `test_on_batch` fail alike; neither changes a weight or the running metrics."""
+    model, alone = on_towers(mlp, 4), mlp()
+    model.train_on_batch(X[:20], Y[:20])
+    before = state(model)[0]
+    for call in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
+            call(X[20:40], BAD[20:40])
+        assert_state(model, before)
+    alone.train_on_batch(X[:20], Y[:20])
+    assert_close(model.train_on_batch(X[40:], Y[40:]), alone.train_on_batch(X[40:], Y[40:]))
+    assert_close(model.get_weights(), alone.get_weights())
+
+
+@pytest.mark.parametrize("factory", [mlp, two_parts])
+def test_error_is_named_whichever_tower_fails_first(factory):
+    """The error itself, every time: not that other towers were cancelled on its account."""
+    model = on_towers(factory, 8)
+    model.train_on_batch(X[:16], Y[:16])
+    before = state(model)[0]
+    for attempt in range(48):
+        labels = Y[:16].copy()
+        labels[2 * (attempt % 8)] = 99
+        with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
+            model.train_on_batch(X[:16], labels)
+    assert_state(model, before)
+
+
+def test_evaluate_with_a_bad_label():
+    """`evaluate` fails, and the next one is right: it starts from fresh metrics on all towers."""
+    model = on_towers(mlp, 4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
+        model.evaluate(X, BAD, batch_size=20, verbose=0)
+    assert_close(
+        model.evaluate(X, Y, batch_size=20, verbose=0), mlp().evaluate(X, Y, batch_size=20, verbose=0)
+    )
+    assert_towers_agree(model)
+
+
+@pytest.mark.parametrize("factory", [mlp, two_parts])
+def test_steps_per_execution_with_a_bad_label(factory):
+    """Of three steps in one execution the second fails: the first one stays, the second leaves no trace."""
+    model, alone = on_towers(lambda: factory(steps_per_execution=3), 4), factory()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
+        fit(model, dataset(BAD))
+    fit(alone, dataset(Y, last=20))
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+    fit(model, dataset(Y))
+    fit(alone, dataset(Y))
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+def test_error_while_tracing():
+    """What the user's own Python raises in a step surfaces unchanged, and the model stays usable."""
+
+    class Raising(keras.Sequential):
+        fails = True
+
+        def train_step(self, batch):
+            if self.fails:
+                raise LookupError("mine")
+            return super().train_step(batch)
+
+    def factory():
+        keras.utils.set_random_seed(1)
+        model = Raising([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    model, alone = on_towers(factory, 3), factory()
+    for _ in range(2):
+        with pytest.raises(LookupError, match="mine"):
+            fit(model, dataset(Y))
+    model.fails = alone.fails = False
+    assert_close(fit(model, dataset(Y)), fit(alone, dataset(Y)))
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+@pytest.mark.parametrize("factory, steps", [(mlp, 1), (two_parts, 3)])
+def test_error_of_the_data(factory, steps):
+    """A generator that raises at its third batch: that error, and the two steps before stay."""
+
+    def broken():
+        yield X[:20], Y[:20]
+        yield X[20:40], Y[20:40]
+        raise RuntimeError("no third batch")
+
+    signature = (tf.TensorSpec([None, 12]), tf.TensorSpec([None], tf.int64))
+    model, alone = on_towers(lambda: factory(steps_per_execution=steps), 4), factory()
+    with pytest.raises(tf.errors.OpError, match="no third batch"):
+        fit(model, tf.data.Dataset.from_generator(broken, output_signature=signature))
+    fit(alone, dataset(Y, last=40))
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+@pytest.mark.parametrize("rows", [20, 2])
+def test_nan_is_not_hidden(rows):
+    """NaN in one sample makes the loss NaN and every weight of every tower; also where towers stand idle."""
+    model = on_towers(linear, 4)
+    x = X[:rows].copy()
+    x[-1] = np.nan
+    assert np.isnan(model.train_on_batch(x, Y[:rows]))
+    for tower in range(4):
+        assert all(np.isnan(array).all() for array in model.towers.get_weights(tower))
+    assert model.towers.divergence() == 0.0
+
+
+def in_cond(x):
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: ops.all_reduce(x), lambda: x)  # cond
+
+
+def in_while(x):
+    return tf.while_loop(lambda i, t: i < 2, lambda i, t: (i + 1, ops.all_reduce(t)), (0, x))[1]  # while
+
+
+@pytest.mark.parametrize("call", [in_cond, in_while])
+def test_collective_where_a_step_cannot_be_cut(call):
+    """A collective inside a branch or a loop: the error names the file and the line."""
+
+    class Nested(keras.Sequential):
+        def train_step(self, batch):
+            return {"x": tf.reduce_sum(call(tf.reduce_sum(batch[0], 0)))}
+
+    def factory():
+        model = Nested([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd")
+        return model
+
+    line = call.__code__.co_firstlineno + 1
+    with pytest.raises(NcclSyncError, match=rf"at the top level of a step.*test_step_errors\.py:{line} \("):
+        on_towers(factory, 2).train_on_batch(X, Y)
+
+
+class AccumulatesByHand(keras.Sequential):
+    """Applies the gradients of each two batches at once."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.gradients = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.trainable_variables]
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for total, gradient in zip(
+            self.gradients, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
+            total.assign_add(gradient / 2.0)
+
+        def apply():
+            self.optimizer.apply_gradients(zip(self.gradients, self.trainable_variables, strict=True))
+            for total in self.gradients:
+                total.assign(tf.zeros_like(total))
+            return 0
+
+        tf.cond(tf.equal(self.steps.assign_add(1) % 2, 0), apply, lambda: 0)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_gradients_accumulated_by_hand(towers):
+    """An optimizer in a branch makes one device's updates."""
+
+    def by_hand():
+        keras.utils.set_random_seed(1)
+        model = AccumulatesByHand([keras.Input((12,)), keras.layers.Dense(5)])
+        model.steps = tf.Variable(0, trainable=False)
+        model.compile(
+            keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        return model
+
+    alone, model = by_hand(), on_towers(by_hand, towers)
+    for one in (alone, model):
+        one.fit(X[:50], Y[:50], batch_size=20, epochs=3, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+def test_keyboard_interrupt_in_a_callback():
+    """Interrupted between two steps, a model trains on from there."""
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    model, alone = on_towers(mlp, 4), mlp()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=20, shuffle=False, verbose=0, callbacks=[Interrupt()])
+    alone.train_on_batch(X[:20], Y[:20])
+    assert_close(fit(model, dataset(Y)), fit(alone, dataset(Y)))
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+def test_ctrl_c_ends_fit_within_seconds():
+    """SIGINT in the middle of `fit` ends the process with a KeyboardInterrupt, no hang, no crash."""
+    code = (
+        "import keras, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores\n"
+        "from parity import data, mlp, on_towers\n"
+        "x, y = data(4000)\n"
+        "model = on_towers(mlp, 4)\n"
+        "model.train_on_batch(x[:20], y[:20])\n"
+        "print('training', flush=True)\n"
+        "model.fit(x, y, batch_size=20, epochs=1000, verbose=0)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "training\n"
+        time.sleep(3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode in (130, -signal.SIGINT), errors
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors

@@ -1,0 +1,322 @@
+"""`BackupAndRestore`: a run that was killed goes on behind the last sample that the backup has seen."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, on_towers
+
+from ncclsync import BackupAndRestore, NcclSyncError, Shuffled
+from ncclsync.training.callbacks import backup
+
+ROWS, EPOCHS = 61, 2
+TESTS = pathlib.Path(__file__).parents[1] / "support"
+RNG = np.random.default_rng(0)
+X = np.concatenate([np.arange(ROWS)[:, None], RNG.standard_normal([ROWS, 6])], 1).astype("float32")
+Y = RNG.standard_normal([ROWS, 1]).astype("float32")
+
+
+class Count(keras.layers.Layer):
+    """Counts how often each sample, whose number is in the first column, is trained on."""
+
+    def build(self, _):
+        self.times = self.add_weight(shape=[ROWS], initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            numbers = tf.cast(x[:, 0], tf.int32)
+            self.times.assign_add(tf.reduce_sum(tf.one_hot(numbers, ROWS), 0))
+        return x[:, 1:]
+
+
+def build(run_eagerly=False):
+    """A model to which the order matters, with dropout."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        Count(),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input([7]), *layers])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=run_eagerly)
+    return model
+
+
+def alone():
+    """The same on one device; so few steps are not worth a trace."""
+    return build(run_eagerly=True)
+
+
+class Die(keras.callbacks.Callback):
+    """Ends the run behind a batch: by an exception, or as a kill does."""
+
+    def __init__(self, epoch, batch, kill=False):
+        super().__init__()
+        self.when, self.kill, self.epoch = (epoch, batch), kill, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.when:
+            if self.kill:
+                os._exit(9)
+            raise KeyboardInterrupt
+
+
+def train(model, folder=None, batch_size=8, die=None, **options):
+    """Two epochs of 8 batches, the last of 5 samples, with a backup every 3 batches."""
+    source = Shuffled(X, Y, batch_size=batch_size, seed=4)
+    callbacks = (
+        [] if folder is None else [BackupAndRestore(folder, **{"save_freq": 3, "data": source, **options})]
+    )
+    model.fit(source, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks + ([die] if die else []))
+    return model
+
+
+def interrupt(model, folder, epoch, batch, **options):
+    with pytest.raises(KeyboardInterrupt):
+        train(model, folder, die=Die(epoch, batch), **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The weights of runs that nothing interrupts, on one device and on two towers."""
+    models = alone(), on_towers(build, 2, batch_invariant_random=True)
+    return dict(enumerate((train(model).get_weights() for model in models), 1))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What a run on two towers has left that was killed behind batch 5 of its second epoch."""
+    folder = tmp_path_factory.mktemp("killed")
+    code = (
+        "import test_backup as t; model = t.on_towers(t.build, 2, batch_invariant_random=True); "
+        f"t.train(model, {str(folder)!r}, die=t.Die(1, 5, kill=True))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
+    assert done.returncode == 9
+    return folder
+
+
+@pytest.mark.parametrize("towers, batch_size", [(2, 8), (3, 8), (1, 11)])
+def test_killed_run_goes_on_at_the_sample(killed, whole, towers, batch_size, tmp_path):
+    """Each sample once per epoch; the weights of the run that was not killed, on two towers bit for bit."""
+    for file in killed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model = on_towers(build, towers, batch_invariant_random=True)
+    steps = model.optimizer.iterations
+    train(model, tmp_path, batch_size)
+    np.testing.assert_array_equal(model.layers[0].times, np.full(ROWS, EPOCHS))
+    # 12 steps and 32 samples of the second epoch were in the backup.
+    assert int(steps) == 12 + -(-(ROWS - 32) // batch_size)
+    if batch_size == 8:
+        assert_close(model.get_weights(), whole[1])
+    if (towers, batch_size) == (2, 8):
+        assert_same(model.get_weights(), whole[2])
+    assert not tmp_path.exists()
+
+
+def assert_same(arrays, others):
+    for one, other in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """What a run on one device has left, behind batch 2 of its first epoch."""
+    folder = tmp_path_factory.mktemp("left_behind")
+    interrupt(alone(), folder, 0, 3)
+    return folder
+
+
+@pytest.fixture
+def folder(left_behind, tmp_path):
+    """A copy of it."""
+    return pathlib.Path(shutil.copytree(left_behind, tmp_path / "backup"))
+
+
+@pytest.mark.parametrize("point", ["before the weights", "between the files"])
+def test_killed_while_it_saves(point, whole, folder, monkeypatch):
+    """Weights and position are of one moment, whichever file was the last to be written."""
+    renamed = []
+
+    def replace(part, path):
+        renamed.append(path)  # when the backup is restored the notes; two files of each backup
+        # The second backup is the first one of the second epoch.
+        if len(renamed) == {"before the weights": 4, "between the files": 5}[point]:
+            raise KeyboardInterrupt
+        os.rename(part, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backup.os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            train(alone(), folder)
+    assert_same(train(alone(), folder).get_weights(), whole[1])
+
+
+def corrupt(path, how):
+    """Truncate a file, or write `how` in place of what it holds beside the weights, or alter that."""
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:-1000])
+        return
+    with h5py.File(path, "a") as file:
+        text = file.attrs["ncclsync"]
+        del file.attrs["ncclsync"]
+        if how != "of another":
+            old, alters, new = how.partition(" -> ")
+            file.attrs["ncclsync"] = re.sub(old, new, text) if alters else how
+            assert file.attrs["ncclsync"] != text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("truncated", "of another", "{", '{"epoch": 1}', "[]", "3", "[" * 100_000),
+        *(
+            f'^{{"epoch": [0-9]* -> {{"epoch": {value}'
+            for value in ("1e400", "NaN", "1.5", "-1", "true", '"1"')
+        ),
+        *(f'^{{"epoch": [0-9]* -> {{"epoch": {value}' for value in (2**32, 10**30, 1)),
+        *(f'"data": {{"epoch": [0-9]* -> "data": {{"epoch": {value}' for value in (1, 2**40)),
+        *(f'"samples": [0-9]* -> "samples": {value}' for value in ("1e400", "62", "25")),
+        *(
+            f'"seeds": .*]] -> "seeds": {value}'
+            for value in ("3", "[3]", "[[1, 1e400]]", "[[1, 4294967296]]")
+        ),
+        *(f'"seeds": .*]] -> "seeds": {value}' for value in ("[[]]", "[[1]]", "[[1, 2]]", "[]")),
+        '"digest": ".* -> "digest": "0"}',
+    ],
+    ids=lambda how: how[:70],
+)
+def test_corrupted_backup(how, folder):
+    """An error that names the file, before anything is trained."""
+    corrupt(folder / "latest.weights.h5", how)
+    model = alone()
+    before = model.get_weights()
+    with pytest.raises(OSError, match=r"Expected a backup of .* in .*latest.weights.h5. Received: "):
+        train(model, folder)
+    assert_same(model.get_weights(), before)
+
+
+@pytest.mark.parametrize("double_checkpoint", [False, True])
+def test_flushed_before_it_takes_the_name(double_checkpoint, folder, disk_events):
+    """Each file, before it takes the place of the old one, and then the folder: also behind a crash."""
+    shutil.rmtree(folder)
+    interrupt(alone(), folder, 0, 6, double_checkpoint=double_checkpoint)
+    files = [name.removeprefix("part-") for what, name in disk_events if what == "replace"]
+    kept = {"latest.weights.h5.bkp"} if double_checkpoint else set()
+    assert set(files) == {"latest.weights.h5", "training_metadata.json", *kept}
+    assert disk_events == [
+        ("fsync", folder.parent.name),  # the new folder's own name
+        *(event for name in files for event in replaced(name, folder)),
+    ]
+
+
+def replaced(name, folder):
+    return ("fsync", f"part-{name}"), ("replace", f"part-{name}"), ("fsync", folder.name)
+
+
+def test_the_backup_before_a_corrupted_one(whole, folder):
+    """`double_checkpoint`: weights and position of the backup before are restored, both."""
+    interrupt(alone(), folder, 0, 3, double_checkpoint=True)  # three batches behind the first backup
+    corrupt(folder / "latest.weights.h5", "{")
+    assert_same(train(alone(), folder, double_checkpoint=True).get_weights(), whole[1])
+
+
+def test_other_data_are_refused(folder):
+    """Another seed or model, no data, and what fit is given instead of the data: each before it does harm."""
+    with pytest.raises(ValueError, match=r"same data, \{'seed': 5, 'rows': 61\}. Received: \{'seed': 4, "):
+        other = Shuffled(X, Y, batch_size=8, seed=5)
+        alone().fit(other, verbose=0, callbacks=[BackupAndRestore(folder, data=other)])
+    with pytest.raises(ValueError, match=r"in the middle of an epoch, behind 24 samples. Received: None"):
+        train(alone(), folder, data=None, save_freq="epoch")
+    model = keras.Sequential([keras.Input([7]), Count(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"same model, with 0 random states. Received: 1 in .*h5"):
+        train(model, folder)
+    told = Shuffled(X, Y, batch_size=8, seed=4)
+    twin = Shuffled(X, Y, batch_size=8, seed=4)
+    for wrong in ({"class_weight": {0: 1.0}}, {"steps_per_epoch": 2}):
+        with pytest.raises(ValueError, match=r"no steps_per_epoch: 8 batches an epoch. Received: (None|2)"):
+            alone().fit(told, verbose=0, callbacks=[BackupAndRestore(folder / "new", data=told)], **wrong)
+    for save_freq in (1, "epoch"):
+        callback = BackupAndRestore(folder / "new", save_freq, data=told)
+        with pytest.raises(
+            NcclSyncError, match=r"train on the data of .* Received: Position\(epoch=0, samples=0"
+        ):
+            alone().fit(twin, verbose=0, callbacks=[callback])
+    assert not (folder / "new").exists()
+
+
+def test_bad_arguments():
+    """What no backup can be made by."""
+    with pytest.raises(ValueError, match=r"Expected data=.* number of batches.*Received: save_freq=5"):
+        BackupAndRestore("folder", 5)
+    with pytest.raises(ValueError, match=r"save_freq to be 'epoch' or at least 1. Received: 0"):
+        BackupAndRestore("folder", 0)
+    with pytest.raises(TypeError, match=r"data to be an ncclsync.Shuffled or None. Received: 3"):
+        BackupAndRestore("folder", data=3)
+
+
+def test_epochs_without_data(tmp_path):
+    """From arrays it is Keras' own: a backup after each epoch."""
+    callback = BackupAndRestore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        alone().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[callback, Die(1, 2)])
+    history = alone().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[callback]).history
+    assert len(history["loss"]) == 2
+
+
+def test_a_wish_to_stop_is_heard_in_a_resumed_epoch(folder):
+    """The epoch that is resumed ends early by itself, which ends `fit` only if another callback says so."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    for callbacks, epochs in ([Stop()], 1), ([], 3):
+        source = Shuffled(X, Y, batch_size=8, seed=4)
+        # With no further backup both resume in the first epoch.
+        callbacks.append(BackupAndRestore(folder, 1000, delete_checkpoint=False, data=source))
+        history = alone().fit(source, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history
+        assert len(history["loss"]) == epochs
+
+
+class Unbuilt(keras.Model):
+    """A model that has no weights before it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5)])
+        self.outer = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.outer(self.inner(x, training=training))
+
+
+def test_model_without_weights_goes_on(tmp_path):
+    """One that is built by its first batch is built from the data's shapes before a backup is restored."""
+
+    def unbuilt():
+        keras.utils.set_random_seed(1)
+        model = Unbuilt()
+        model.compile("adam", "mse")
+        return model
+
+    whole = train(on_towers(unbuilt, 2)).get_weights()
+    interrupt(on_towers(unbuilt, 2), tmp_path, epoch=1, batch=5)
+    assert list(tmp_path.iterdir())
+    again = train(on_towers(unbuilt, 2), tmp_path)
+    for one, other in zip(again.get_weights(), whole, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,13 +1,14 @@
 """Every use of an interface that TensorFlow does not promise to keep.
 
-Keras' are in `private_keras.py` and `private_optimizer.py`, those of tf.distribute in `private_strategy.py`.
-Nothing else in the package touches such an interface. `tests/test_private.py` has one test for each
+Keras' are in `keras.py` and `keras_optimizers.py`, those of tf.distribute in `distribute.py`. Nothing else in
+the package touches such an interface. `tests/compat` has one test for each
 function of them, so that an upgrade that breaks an assumption is told by that assumption's name.
 """
 
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,14 @@ def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any
     """Return a FunctionDef as a graph with `inputs`, of these shapes (None: unknown), and `outputs`."""
     with outer.as_default():
         return function_def_to_graph(definition, input_shapes=list(shapes))
+
+
+def add_functions(definitions: Sequence[Any], owner: Any) -> None:
+    """Let TensorFlow know FunctionDefs by their names for as long as `owner` lives."""
+    context = eager_context.context()
+    for definition in definitions:
+        context.add_function_def(definition)
+        weakref.finalize(owner, context.remove_function, definition.signature.name)
 
 
 def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:

@@ -6,7 +6,28 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops.host_ops import ARITHMETIC, FUSED, MOST_REGISTERS, set_attribute
+from ncclsync.communicator import native
+from ncclsync.ops.host_ops import set_attribute
+
+# The op that runs a program of `csrc/arithmetic.h`, and what such a program may hold, by TensorFlow's names.
+FUSED = "NcclsyncArithmetic"
+MOST_REGISTERS = native.MOST_REGISTERS
+MOST_PERIOD = native.MOST_PERIOD
+ARITHMETIC = {
+    "Add": native.ARITHMETIC["ADD"],
+    "AddV2": native.ARITHMETIC["ADD"],
+    "Sub": native.ARITHMETIC["SUBTRACT"],
+    "Mul": native.ARITHMETIC["MULTIPLY"],
+    "RealDiv": native.ARITHMETIC["DIVIDE"],
+    "Maximum": native.ARITHMETIC["MAXIMUM"],
+    "Minimum": native.ARITHMETIC["MINIMUM"],
+    "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
+    "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
+    "Square": native.ARITHMETIC["SQUARE"],
+    "Sqrt": native.ARITHMETIC["SQRT"],
+    "Neg": native.ARITHMETIC["NEGATE"],
+    "Relu": native.ARITHMETIC["RELU"],
+}
 
 # What a `Writer` can compute, by TensorFlow's names.
 COMPUTED = {*ARITHMETIC, "AddN", "BroadcastTo"}

@@ -3,8 +3,8 @@
 A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
 size, and each of them waits for memory. What lies between two ops of another kind becomes one, with bitwise
 the same results, as the updates of variables do in `fusion.py`. Most of what a normalisation computes is only
-added up over the batch: that is done in the same pass, and what is added up is never written. `segment.py`
-puts it in place.
+added up over the batch: that is done in the same pass, and what is added up is never written. Each is
+a `Rewrite` of a segment.
 """
 
 import collections
@@ -15,9 +15,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_passes.arithmetic import COMPUTED, WHOLE, Program, Writer, repeat_of
+from ncclsync.host_passes.arithmetic import (
+    COMPUTED,
+    MOST_PERIOD,
+    MOST_REGISTERS,
+    WHOLE,
+    Program,
+    Writer,
+    repeat_of,
+)
 from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
-from ncclsync.ops.host_ops import MOST_PERIOD, MOST_REGISTERS, set_attribute
+from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
 
 # Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
@@ -256,20 +264,20 @@ def _chain_of(
 def chain_nodes(
     graph: StepGraph,
     chain: Chain,
-    name: str,
     own: Collection[str],
-    named: Callable[[str], str],
     alone: bool,
+    name: str,
+    named: Callable[[str], str],
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a chain; its outputs keep their names.
 
     Args:
         graph: the step.
         chain: of the segment.
-        name: of the op that does the arithmetic.
         own: names of the segment's ops.
-        named: a function from the name of a tensor to what the segment calls it.
         alone: whether it runs on one thread.
+        name: of the op that does the arithmetic.
+        named: a function from the name of a tensor to what the segment calls it.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]

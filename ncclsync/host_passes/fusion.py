@@ -2,7 +2,7 @@
 
 An optimizer's update is a dozen element-wise ops for each variable, and each of them reads and writes arrays
 that do not fit a cache. `host_ops` runs all of it block by block, with bitwise the same results, for many
-variables in one call. This module finds what can be run so; `segment.py` puts it in place.
+variables in one call. This module finds what can be run so: each group is a `Rewrite` of a segment.
 """
 
 import collections
@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_passes.arithmetic import WHOLE, Program, Writer
-from ncclsync.ops.host_ops import ARITHMETIC, set_attribute
+from ncclsync.host_passes.arithmetic import ARITHMETIC, WHOLE, Program, Writer
+from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
 
 # A call holds its variables' new values beside the old ones until it ends: of several variables together up
@@ -216,15 +216,15 @@ def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[
 
 
 def fused_nodes(
-    graph: StepGraph, group: Sequence[Update], name: str, own: Collection[str], named: Callable[[str], str]
+    graph: StepGraph, group: Sequence[Update], own: Collection[str], name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a group of updates.
 
     Args:
         graph: the step.
         group: updates of one kind.
-        name: of the op that does the arithmetic, and a prefix for what else is new.
         own: names of the segment's ops.
+        name: of the op that does the arithmetic, and a prefix for what else is new.
         named: a function from the name of a tensor or handle to what the segment calls it.
     """
     dtype, program = group[0].kind

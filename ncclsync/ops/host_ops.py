@@ -1,6 +1,6 @@
-"""TensorFlow ops over host memory whose kernels are our own C: collectives, fused arithmetic, notes of time.
+"""Serve TensorFlow ops over host memory whose kernels are our own C: collectives, and notes of time.
 
-They take the place of py ops and of chains of TensorFlow's where all towers are on the CPU. `csrc/tf_ops.c`
+They take the place of py ops where all towers are on the CPU. `csrc/tf_ops.c`
 registers them by TensorFlow's C API when they are first asked for; where that cannot be done, py ops do
 everything: those of `group_ops` and of `meter`.
 """
@@ -17,26 +17,6 @@ from ncclsync.communicator import native
 from ncclsync.errors import NcclError
 
 logger = logging.getLogger("ncclsync")
-
-# The op that runs a program of `csrc/arithmetic.h`, and what such a program may hold, by TensorFlow's names.
-FUSED = "NcclsyncArithmetic"
-MOST_REGISTERS = native.MOST_REGISTERS
-MOST_PERIOD = native.MOST_PERIOD
-ARITHMETIC = {
-    "Add": native.ARITHMETIC["ADD"],
-    "AddV2": native.ARITHMETIC["ADD"],
-    "Sub": native.ARITHMETIC["SUBTRACT"],
-    "Mul": native.ARITHMETIC["MULTIPLY"],
-    "RealDiv": native.ARITHMETIC["DIVIDE"],
-    "Maximum": native.ARITHMETIC["MAXIMUM"],
-    "Minimum": native.ARITHMETIC["MINIMUM"],
-    "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
-    "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
-    "Square": native.ARITHMETIC["SQUARE"],
-    "Sqrt": native.ARITHMETIC["SQRT"],
-    "Neg": native.ARITHMETIC["NEGATE"],
-    "Relu": native.ARITHMETIC["RELU"],
-}
 
 
 @functools.cache

@@ -12,16 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective
 from ncclsync.ops.buckets import plan_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
-from ncclsync.program.program import Bucket, Exchange, Program, Results
+from ncclsync.program.program import Bucket, Exchange, Program, Results, Segment, Target
 from ncclsync.program.schedule import Schedule, schedule
-from ncclsync.program.segment import SegmentPlan, build_segment
+from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 
@@ -30,40 +29,28 @@ SUM = Collective("all_reduce", "sum")
 
 def cut(
     trace: Trace,
-    home_device: str,
-    bucket_bytes: int,
+    target: Target,
     results: Results,
-    jit_compile: bool,
-    same_seeds: bool = False,
-    on_host: bool = False,
+    *,
+    jit_compile: bool = False,
     undone: bool = False,
-    overlaps: bool = False,
-    once: bool = False,
-    crowded: bool = False,
     meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
     Args:
         trace: a step, traced for one tower.
-        home_device: tower 0's device, where the trace placed what must run on every tower's own.
-        bucket_bytes: see `bucket.plan_buckets`.
+        target: where it is to run.
         results: what becomes of the towers' results. Those that differ are combined, if so asked: as long as
             the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
-        same_seeds: whether random state is equal on all towers.
-        on_host: whether `host_ops` may be used.
         undone: whether a step may have to be undone when it has written all it writes.
-        overlaps: whether gradients travel while the towers compute others.
-        once: whether one tower writes for all what they would write alike.
-        crowded: whether there are towers for all of the host's cores.
-        meter: see `build_segment`.
+        meter: see `compile_segment`.
     """
-    graph, placed = place(trace, home_device, results, same_seeds)
-    scheduled = schedule(graph, bucket_bytes if overlaps else None, once)
-    segments = _build_segments(graph, scheduled, bucket_bytes, jit_compile, on_host, crowded, meter)
-    return Program(
-        segments=segments,
+    graph, placed = place(trace, target.home_device, results, target.same_seeds)
+    scheduled = schedule(graph, target.bucket_bytes)
+    program = Program(
+        segments=_plan_segments(graph, scheduled, target, jit_compile),
         arguments=graph.arguments,
         captures=graph.captures,
         variables=tuple(graph.variables),
@@ -79,6 +66,10 @@ def cut(
         rollback=_rollback(graph, scheduled, undone),
         updates=tuple(find_updates(graph).items()),
     )
+    for improve in target.passes:
+        program = improve(program)
+    segments = tuple(compile_segment(segment, meter) for segment in program.segments)
+    return dataclasses.replace(program, segments=segments)
 
 
 def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) -> tuple[StepGraph, Partition]:
@@ -93,7 +84,7 @@ def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) ->
 
 
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
-    last, levels = scheduled.last_local, scheduled.levels
+    last, levels = scheduled.count - 1, scheduled.levels
     written = {
         (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
     }
@@ -102,8 +93,7 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str,
         level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, level in levels.items()
     )
-    # What is written behind it is safe, unless all of the step may have to be undone.
-    return tuple(sorted({handle for handle, level in written if undone or level < last + exposed}))
+    return tuple(sorted({handle for handle, level in written if undone or exposed or level < last}))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:
@@ -114,21 +104,15 @@ def _may_raise(op: tf.Operation) -> bool:
     return op.type in ("Assert", "CheckNumerics", "CheckNumericsV2") or "PyFunc" in op.type
 
 
-def _build_segments(
-    graph: StepGraph,
-    scheduled: Schedule,
-    bucket_bytes: int,
-    jit_compile: bool,
-    on_host: bool,
-    crowded: bool,
-    meter: Meter | None,
-) -> tuple[Any, ...]:
+def _plan_segments(
+    graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool
+) -> tuple[Segment, ...]:
     levels = scheduled.levels
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
     given = {exchange.when for exchange in graph.exchanges.values()}
     outputs += sorted(name for name in given if name)
-    plans = [SegmentPlan() for _ in range(scheduled.count)]
+    plans = [SegmentPlan(graph, jit_compile, target.shares_memory) for _ in range(scheduled.count)]
     for op in graph.ops:
         if op.name in levels:
             plans[levels[op.name]].ops.append(op.name)
@@ -137,8 +121,8 @@ def _build_segments(
     for fold in graph.folds:
         if fold.source is not None:
             plans[scheduled.sent[fold.result]].fold_reads.append(fold)
-        plans[scheduled.last_local].fold_writes.append(fold)
-    outgoing: list[tuple[Bucket, ...]] = [_plan_wire(plan.sent, bucket_bytes, on_host) for plan in plans]
+        plans[-1].fold_writes.append(fold)
+    outgoing = [_plan_wire(plan.sent, target.bucket_bytes) for plan in plans]
     incoming: list[list[Bucket]] = [[] for _ in plans]
     for bucket in itertools.chain(*outgoing):
         first = min(scheduled.received[exchange.result] for exchange in bucket.exchanges)
@@ -161,33 +145,24 @@ def _build_segments(
                 made.add(name)
         later = {*outputs, *itertools.chain(*uses[level + 1 :])}
         constants = {n for n in outputs if graph.is_constant(n)} if level == 0 else set()
-        written = {handle for name in plan.ops for handle in graph.writes[name]}
-        plan = dataclasses.replace(
-            plan,
-            sources=tuple(sorted(uses[level] - made)),
-            incoming=tuple(incoming[level]),
-            outgoing=outgoing[level],
-            fetches=tuple(sorted((made & later) | constants)),
-            for_all=tuple(sorted(written)) if level > scheduled.last_local else (),
+        sources, fetches = sorted(uses[level] - made), sorted((made & later) | constants)
+        segments.append(
+            Segment(tuple(sources), tuple(incoming[level]), tuple(fetches), outgoing[level], plan)
         )
-        segments.append(build_segment(graph, plan, jit_compile, on_host and not jit_compile, crowded, meter))
     return tuple(segments)
 
 
-def _plan_wire(exchanges: list[Exchange], bucket_bytes: int, on_host: bool) -> tuple[Bucket, ...]:
+def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Group the exchanges between two segments into buckets."""
     kinds: list[Any] = []
     sizes = []
     for index, exchange in enumerate(exchanges):
-        collective = exchange.collective
-        direct = on_host and collective.kind != "broadcast"
-        direct = direct and exchange.dtype.name in native.DTYPES
-        # Of unknown size it travels alone; on the host there is nothing to gain by a copy into a bucket.
-        packed = exchange.shape.is_fully_defined() and not direct and not collective.changes_rows
-        kinds.append((_wire(collective), exchange.dtype, exchange.when, packed, direct, packed or index))
+        # Of unknown size it travels alone.
+        packed = exchange.shape.is_fully_defined() and not exchange.collective.changes_rows
+        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, packed or index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
-        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), *kinds[indices[0]][3:5])
+        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is True)
         for indices in plan_buckets(sizes, kinds, bucket_bytes)
     )
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -55,15 +56,16 @@ class Bucket:
     Attributes:
         wire: what the communicator does.
         exchanges: what travels; one only if it is not packed.
-        packed: whether they are flattened and concatenated. Else the one tensor travels in its own shape.
-        on_host: whether `host_ops` takes the tensor as it is, and multiplies it by the tower's weight, which
-            is 0 for a tower without samples. Else the segment has seen to both.
+        packed: whether they are flattened and concatenated into one tensor. Else each travels in its shape.
+        join: `join(buckets, tensors, fractions)` joins the towers' tensors, [N][B][E], of buckets of one wire,
+            dtype and condition as they are, given each tower's share of the samples, [N], which is 0 for a
+            tower without. None: the communicator joins what the segment has weighted and packed.
     """
 
     wire: Collective
     exchanges: tuple[Exchange, ...]
     packed: bool
-    on_host: bool = False
+    join: Callable[..., list[list[list[tf.Tensor]]]] | None = None
 
     @property
     def when(self) -> str | None:
@@ -75,6 +77,14 @@ class Bucket:
         """The name of its first exchange's result, which no other bucket of the program has."""
         return self.exchanges[0].result
 
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """The tensors that travel: one if they are packed, else one for each exchange."""
+        if not self.packed:
+            return [tf.TensorSpec(exchange.shape, exchange.dtype) for exchange in self.exchanges]
+        elements = sum(exchange.shape.num_elements() for exchange in self.exchanges)
+        return [tf.TensorSpec([elements], self.exchanges[0].dtype)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -83,17 +93,39 @@ class Segment:
     `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
     the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
     token depends on every side effect of the segment. If it is `metered`, the last argument is the tower's
-    number (int32). If there are variables that it writes `for_all` (names of their handles), tower 0 alone
-    runs it, and the others take its results and these variables' values.
+    number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
+
+    Attributes:
+        plan: what the function is made of, `segment.SegmentPlan`, until it is made.
+        function: None before.
     """
 
-    function: Any
     sources: tuple[str, ...]
     incoming: tuple[Bucket, ...]
     fetches: tuple[str, ...]
     outgoing: tuple[Bucket, ...]
+    plan: Any
+    function: Any = None
     metered: bool = False
-    for_all: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a program is to run, as far as a program depends on it.
+
+    Attributes:
+        home_device: tower 0's, where the trace placed what must run on every tower's own.
+        bucket_bytes: see `buckets.plan_buckets`.
+        same_seeds: whether random state is equal on all towers.
+        shares_memory: whether a tensor of one tower may be another's without a copy.
+        passes: each makes a finished program cheaper, before its segments become functions.
+    """
+
+    home_device: str
+    bucket_bytes: int
+    same_seeds: bool = False
+    shares_memory: bool = False
+    passes: tuple[Callable[["Program"], "Program"], ...] = ()
 
 
 class Results(enum.Enum):

@@ -6,16 +6,12 @@ as there are buckets, each ending where a bucket is complete. The towers go on w
 and get what was exchanged in the segment behind the last.
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 section 3.2.3, which does this by hooks as gradients come; here the traced graph tells their order.
-
-What the last segment does alike on every tower, above all the update of the weights, may become a segment of
-its own, which one tower runs for all: towers that share memory need not compute the same values N times.
 """
 
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.buckets import plan_buckets
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.program import Exchange
@@ -34,36 +30,21 @@ class Schedule:
         sent: by name of an exchange's result: the segment that ends with what it sends.
         received: by the same: the segment that is given the result.
         count: number of segments.
-        once: whether the last segment does the same on every tower.
     """
 
     levels: dict[str, int]
     sent: dict[str, int]
     received: dict[str, int]
     count: int
-    once: bool = False
-
-    @property
-    def last_local(self) -> int:
-        """The last segment that is each tower's own."""
-        return self.count - 1 - self.once
 
 
-def schedule(graph: StepGraph, overlap_bytes: int | None, once: bool = False) -> Schedule:
+def schedule(graph: StepGraph, bucket_bytes: int) -> Schedule:
     """Schedule a step.
 
     Args:
         graph: the step, with its exchanges.
-        overlap_bytes: the size of the buckets that travel while the towers compute; None: none does.
-        once: whether what writes variables alike on every tower gets a segment of its own, at the end.
+        bucket_bytes: the size of the buckets that travel while the towers compute.
     """
-    scheduled = _by_exchanges(graph, overlap_bytes)
-    # An exchange that need not happen leaves each tower with what it had.
-    conditional = any(exchange.when for exchange in graph.exchanges.values())
-    return _with_common_end(graph, scheduled) if once and not conditional else scheduled
-
-
-def _by_exchanges(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
     levels = _assign_levels(graph)
     sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
     count = 1 + max([*levels.values(), *(level + 1 for level in sent.values()), 0])
@@ -73,9 +54,7 @@ def _by_exchanges(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
     parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
     begins = [0]  # of levels, and the end
     for level in range(count):
-        buckets = []
-        if overlap_bytes is not None:
-            buckets = _overlapping(graph, levels, level, of_level[level], overlap_bytes)
+        buckets = _overlapping(graph, levels, level, of_level[level], bucket_bytes)
         for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
             sources = [graph.origin(result)[0] for result in bucket]
             parts.update(dict.fromkeys([*bucket, *_ancestors(graph, levels, level, sources)], part))
@@ -90,49 +69,6 @@ def _by_exchanges(graph: StepGraph, overlap_bytes: int | None) -> Schedule:
         {result: begins[level + 1] for result, level in sent.items()},
         begins[-1],
     )
-
-
-def _with_common_end(graph: StepGraph, scheduled: Schedule) -> Schedule:
-    """Move what the last segment does alike on every tower to one behind it, if that writes anything."""
-    last = scheduled.count - 1
-    common = _common(graph, scheduled.levels, last)
-    if not any(graph.writes[name] for name in common):
-        return scheduled
-    needed = {name for name, level in scheduled.levels.items() if level == last and name not in common}
-    needed_results = {tensor for name in needed for tensor in graph.inputs[name]}
-    needed_results |= {fold.result for fold in graph.folds}
-    needed_results |= {name for name, exchange in graph.exchanges.items() if exchange.collective.differs}
-    levels = {name: level + (name in common) for name, level in scheduled.levels.items()}
-    received = {
-        result: level + (level == last and result not in needed_results)
-        for result, level in scheduled.received.items()
-    }
-    return Schedule(levels, scheduled.sent, received, scheduled.count + 1, once=True)
-
-
-def _common(graph: StepGraph, levels: dict[str, int], level: int) -> set[str]:
-    """Return the ops of a level that do the same on every tower, and that no other op of it waits for."""
-    drifting = {fold.handle for fold in graph.folds}
-
-    def alike(name: str) -> bool:
-        op = graph.by_name[name]
-        handles = graph.writes[name].union(h for h in graph.inputs[name] if h in graph.role)
-        if any(graph.role[handle] is not Role.SAME or handle in drifting for handle in handles):
-            return False
-        # Not a scatter: what it has written could be read, and so shared, only as a copy.
-        plain = op.type == "ReadVariableOp" or op.type.startswith("Assign")
-        return name not in graph.local and (plain or not tf_compat.is_stateful(op))
-
-    common: set[str] = set()
-    waited_for: set[str] = set()  # by ops that are each tower's own
-    for op in reversed(graph.ops):
-        if levels.get(op.name) != level:
-            continue
-        if op.name not in waited_for and alike(op.name):
-            common.add(op.name)
-        else:
-            waited_for.update(parent for parent, _ in _dependencies(graph, op.name))
-    return common
 
 
 def _overlapping(

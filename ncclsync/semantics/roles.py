@@ -59,4 +59,4 @@ def start_value(value: tf.Tensor, role: Role, tower: int) -> tf.Tensor:
         place = 0 if value.shape[0] == 2 else -1
         moved = (value[place] + (tower * SEED_STRIDE) % 2**31) % 2**31
         return tf.tensor_scatter_nd_update(value, [[place % value.shape[0]]], [moved])
-    return value
+    return tf.constant(value.numpy(), value.dtype)  # between CPU devices a copy of TensorFlow's is an alias

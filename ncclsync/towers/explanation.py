@@ -16,7 +16,6 @@ from rich.text import Text
 from ncclsync.program.program import Exchange, Program, Segment, Whole
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import shard_sizes
-from ncclsync.towers.layout import numbered
 from ncclsync.towers.state import TowerState
 
 _WIDTH = 130  # columns, where it is printed as plain text
@@ -39,8 +38,8 @@ class VariableRow:
         size_bytes: of one tower's copy.
         role: how the towers' copies relate: "same", "sum", "partial" or "seed".
         rule: how the towers' parts of its new value become one, in words.
-        bucket: the segment behind which these are exchanged, and which bucket it is there, both from 1; on
-            the host, where nothing is packed, which call. None where nothing is exchanged for this variable.
+        bucket: the segment after which these are exchanged, and which bucket it is there, both from 1. None
+            where nothing is exchanged for this variable.
     """
 
     name: str
@@ -155,7 +154,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     calls: dict[str, tuple[int, int]] = {}
     exchanges: dict[str, Exchange] = {}
     for number, segment in enumerate(program.segments, start=1):
-        for one, bucket in zip(segment.outgoing, numbered(segment.outgoing), strict=True):
+        for bucket, one in enumerate(segment.outgoing, start=1):
             calls.update((exchange.result, (number, bucket)) for exchange in one.exchanges)
             exchanges.update((exchange.result, exchange) for exchange in one.exchanges)
     updates = {name: result for name, result in program.updates if result in calls}

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ import tensorflow as tf
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
 from ncclsync.compat import other_libraries
 from ncclsync.ops import host_ops
+from ncclsync.program.program import Program, Target
 
 _logger = logging.getLogger("ncclsync")
 
@@ -172,6 +174,32 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
         ]
         return NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
     return CpuCommunicator(len(placement.devices))
+
+
+def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_seeds: bool = False) -> Target:
+    """Return what a program for towers on these devices is cut for.
+
+    Args:
+        devices: of the towers.
+        backend: "nccl" or "cpu".
+        bucket_bytes: see `buckets.plan_buckets`.
+        same_seeds: whether random state is equal on all towers.
+    """
+    return Target(
+        home_device=devices[0],
+        bucket_bytes=bucket_bytes,
+        same_seeds=same_seeds,
+        shares_memory=any("CPU" in device for device in devices),
+        passes=host_passes(len(devices)) if reduced_on_host(devices, backend) else (),
+    )
+
+
+def host_passes(towers: int) -> tuple[Callable[[Program], Program], ...]:
+    """Return what makes a program cheaper where so many towers share the host's memory; nothing need."""
+    if importlib.util.find_spec("ncclsync.host_passes") is None:
+        return ()
+    improve = importlib.import_module("ncclsync.host_passes").improve
+    return (functools.partial(improve, crowded=towers >= native.usable_cores()),)
 
 
 def reduced_on_host(devices: Sequence[str], backend: str) -> bool:

@@ -121,9 +121,8 @@ class Rollback:
             for _, saved, group in self._saved:
                 for copy in group:
                     with tf.device(copy.device):
-                        writes.append(
-                            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=saved.read_value())
-                        )
+                        value = tf.raw_ops.DeepCopy(x=saved.read_value())  # else towers would share memory
+                        writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)
 

@@ -23,9 +23,10 @@ from ncclsync.gradients.nonfinite import OnNonFinite
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.ops.spans import Measured
+from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.drift import Sentinel, distance, fold_in_place, outliers
-from ncclsync.towers.placement import check_arguments, choose_placement, connect, reduced_on_host, share_cores
+from ncclsync.towers.placement import check_arguments, choose_placement, connect, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
 
 logger = logging.getLogger("ncclsync")
@@ -370,22 +371,9 @@ class TowerState:
         return failure
 
     @functools.cached_property
-    def on_host(self) -> bool:
-        """Whether all towers are in the host's memory, and TensorFlow takes the ops for that."""
-        return reduced_on_host(self.devices, self.backend)
-
-    @property
-    def share_memory(self) -> bool:
-        """Whether one tower may write for all what they would write alike, and they share the memory of it.
-
-        Not if they are to be compared: what one of them has got wrong would be gone.
-        """
-        return self.on_host and len(self) > 1 and not self._sentinel.active
-
-    @property
-    def crowded(self) -> bool:
-        """Whether towers keep all cores of the host busy, so that none is to spare for one of them."""
-        return len(self) >= native.usable_cores()
+    def target(self) -> Target:
+        """What a program is cut for."""
+        return make_target(self.devices, self.backend, self.bucket_bytes, self.batch_invariant_random)
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
@@ -410,13 +398,9 @@ class TowerState:
         """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
-        Towers that share memory share tower 0's until one of them writes; TensorFlow copies it then.
         """
         value = variable.value()
         if len(self) == 1:
-            return
-        if role is Role.SAME and self.share_memory:
-            yield from ((tower, value) for tower in range(1, len(self)))
             return
         placed = [self._device_of(variable, tower) for tower in range(len(self))]
         self.communicator.reopen()

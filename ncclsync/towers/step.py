@@ -111,20 +111,13 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs)
-        same_seeds = self.towers.batch_invariant_random
-        check_draws(traced.function, batch_invariant=same_seeds)
+        check_draws(traced.function, batch_invariant=self.towers.batch_invariant_random)
         program = cut(
             traced,
-            home_device=self.towers.devices[0],
-            bucket_bytes=self.towers.bucket_bytes,
-            results=results,
+            self.towers.target,
+            results,
             jit_compile=jit_compile,
-            same_seeds=same_seeds,
-            on_host=self.towers.on_host,
             undone="finite" in readers,
-            overlaps=self.towers.backend == "nccl",
-            once=self.towers.share_memory,
-            crowded=self.towers.crowded,
             meter=meter,
         )
         if watch is None:

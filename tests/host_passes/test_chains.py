@@ -15,7 +15,8 @@ from parity import data, on_towers
 import ncclsync
 from ncclsync.communicator import native
 from ncclsync.host_passes import chains as chains_module
-from ncclsync.host_passes.arithmetic import WHOLE, repeat_of
+from ncclsync.host_passes import passes
+from ncclsync.host_passes.arithmetic import FUSED, WHOLE, repeat_of
 from ncclsync.host_passes.chains import _FUSIBLE
 from ncclsync.ops import host_ops
 from ncclsync.program import segment
@@ -38,19 +39,19 @@ def _as_traced():
 def chains(monkeypatch):
     """The chains that are found."""
     found = []
-    find = segment.find_chains
+    find = passes.find_chains
 
     def listing(*arguments):
         found.extend(find(*arguments))
         return find(*arguments)
 
-    monkeypatch.setattr(segment, "find_chains", listing)
+    monkeypatch.setattr(passes, "find_chains", listing)
     return found
 
 
 def without_chains(monkeypatch):
-    monkeypatch.setattr(segment, "find_chains", lambda *_: [])
-    monkeypatch.setattr(segment, "simplify", lambda graph, _, ops, needed: (graph, list(ops)))
+    monkeypatch.setattr(passes, "find_chains", lambda *_: [])
+    monkeypatch.setattr(passes, "simplify", lambda graph, _, ops, needed: (graph, list(ops)))
 
 
 def without_sums(monkeypatch):
@@ -232,9 +233,9 @@ def test_threads(monkeypatch, cores, alone):
     find = segment._graph_def
 
     def listing(*arguments):
-        definition, outside = find(*arguments)
-        nodes.extend(node for node in definition.node if node.op == host_ops.FUSED)
-        return definition, outside
+        made = find(*arguments)
+        nodes.extend(node for node in made[0].node if node.op == FUSED)
+        return made
 
     monkeypatch.setattr(segment, "_graph_def", listing)
     with ncclsync.Towers(2) as towers:

@@ -10,7 +10,7 @@ from models import gan, program_of, step_of, two_parts
 from parity import assert_close, data, mlp, on_towers
 
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.towers.layout import together
+from ncclsync.towers.exchange import together
 
 X, Y = data(rows=24)
 
@@ -68,13 +68,13 @@ def test_two_optimizers_are_three_segments(factory, py_ops):
 def test_what_is_added_up_is_joined_together():
     """On the host too, gradients and metric state are one call: all of them are sums of the towers' parts."""
     program = program_of(trained(mlp))
-    assert joins(program) == [1, 0, 0]
+    assert joins(program) == [1, 0]
 
 
 def test_a_divided_update_is_one_op():
     """With shard_optimizer too, all that the optimizer computes is fused."""
     program = program_of(trained(mlp, towers=4, shard_optimizer=True))
-    assert joins(program) == [2, 1, 0, 0]
+    assert joins(program) == [2, 1, 0]
     kinds = collections.Counter(op.type for op in program.segments[1].function.graph.get_operations())
     assert kinds["NcclsyncArithmetic"] == 1
     assert not kinds["Square"]
@@ -86,7 +86,7 @@ def test_weights_are_written_in_the_last_segment():
     """
     program = program_of(trained(mlp))
     *early, late = writes(program)
-    assert early == [[], []]
+    assert early == [[]]
     assert len({id(variable) for variable in late}) == 4 * 3 + 1  # weights, two Adam slots each, iterations
     assert program.rollback == ()
 
@@ -108,7 +108,7 @@ def test_custom_step_that_returns_its_loss_needs_no_rollback():
         return model
 
     program = program_of(trained(factory))
-    assert [count > 0 for count in joins(program)] == [True, False, False] and program.rollback == ()
+    assert [count > 0 for count in joins(program)] == [True, False] and program.rollback == ()
 
 
 def test_early_writes_are_undone():
@@ -176,21 +176,16 @@ def test_python_of_a_step_runs_once(towers, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("options, last", [({}, 1), ({"check_every": 100}, 5)])
-def test_towers_share_their_segments(options, last):
-    """Each segment is one function, called once per tower: a step's size does not grow with the towers. What
-    updates the weights is called once for all, unless towers are to be compared.
-    """
-    model = trained(mlp, towers=5, **options)
+def test_towers_share_their_segments():
+    """Each segment is one function, called once per tower: a step's size does not grow with the towers."""
+    model = trained(mlp, towers=5)
     ((function, _),) = step_of(model)._graphs.values()
     (concrete,) = function._list_all_concrete_functions()
     nodes = concrete.graph.as_graph_def().node
     called = collections.Counter(node.attr["f"].func.name for node in nodes if "f" in node.attr)
-    segments = program_of(model).segments
-    for number, segment in enumerate(segments, start=1):
+    for segment in program_of(model).segments:
         name = segment.function.name
-        name = name if isinstance(name, str) else name.decode()
-        assert called[name] == (last if number == len(segments) else 5)
+        assert called[name if isinstance(name, str) else name.decode()] == 5
 
 
 @pytest.mark.parametrize("how", ["unknown", "known", "eager"])

@@ -1,65 +1,16 @@
-"""What CPU towers compute once for all, and what stays each tower's own."""
+"""A step that goes on after its update: in which segments its writes lie."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import assert_close, data, mlp, on_towers, state
+from models import program_of
+from parity import assert_close, data, on_towers, state
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import all_reduce
 
 X, Y = data(rows=24)
-
-
-def addresses(model, variable):
-    """Where each tower's copy of a Keras variable lies."""
-    copies = model.towers.copies(tf_compat.backend_variable(variable))
-    return [np.from_dlpack(copy.value()).ctypes.data for copy in copies]
-
-
-@pytest.mark.parametrize("options, places", [({}, 1), ({"check_every": 100}, 3)])
-def test_copies_of_a_weight(options, places):
-    """Weights, slots and moving statistics lie once in memory, from the start and behind each step; with
-    `check_every` the weights lie there once for each tower.
-    """
-
-    def factory():
-        keras.utils.set_random_seed(1)
-        layers = [keras.Input((12,)), keras.layers.Dense(16), keras.layers.BatchNormalization()]
-        model = keras.Sequential([*layers, keras.layers.Dense(5)])
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    model = on_towers(factory, 3, **options)
-    model.evaluate(X, Y, verbose=0)
-    assert {len(set(addresses(model, weight))) for weight in model.weights} == {places}
-    model.fit(X, Y, verbose=0, batch_size=7)
-    variables = [*model.weights, *model.optimizer.variables] if places == 1 else model.trainable_weights
-    assert {len(set(addresses(model, variable))) for variable in variables} == {places}
-
-
-def test_writing_one_towers_copy_leaves_the_others():
-    """Whoever writes in place writes a copy of what is shared; the next step starts from tower 0's."""
-    model, alone = on_towers(mlp, 3), mlp()
-    for one in (model, alone):
-        one.fit(X, Y, verbose=0, shuffle=False)
-    kernel = model.layers[0].kernel
-    before = kernel.numpy()
-    _, copy, last = model.towers.copies(tf_compat.backend_variable(kernel))
-    copy.assign_add(tf.ones_like(copy))
-    np.testing.assert_array_equal(kernel.numpy(), before)
-    np.testing.assert_array_equal(last.numpy(), before)
-    assert model.towers.divergence() == pytest.approx(1.0)
-    for one in (model, alone):
-        value = tf_compat.backend_variable(one.layers[0].kernel)
-        tf.raw_ops.ResourceScatterAdd(resource=value.handle, indices=[2], updates=tf.ones([1, 16]))
-    np.testing.assert_array_equal(last.numpy(), before)
-    model.towers.broadcast()
-    for one in (model, alone):
-        one.fit(X, Y, verbose=0, shuffle=False)
-    assert_close(state(model), state(alone))
-    assert model.towers.divergence() == 0.0
 
 
 class Reading(keras.Sequential):
@@ -133,8 +84,4 @@ def test_a_table_needs_no_rollback():
 
     model = on_towers(factory, 3)
     model.train_on_batch(np.arange(24 * 3).reshape(24, 3) % 50, Y)
-    (program,) = model.train_function.__self__._programs.values()
-    variables = dict(program.variables)
-    assert program.rollback == ()
-    shapes = {tuple(variables[name].shape) for name in program.segments[-1].for_all}
-    assert shapes == {(12, 5), (5,), ()}  # of the other weights, and of the optimizer's iterations
+    assert program_of(model).rollback == ()

@@ -95,5 +95,6 @@ def until_last_exchange(program: Program) -> Program:
 
     sending = [number for number, segment in enumerate(program.segments, start=1) if segment.outgoing]
     kept, left = program.segments[: sending[-1]], program.segments[sending[-1] :]
-    last = Segment(use, (), tuple(bucket for segment in left for bucket in segment.incoming), (), ())
+    received = tuple(bucket for segment in left for bucket in segment.incoming)
+    last = Segment((), received, (), (), plan=None, function=use)
     return dataclasses.replace(program, segments=(*kept, last), outputs=(), structure=None, rollback=())

@@ -102,7 +102,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
     sync_batch_norm = bool(options.get("sync_batch_norm"))
-    model.towers.on_host = False  # what GPUs would exchange, packed into buckets, also where there is none
+    model.towers.target = dataclasses.replace(model.towers.target, passes=())  # packed, as on GPUs
     program = ModelStep(model, model.towers, "train_step", sync_batch_norm).program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
     watched = dataclasses.replace(

@@ -1,0 +1,49 @@
+"""Improve a finished program: every segment by itself, and every bucket."""
+
+import dataclasses
+import functools
+
+from ncclsync.host_passes.chains import chain_nodes, find_chains
+from ncclsync.host_passes.direct import unpacked
+from ncclsync.host_passes.fusion import find_fusions, fused_nodes
+from ncclsync.host_passes.same_shapes import Shapes, simplify
+from ncclsync.program.program import Program, Segment
+from ncclsync.program.segment import Rewrite, SegmentPlan, needed_ops
+
+
+def improve(program: Program, *, crowded: bool) -> Program:
+    """Return a cheaper program with the same segments, buckets and results.
+
+    Args:
+        program: whose segments are not compiled yet.
+        crowded: whether other towers keep all other cores busy.
+    """
+    segments = tuple(_improved(segment, crowded) for segment in program.segments)
+    return dataclasses.replace(program, segments=segments)
+
+
+def _improved(segment: Segment, crowded: bool) -> Segment:
+    plan: SegmentPlan = segment.plan
+    return dataclasses.replace(
+        segment,
+        incoming=tuple(map(unpacked, segment.incoming)),
+        outgoing=tuple(map(unpacked, segment.outgoing)),
+        plan=plan if plan.jit_compile else _rewritten(plan, needed_ops(segment), crowded),
+    )
+
+
+def _rewritten(plan: SegmentPlan, needed: set[str], crowded: bool) -> SegmentPlan:
+    shapes = Shapes(plan.graph, plan.ops)
+    graph, ops = simplify(plan.graph, shapes, plan.ops, needed)
+    rewrites = []
+    fusions = find_fusions(graph, ops, needed)
+    for group in fusions:
+        members = frozenset(member for update in group for member in update.members)
+        handles = [graph.inputs[write][0] for update in group for write in update.writes]
+        inputs = [name for update in group for name in update.inputs]
+        nodes = functools.partial(fused_nodes, graph, group, ops)
+        rewrites.append(Rewrite(members, (*inputs, *handles), nodes))
+    for chain in find_chains(graph, shapes, ops, needed, [rewrite.members for rewrite in rewrites]):
+        nodes = functools.partial(chain_nodes, graph, chain, ops, crowded)
+        rewrites.append(Rewrite(frozenset(chain.members), chain.inputs, nodes))
+    return dataclasses.replace(plan, graph=graph, ops=ops, rewrites=tuple(rewrites))

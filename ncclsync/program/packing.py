@@ -1,0 +1,91 @@
+"""Pack what a segment sends into buckets, and unpack what it receives; in the graph of the segment."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from ncclsync.ops.buckets import pack, unpack
+from ncclsync.ops.spans import Meter, begin, hold
+from ncclsync.program.program import Bucket
+
+
+def unpack_all(
+    buckets: Sequence[Bucket],
+    received: Sequence[list[tf.Tensor]],
+    meter: Meter | None = None,
+    tower: tf.Tensor | None = None,
+) -> dict[str, tf.Tensor]:
+    """Return what a tower has received, by the names of the exchanges' results.
+
+    Args:
+        buckets: [B] in order.
+        received: [B] the tensors of each, as many as `Bucket.specs`.
+        meter: notes when it begins and ends.
+        tower: its number, for the meter; int32.
+    """
+    packed = any(bucket.packed for bucket in buckets)
+    tensors = [tensor for each in received for tensor in each]
+    span = begin(meter if packed else None, tower, "unpack", tensors)
+    values: dict[str, tf.Tensor] = {}
+    for bucket, each in zip(buckets, hold(list(received), span.ops), strict=True):
+        parts = unpack(each[0], [e.shape for e in bucket.exchanges]) if bucket.packed else each
+        values.update(zip((exchange.result for exchange in bucket.exchanges), parts, strict=True))
+    return hold(values, span.end(list(values.values())))
+
+
+def pack_all(
+    buckets: Sequence[Bucket],
+    values: dict[str, tf.Tensor],
+    fraction: tf.Tensor,
+    meter: Meter | None = None,
+    tower: tf.Tensor | None = None,
+) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
+    """Return what a tower sends, [B] lists of tensors, and what else is to be waited for.
+
+    Args:
+        buckets: [B] in order.
+        values: by name; the exchanges' sources among them.
+        fraction: the tower's share of the samples, float64; 0 for a tower without.
+        meter, tower: see `unpack_all`.
+    """
+    packed = any(bucket.packed for bucket in buckets)
+    sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
+    span = begin(meter if packed else None, tower, "pack", list(sources.values()))
+    sources = hold(sources, span.ops)
+    outgoing = [_send(bucket, sources, fraction) for bucket in buckets]
+    sent = [tensor for each in outgoing for tensor in each]
+    # What a tower without samples sends waits for nothing that is packed.
+    return outgoing, span.end([*sent, *sources.values()])
+
+
+def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> list[tf.Tensor]:
+    """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
+    tensors = [values[exchange.source] for exchange in bucket.exchanges]
+    if bucket.join is not None and not bucket.wire.concatenates:
+        return tensors
+    for i, exchange in enumerate(bucket.exchanges):
+        if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
+            tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
+    return [_contributed(bucket, one, fraction) for one in ([pack(tensors)] if bucket.packed else tensors)]
+
+
+def _contributed(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
+    if bucket.wire.kind == "broadcast" or bucket.wire.empty_too:
+        return tensor
+    if bucket.wire.concatenates:
+        rows = tf.shape(tensor)[0]
+        return tensor[: tf.where(fraction > 0, rows, 0)]
+    neutral = _neutral(bucket.wire.op, tensor.dtype)
+    # A select, not a product: what a tower computed on a stand-in row may be NaN.
+    return tf.cond(fraction > 0, lambda: tf.identity(tensor), lambda: tf.fill(tf.shape(tensor), neutral))
+
+
+def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:
+    if op == "sum":
+        return tf.zeros([], dtype)
+    if op == "prod":
+        return tf.ones([], dtype)
+    extreme = dtype.min if op == "max" else dtype.max
+    if dtype.is_floating:
+        extreme = float("-inf") if op == "max" else float("inf")
+    return tf.constant(extreme, dtype)

@@ -1,0 +1,66 @@
+"""Combine what the towers' steps return into one device's results."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.program.program import Program, Results
+from ncclsync.semantics.shards import Shards
+
+
+def combine(program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Shards) -> Any:
+    """Return the results of a step, as `Program.outputs` and `Program.results` say.
+
+    Args:
+        program: that has run.
+        values: [N] each tower's tensors, by name.
+        shards: the towers' parts of the batch.
+    """
+    outputs = iter(program.outputs)
+    rows: list[list[Any]] = []  # [results][N]
+    combined: list[Any] = []
+    for leaf in tf.nest.flatten(program.structure):
+        parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
+        if not parts:
+            rows.append([None] * len(values))
+            combined.append(None)
+            continue
+        pieces = [
+            tf.nest.pack_sequence_as(leaf, [tower[name] for name, _ in parts], expand_composites=True)
+            for tower in values
+        ]
+        rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
+        joins = [how == "concat" and len(pieces) > 1 for _, how in parts]
+        if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
+            columns = [[tower[name] for tower in values] for name, _ in parts]
+            joined = [
+                concat_rows(column, shards.sizes) if joins_rows else column[0]
+                for column, joins_rows in zip(columns, joins, strict=True)
+            ]
+            combined.append(tf.nest.pack_sequence_as(leaf, joined, expand_composites=True))
+        else:
+            combined.append(concat_rows(pieces, shards.sizes) if joins[0] else rows[-1][0])
+    if program.results is Results.EACH:
+        towers = range(len(values))
+        return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in towers]
+    return tf.nest.pack_sequence_as(program.structure, combined)
+
+
+def concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Concatenate the towers' results of one row per sample, without those of a stand-in row.
+
+    Args:
+        pieces: [N] tensors, dense, sparse or ragged.
+        sizes: [N] samples of each tower; where it is 0, the piece is left out.
+    """
+    kept = []
+    for piece, size in zip(pieces, sizes, strict=True):
+        if isinstance(piece, tf.SparseTensor):
+            rows = tf.where(size > 0, piece.dense_shape[0], 0)
+            shape = tf.concat([[rows], piece.dense_shape[1:]], 0)
+            kept.append(tf.sparse.slice(piece, tf.zeros_like(shape), shape))
+        else:
+            rows = piece.nrows() if isinstance(piece, tf.RaggedTensor) else tf.shape(piece)[0]
+            kept.append(piece[: tf.where(size > 0, rows, tf.zeros_like(rows))])
+    return tf.sparse.concat(0, kept) if isinstance(kept[0], tf.SparseTensor) else tf.concat(kept, 0)

@@ -57,8 +57,8 @@ class Bucket:
         wire: what the communicator does.
         exchanges: what travels; one only if it is not packed.
         packed: whether they are flattened and concatenated into one tensor. Else each travels in its shape.
-        join: `join(buckets, tensors, fractions)` joins the towers' tensors, [N][B][E], of buckets of one wire,
-            dtype and condition as they are, given each tower's share of the samples, [N], which is 0 for a
+        join: `join(buckets, tensors, fractions)` joins the towers' tensors, [N][B][E], of buckets of one
+            wire, dtype and condition as they are, given each tower's share of the samples, [N], 0 for a
             tower without. None: the communicator joins what the segment has weighted and packed.
     """
 

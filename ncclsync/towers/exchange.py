@@ -20,6 +20,7 @@ def join(
     shards: Shards,
     conditions: Mapping[str, tf.Tensor],
     towers: TowerState,
+    travelling: Sequence[tf.Tensor],
     begin_call: Callable[[Sequence[Bucket], Sequence[int]], Begun],
 ) -> list[list[list[tf.Tensor]]]:
     """Join the towers' buckets.
@@ -30,6 +31,7 @@ def join(
         shards: the towers' parts of the batch.
         conditions: tower 0's values, for `Bucket.when`.
         towers: N towers.
+        travelling: what other calls join meanwhile: the communicator joins bucket after bucket.
         begin_call: lets the span of a call begin, by the indices of the buckets that it joins.
 
     Returns:
@@ -50,7 +52,8 @@ def join(
             if chosen[0].join is not None:
                 joined = chosen[0].join(chosen, held, fractions)
             else:
-                joined = _join(chosen, held, towers, [labels[i] for i in indices])
+                with tf.control_dependencies(travelling):
+                    joined = _join(chosen, held, towers, [labels[i] for i in indices])
             return hold(joined, span.end(tf.nest.flatten(joined)))
 
         when = chosen[0].when

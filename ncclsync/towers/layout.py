@@ -100,10 +100,9 @@ class _Run:
     ) -> None:
         """Join what the towers send after a segment; see `compute`."""
         begin_call = functools.partial(self._begin_call, number, after)
-        # After what still travels: the communicator joins bucket after bucket.
         travelling = [tensor for row in self.received for tensors in row.values() for tensor in tensors]
-        with tf.control_dependencies(travelling):
-            joined = join(segment.outgoing, sent, self._shards, self.values[0], self._towers, begin_call)
+        conditions = self.values[0]
+        joined = join(segment.outgoing, sent, self._shards, conditions, self._towers, travelling, begin_call)
         for row, buckets in zip(self.received, joined, strict=True):
             row.update(zip([bucket.result for bucket in segment.outgoing], buckets, strict=True))
 

@@ -53,12 +53,8 @@ def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
 
 
 def check(case: Case, towers: int) -> None:
-    """N towers give one device's numbers, and all towers hold the same.
-
-    Of an odd number each updates weights of its own; the others share what one of them computes.
-    """
-    apart = {"check_every": 1000} if towers % 2 else {}
-    model = on_towers(case.build, towers, **{**apart, **case.options})
+    """N towers give one device's numbers, and all towers hold the same."""
+    model = on_towers(case.build, towers, **case.options)
     assert_close(case.run(model), case.run(case.build()), case.tolerance)
     assert_towers_agree(model)
     model.towers.close()

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,23 @@ class _Plan:
         return frozenset(id(variables[name]) for name in written)
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Say what a step is before it is traced.
+
+    Attributes:
+        function: of a batch.
+        results: what becomes of what it returns.
+        jit_compile: whether XLA compiles it.
+        autograph: whether Python's conditions and loops over tensors are converted, where it has such.
+    """
+
+    function: Callable[[Any], Any]
+    results: Results = Results.COMBINED
+    jit_compile: bool = False
+    autograph: bool = False
+
+
 class TowerStep(abc.ABC):
     """A step on towers.
 
@@ -89,21 +106,35 @@ class TowerStep(abc.ABC):
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Plan]] = {}
 
     @abc.abstractmethod
-    def make_program(self, specs: Any, meter: Meter | None) -> Program:
-        """Trace the step for shards of these specs, and cut it; see `segment.build_segment` for `meter`."""
+    def source(self, specs: Any) -> Source:
+        """Return what is to be traced for batches of these specs, having made what it needs."""
 
-    def trace_and_cut(
-        self,
-        step: Callable[[Any], Any],
-        specs: Any,
-        results: Results,
-        jit_compile: bool,
-        meter: Meter | None,
-    ) -> Program:
-        """Trace `step` for shards of these specs as a step on towers, and cut it; see `cut`."""
+    def find_inexact(self) -> Sequence[Inexact]:
+        """Return why the step, once traced, is not one device's, as far as the model tells."""
+        return ()
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
+        source = self.source(specs)
+        try:
+            program = self._trace_and_cut(source, specs, meter)
+        except tf.errors.OperatorNotAllowedInGraphError:  # Python's `if` or `for` of a tensor
+            if not source.autograph:
+                raise
+            logger.info("%s is traced through autograph, as tf.function does", source.function)
+            converted = tf_compat.autograph_converted(source.function)
+            program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
+        if self._trains:
+            found = self.find_inexact()
+            for part in found:
+                self.tell_of(part)
+            self.tell_of_choices(program, {part.reason for part in found})
+        return program
+
+    def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
         readers = self._readers()
         watch = Watch() if readers else None
-        step = python_step(step)
+        step = python_step(source.function)
         with contextlib.ExitStack() as stack:
             if watch is not None:
                 step = watch.around(step, readers)
@@ -115,8 +146,8 @@ class TowerStep(abc.ABC):
         program = cut(
             traced,
             self.towers.target,
-            results,
-            jit_compile=jit_compile,
+            source.results,
+            jit_compile=source.jit_compile,
             undone="finite" in readers,
             meter=meter,
         )

@@ -18,14 +18,12 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops.spans import Meter
-from ncclsync.program.program import Program, Results
-from ncclsync.semantics.exactness import find_inexact
+from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.normalization import synchronize_batch_norm
 from ncclsync.semantics.shards import rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
-from ncclsync.towers.step import TowerStep, to_tensor, without_optionals
+from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
 from ncclsync.training.files import replacing
 from ncclsync.training.loop import Towers
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
@@ -205,23 +203,18 @@ class ModelStep(TowerStep):
                 variable.assign(value)
             raise
 
-    def make_program(self, specs: Any, meter: Meter | None) -> Program:
-        """Trace the model's method, having built what it needs, and cut it."""
+    def source(self, specs: Any) -> Source:
+        """Return the model's method, having built what it needs."""
         model = self._model
         _build_state(model, self._name, specs)
         if self._sync_batch_norm:
             synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
-        jit_compile = bool(model.jit_compile)
-        program = self.trace_and_cut(getattr(model, self._name), specs, results, jit_compile, meter)
-        if self._name == "train_step":
-            # Now, since some layers exist only once they are built.
-            invariant = self.towers.batch_invariant_random
-            found = find_inexact(model, batch_invariant_random=invariant)
-            for part in found:
-                self.tell_of(part)
-            self.tell_of_choices(program, {part.reason for part in found})
-        return program
+        return Source(getattr(model, self._name), results, bool(model.jit_compile))
+
+    def find_inexact(self) -> Sequence[Inexact]:
+        """Return why the model does not train as on one device; some layers are made only when built."""
+        return find_inexact(self._model, batch_invariant_random=self.towers.batch_invariant_random)
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

@@ -1,7 +1,6 @@
 """A user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
 
 import collections
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,10 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops.spans import Meter
-from ncclsync.program.program import Program, Results
 from ncclsync.semantics.shards import rows_of, shard_sizes
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.state import TowerState
-from ncclsync.towers.step import TowerStep, leaves_of, to_tensor
+from ncclsync.towers.step import Results, Source, TowerStep, leaves_of, to_tensor
 
 logger = logging.getLogger("ncclsync")
 
@@ -163,19 +160,6 @@ class _FunctionStep(TowerStep):
         self._function = function
         self._results = results
 
-    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+    def source(self, specs: Any) -> Source:
         jit_compile = tf_compat.is_jit_compiled(self._function)
-        trace_and_cut = functools.partial(
-            self.trace_and_cut,
-            specs=specs,
-            results=self._results,
-            jit_compile=jit_compile,
-            meter=meter,
-        )
-        try:
-            program = trace_and_cut(self._function)
-        except tf.errors.OperatorNotAllowedInGraphError:  # Python's `if` or `for` of a tensor
-            logger.info("%s is traced through autograph, as tf.function does", self._function)
-            program = trace_and_cut(tf_compat.autograph_converted(self._function))
-        self.tell_of_choices(program, set())
-        return program
+        return Source(self._function, self._results, jit_compile, autograph=True)

@@ -111,9 +111,26 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     for _, variable in program.variables:
         model.towers.copies(variable)
     lay_out(watched, model.towers, rows, Rollback(watched, model.towers))
+    runs = _joined(program, runs)
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)
     return Traffic(stages, _is_conditional(program))
+
+
+def _joined(
+    program: Program, runs: list[tuple[float, tuple[Message, ...]]]
+) -> list[tuple[float, tuple[Message, ...]]]:
+    """Join the segments that wait for no exchange with those before them: messages travel meanwhile."""
+    joined: list[tuple[float, tuple[Message, ...]]] = []
+    for segment, (work, messages) in zip(program.segments, runs, strict=True):
+        if joined and not segment.incoming:
+            before, earlier = joined.pop()
+            both = before + work or 1.0
+            earlier = tuple(dataclasses.replace(m, ready=m.ready * before / both) for m in earlier)
+            messages = tuple(dataclasses.replace(m, ready=(before + m.ready * work) / both) for m in messages)
+            work, messages = before + work, (*earlier, *messages)
+        joined.append((work, messages))
+    return joined
 
 
 def _is_conditional(program: Program) -> bool:

@@ -66,7 +66,7 @@ def test_wheel_is_preferred_to_loader_path(tmp_path, monkeypatch):
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
-    code = "from ncclsync import native; print(*native._candidates(*native._NCCL), sep='\\n')"
+    code = "from ncclsync.communicator import native; print(*native._candidates(*native._NCCL), sep='\\n')"
     monkeypatch.delenv("NCCLSYNC_NCCL_LIBRARY", raising=False)
     found = run_python(code, PYTHONPATH=str(tmp_path)).splitlines()
     assert found[0] == str(library)

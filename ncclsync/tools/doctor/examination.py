@@ -50,7 +50,7 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
         python=platform.python_version(),
         python_path=sys.executable,
         ncclsync=importlib.import_module("ncclsync").__version__,
-        ncclsync_path=str(pathlib.Path(__file__).parents[1]),
+        ncclsync_path=str(pathlib.Path(__file__).parents[2]),
         variables=environment.read_variables(environ, environment.nccl_files(environ)),
         present=environment.count_gpus(),
         kernel_driver=environment.kernel_driver(),

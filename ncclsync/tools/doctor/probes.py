@@ -53,7 +53,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
         environ: its environment. Its modules are found as this process finds them.
         arguments: what the probe takes, as JSON.
     """
-    path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, sys.path)])
+    path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
         with log.open("w") as output:

@@ -6,7 +6,7 @@ send is weighted by their numbers of samples. The decorator is all that changes.
 Here: `sync_batch_norm=True`, an option of the decorator, makes every `BatchNormalization` of the unchanged
 model normalise by the whole batch. Without it each tower normalises by its own shard, with a warning.
 
-What it got wrong: what is listed under "Limits today" in the README. One host and one process.
+What it got wrong: what is listed under "Limits" in ncclsync/README.md. One host and one process.
 """
 
 from typing import ClassVar

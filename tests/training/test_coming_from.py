@@ -1,4 +1,4 @@
-"""The README's section for those who come from another library: what is left of each program runs, and right.
+"""The page for those who come from another library: what is left of each program runs, and right.
 
 The MirroredStrategy programs, those that it replaces too, run in `test_cross_device_ops.py`, on several
 replicas. And what is refused of what such programs bring along, each by its message.
@@ -21,18 +21,15 @@ from ncclsync.compat import other_libraries
 from ncclsync.towers import placement, state
 from ncclsync.towers.placement import Placement
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "examples" / "coming_from.md"
 X, Y = data()
 
 
 def programs():
-    """By the name of the library: (program before, program after) of each block of the section."""
-    section = (
-        README.read_text(encoding="utf-8").split("\n## Coming from another library\n")[1].split("\n## ")[0]
-    )
+    """By the name of the library: (program before, program after) of each block of its section."""
     found = {}
-    for text in section.split("\n**")[1:]:
-        name = text.partition("**")[0].strip("`:").removeprefix("keras.utils.")
+    for text in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        name = text.partition("\n")[0].removeprefix("keras.utils.")
         for block in re.findall(r"^```diff\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
             lines = block.splitlines()
             assert all(line[:1] in ("-", "+", " ") for line in lines)
@@ -63,7 +60,7 @@ def weights_after(program):
         **{module.__name__: module for module in (keras, ncclsync)},
         "tf": tf,
     }
-    exec(compile(program, "README.md", "exec"), names)
+    exec(compile(program, PAGE.name, "exec"), names)
     return names, names["model"].get_weights()
 
 

@@ -1,8 +1,8 @@
 """Run the parity tests' tables on towers and under tf.distribute.MirroredStrategy, side by side.
 
-Every row of the tables in tests/test_parity_*.py builds, trains and reads a model. Here every row of the
-small tables does, and every third of the large ones (NCCLSYNC_ALL_ROWS=1: all). Each runs three times, each
-time in a process of its own, so that no run meets what an earlier one has left behind:
+Every row of the tables in tests/parity builds, trains and reads a model. Here every row of the small tables
+does, and every third of the large ones (NCCLSYNC_ALL_ROWS=1: all). Each runs three times, each time in a
+process of its own, so that no run meets what an earlier one has left behind:
 
     one device          plain Keras: what the other two must reproduce
     ncclsync            towers on the CPU, by `nccl_parallel`

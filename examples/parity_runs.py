@@ -17,7 +17,8 @@ import re
 import sys
 import threading
 
-TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "parity"
 PRELOADED = ["tensorflow", "keras", "pytest", "ncclsync.parallel"]
 STARTING = threading.Lock()
 
@@ -63,8 +64,9 @@ class Outcome:
 
 def load(name):
     """Import a module from the checkout's tests."""
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
+    for folder in (str(ROOT / "tests" / "support"), str(TESTS)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     return importlib.import_module(name)
 
 

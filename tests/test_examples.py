@@ -1,15 +1,243 @@
-"""The examples run as a user runs them, and hold what they promise."""
+"""The examples and the documents' programs run as a user runs them, and hold what they promise."""
 
+import ast
+import builtins
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from documents import PAGES, ROOT, blocks, read
+from forked import run_programs
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ("large_batches.py", "own_loop.py", "stop_and_go_on.py", "watch.py")
+
+# The Python blocks of all documents but the examples' pages, which show parts of programs.
+LOOSE = {block.name: block.text for block in blocks("python") if block.page.parts[0] != "examples"}
+USE = LOOSE["README.md: Use"]
+
+# What a block may take for granted. A model, and how it is built, are those of the README. Where no number of
+# towers is told, there are two, as on a host with two GPUs.
+SETTING = {
+    "x": "import numpy\nx = numpy.random.default_rng(0).standard_normal((60, 8)).astype('float32')",
+    "y": "import numpy\ny = numpy.random.default_rng(1).integers(0, 10, 60)",
+    "build_model": USE[: USE.index("model = build_model()")],
+}
+TWO_TOWERS = """
+from ncclsync.towers import state
+from ncclsync.towers.placement import Placement
+chosen = state.choose_placement
+state.choose_placement = lambda count, devices, backend: (
+    chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
+)
+"""
+LOOKED_AT = {
+    "README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5",
+}
+
+# Runs a notebook's cells in turn, as its kernel does.
+NOTEBOOK = """
+import json
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in json.loads({text!r})["cells"]:
+    if cell["cell_type"] == "code":
+        shell.run_cell("".join(cell["source"]), store_history=True).raise_error()
+assert shell.user_ns["accuracy"] >= 0.95, shell.user_ns["accuracy"]
+assert shell.user_ns["difference"] < 1e-6
+divergence = [value for value in shell.user_ns["Out"].values() if isinstance(value, float)]
+assert 0.0 in divergence
+"""
+
+# Ends a run as a kill does, after batch 130: 100 of them are in a backup.
+KILLED = """
+import os, ncclsync
+
+class Dies(ncclsync.BackupAndRestore):
+    seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.seen += 1
+        if self.seen == 130:
+            os._exit(9)
+
+ncclsync.BackupAndRestore = Dies
+"""
+SAVED = "\nimport numpy\nnumpy.savez('weights.npz', *model.get_weights())\n"
+
+# As much of CuPy as the program for several hosts uses, over the stand-in's device memory, which is the host's.
+CUPY = """
+import contextlib, sys, types
+import numpy
+
+def buffer(array):
+    held.append(array)
+    return Buffer((array.ctypes.data, array.size, array.dtype))
+
+class Buffer(tuple):
+    def __getitem__(self, index):
+        return held[[a.ctypes.data for a in held].index(tuple.__getitem__(self, 0))][index]
+
+held = []
+cupy = types.ModuleType("cupy")
+cupy.full = lambda count, value, dtype: buffer(numpy.full(count, value, dtype))
+cupy.empty = lambda count, dtype: buffer(numpy.empty(count, dtype))
+cupy.cuda = types.SimpleNamespace(Device=contextlib.nullcontext)
+sys.modules["cupy"] = cupy
+"""
+
+
+def free_names(text):
+    """Names that a program uses and neither defines nor imports."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+    return {node.id for node in names} - defined - set(dir(builtins))
+
+
+def program_of(name):
+    """A loose block with what it takes for granted before it, and what is looked at after it."""
+    setting = [SETTING[one] for one in sorted(free_names(LOOSE[name]))]
+    return "\n".join([TWO_TOWERS, *setting, LOOSE[name], LOOKED_AT.get(name, "")])
+
+
+def script(name):
+    """The source of an example, run under its own file's name."""
+    return f"import runpy\nglobals().update(runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__'))\n"
+
+
+@pytest.fixture(scope="session")
+def ran(made_once):
+    """The folder with what all programs have left, and their exit codes and outputs."""
+
+    def run_all(folder):
+        notebook = NOTEBOOK.format(text=read(pathlib.Path("examples/quickstart.ipynb")))
+        programs = [
+            *((name, program_of(name)) for name in LOOSE),
+            *((name, script(name) + SAVED) for name in SCRIPTS),
+            ("quickstart.ipynb", notebook),
+        ]
+        stopped = script("stop_and_go_on.py") + SAVED
+        run_programs(
+            [
+                *((name, source, str(folder / name.replace("/", "."))) for name, source in programs),
+                ("killed", KILLED + stopped, str(folder / "again")),
+                ("repeated", stopped, str(folder / "again")),
+            ],
+            folder,
+        )
+
+    folder = made_once("examples", run_all)
+    return folder, json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*LOOSE, *SCRIPTS, "quickstart.ipynb"])
+def test_program(ran, name):
+    """It runs to its end."""
+    code, output = ran[1][name]
+    assert code == 0, output[-3000:]
+
+
+def test_pages_show_their_programs():
+    """Each page has a program, and each of its Python blocks stands in that program, word for word."""
+    pages = [page for page in PAGES if page.parent.name == "examples" and page.name != "README.md"]
+    assert len(pages) >= 6
+    for page in pages:
+        shown = [block.text for block in blocks("python") if block.page == page]
+        if page.name == "coming_from.md":  # its programs are its `diff` blocks
+            assert not shown
+            continue
+        program = (ROOT / page).with_suffix(".py").read_text(encoding="utf-8")
+        assert shown
+        for text in shown:
+            assert text in program, text
+
+
+@pytest.mark.timeout(600)
+def test_stop_and_go_on(ran):
+    """The example, killed and repeated, ends with the weights of a run that nothing stopped."""
+    folder, results = ran
+    assert [results[name][0] for name in ("killed", "repeated")] == [9, 0], results["repeated"][1]
+    whole = folder / "stop_and_go_on.py"
+    assert not (whole / "backup").exists() and (whole / "digits.weights.h5").stat().st_size
+    with np.load(folder / "again/weights.npz") as again, np.load(whole / "weights.npz") as expected:
+        assert len(again.files) == len(expected.files) >= 4
+        for name in expected.files:
+            np.testing.assert_array_equal(again[name], expected[name])
+
+
+@pytest.mark.timeout(600)
+def test_own_loop_learns(ran):
+    """Its loss falls, on towers that agree."""
+    output = ran[1]["own_loop.py"][1]
+    losses = [float(loss) for loss in re.findall(r"^loss (.*)$", output, flags=re.MULTILINE)]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2
+    assert "divergence 0.0" in output
+
+
+@pytest.mark.timeout(600)
+def test_large_batches_follows_its_recipe(ran):
+    """Eight times the batch, eight times the rate; the block's last normalisation is found."""
+    folder, results = ran
+    output = results["large_batches.py"][1]
+    assert "learning rate: 0.020" in output and "effective:     0.160" in output
+    assert "begins as the identity: ['batch_normalization']" in output
+    assert (folder / "large_batches.py/rate.png").stat().st_size
+
+
+@pytest.mark.timeout(600)
+def test_watch_sees_what_its_page_tells(ran):
+    """The tower and the rows of the NaN, the plan's tables, the trace, the columns of the logs."""
+    folder, results = ran
+    output = results["watch.py"][1]
+    page = read(pathlib.Path("examples/watch.md"))
+    message = re.search(r"^Expected finite gradients.* rows 7 to 13", page, flags=re.MULTILINE)[0]
+    assert message in output and "divergence 0.0" in output
+    assert all(word in output for word in ("noise_scale", "samples_per_second", "0 to 21"))
+    headings = re.findall(r"^ (\w.*)\n ─", page, flags=re.MULTILINE)
+    assert len(headings) == 3
+    for heading in headings:
+        assert " ".join(heading.split()) in re.sub(r" +", " ", output)
+    assert json.loads((folder / "watch.py/trace.json").read_text())
+
+
+@pytest.mark.timeout(120)
+def test_more_than_one_host(built_standin, tmp_path):
+    """Two processes with two ranks each: every rank has the average."""
+    program = CUPY + script("more_than_one_host.py")
+    environment = os.environ | built_standin.environment | {"STANDIN_FOLDER": str(tmp_path)}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    words = ("--hosts", "2", "--gpus", "2", "--folder", str(tmp_path), "--host")
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *words, host],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in "01"
+    ]
+    try:
+        outputs = [host.communicate(timeout=60)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    lines = [line for output in outputs for line in output.splitlines()]
+    assert lines == [f"rank {rank} of 4: 1.5" for rank in range(4)], outputs
 
 
 def run_example(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:

@@ -38,7 +38,7 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 
-TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "ncclsync", "csrc", "tests", "examples"}
+TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "ncclsync", "csrc", "tests", "examples"}
 
 
 def sources() -> dict[str, ast.Module]:
@@ -231,7 +231,7 @@ def test_undocumented_names_are_found():
 def test_version_is_the_same_everywhere():
     """In the package's metadata, in Python, and as the changelog's newest entry."""
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    newest = re.search(r"^### (\d\S+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    newest = re.search(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert declared is not None and newest is not None
     assert declared[1] == ncclsync.__version__ == newest[1]
 

@@ -1,280 +1,204 @@
-"""Every Python example of the README runs as it stands there, in a process in which no other one has run.
+"""What documents say is true as far as a test can read: blocks parse, names exist, links lead somewhere.
 
-What an example takes for granted, such as `x` and `model`, a small setting provides. `diff` blocks run in
-`test_coming_from.py`; of `sh` blocks, the commands are parsed.
+Programs of documents run in `test_examples.py`, `diff` blocks in `test_coming_from.py`.
 """
 
 import argparse
 import ast
-import builtins
+import importlib
+import inspect
 import json
-import os
-import pathlib
 import re
 import shlex
 import subprocess
-import sys
+import textwrap
 
-import numpy as np
 import pytest
+from documents import PAGES, ROOT, anchors, blocks, prose, read
 
+from ncclsync import nccl_parallel
 from ncclsync.tools import cli
 
-ROOT = pathlib.Path(__file__).parent.parent
-READMES = sorted(
-    path
-    for path in ROOT.rglob("README*.md")
-    if not any(part[0] == "." for part in path.relative_to(ROOT).parts)
-)
+LANGUAGES = {"python", "sh", "diff", "text"}
+FOLDERS = ("", "ncclsync", "ncclsync/semantics", "ncclsync/tools", "csrc", "tests", "examples")
 
 
-def blocks(language):
-    """By name, `README.md: Use` for the first of a section: (section, text) of each block of a language."""
-    found = {}
-    for path in READMES:
-        for text in f"\n{path.read_text(encoding='utf-8')}".split("\n## ")[1:]:
-            section = text.partition("\n")[0]
-            for block in re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
-                name = f"{path.relative_to(ROOT)}: {section}"
-                while name in found:
-                    name += "'"
-                found[name] = section, block
-    return found
+def no_such(names, exists):
+    """Return which of the names do not exist."""
+    return sorted(name for name in set(names) if not exists(name))
 
 
-EXAMPLES = blocks("python")
-USE = EXAMPLES["README.md: Use"][1]
-
-# What an example may take for granted. A model, and how it is built, are those of the README's first example.
-SETTING = {
-    "keras": "import keras",
-    "ncclsync": "import ncclsync",
-    "nccl_parallel": "from ncclsync import nccl_parallel",
-    "x": "import numpy\nx = numpy.random.default_rng(0).standard_normal((60, 8)).astype('float32')",
-    "y": "import numpy\ny = numpy.random.default_rng(1).integers(0, 10, 60)",
-    "build_model": USE[: USE.index("model = build_model()")],
-    "model": USE[: USE.index("model.fit(")],
-    "optimizer": "import keras\noptimizer = keras.optimizers.SGD(0.1)",
-    "loss_fn": "import keras\nloss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)",
-    "dataset": "import tensorflow\ndataset = tensorflow.data.Dataset.from_tensor_slices((x, y)).batch(20)",
-}
-NEEDED = {"dataset": ("x", "y")}  # before
-
-# The body of a `build_model` that is `...` in an example; else that of the first example.
-RESIDUAL = """
-inputs = keras.Input((8,))
-branch = keras.layers.BatchNormalization()(keras.layers.Dense(8)(inputs))
-model = keras.Model(inputs, keras.layers.Dense(10)(inputs + branch))
-model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-return model
-"""
-
-# What is looked at when an example has run; by section. Every other one has only to run.
-LOOKED_AT = {
-    "Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5",
-    "Your own loop": "assert set(logs) == {'loss', 'largest'} and len(model.weights) == 4",
-    "Large batches": (
-        "import os\nassert os.path.getsize('rate.png') and 'effective_learning_rate' in history.history"
-    ),
-    "Stop and go on": (
-        "import os\nassert int(model.optimizer.iterations) == 300 and not os.path.exists('backup')"
-    ),
-    "Watch": "model = build_model()\nmodel.fit(x, y)\nassert model.towers.divergence() == 0.0",
-    "See a step": "import os\nassert os.path.getsize('trace.json')",
-}
-
-# Small ones, but for what a section tells of: a backup every 100 batches of 256.
-SIZES = {"Stop and go on": 256 * 60}
-
-# A process imports the package, and forks one for each program, in turn: (name, source, folder) on stdin.
-# Where no number of towers is told, there are two, as on a host with two GPUs.
-RUNNER = """
-import json, os, sys, tempfile, traceback
-import keras, tensorflow, ncclsync
-from ncclsync.towers import state
-from ncclsync.towers.placement import Placement
-
-chosen = state.choose_placement
-state.choose_placement = lambda count, devices, backend: (
-    chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
-)
-# As in conftest.py: an iterator's end may else be waited for up to a minute.
-options, make_iterator = tensorflow.data.Options(), tensorflow.data.Dataset.__iter__
-options.autotune.enabled = False
-tensorflow.data.Dataset.__iter__ = lambda self: make_iterator(self.with_options(options))
-
-results = {}
-for name, source, folder in json.load(sys.stdin):
-    output = tempfile.TemporaryFile("w+")
-    child = os.fork()
-    if child == 0:
-        code = 1
+def is_there(dotted):
+    """Return whether a name that begins with the package leads to a module or to what a module has."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
         try:
-            os.makedirs(folder, exist_ok=True)
-            os.chdir(folder)
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            keras.utils.set_random_seed(1)
-            exec(compile(source, name, "exec"), {"__name__": "__main__"})
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    output.seek(0)
-    results[name] = code, output.read()
-json.dump(results, open(sys.argv[1], "w"))
-"""
-
-# Ends a run as a kill does, behind batch 130: 100 of them are in a backup.
-KILLED = """
-import os, ncclsync
-
-class Dies(ncclsync.BackupAndRestore):
-    seen = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        super().on_train_batch_end(batch, logs)
-        self.seen += 1
-        if self.seen == 130:
-            os._exit(9)
-
-ncclsync.BackupAndRestore = Dies
-"""
-SAVED = "\nimport numpy\nnumpy.savez('weights.npz', *model.get_weights())\n"
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
 
 
-def free_names(text):
-    """Names that a program uses and neither defines nor imports."""
-    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-            defined |= {argument.arg for argument in node.args.args}
-    return {node.id for node in names} - defined - set(dir(builtins))
+def cells(line):
+    """Return the cells of a table's line."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def program_of(section, text):
-    """An example with its setting before it, and what is looked at behind it."""
-    tree = ast.parse(text)
-    elided = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and ast.unparse(node.body) == "..."
-        and node.name == "build_model"
-    ]
-    for node in elided:
-        body = RESIDUAL if section == "Large batches" else ast.unparse(ast.parse(USE).body[2].body)
-        node.body = ast.parse(body).body
-    names = free_names(ast.unparse(tree))
-    names |= {"x", "y"} if "build_model()" in LOOKED_AT.get(section, "") else set()
-    names |= {"keras"} if elided else set()
-    needed = [one for name in sorted(names) for one in (*NEEDED.get(name, ()), name)]
-    setting = "\n".join(SETTING[name] for name in dict.fromkeys(needed))
-    if section in SIZES:
-        setting = setting.replace("60", str(SIZES[section]))
-    return f"{setting}\n{ast.unparse(tree)}\n{LOOKED_AT.get(section, '')}\n"
+def option_table():
+    """Return the README's table of options: name to default, as Python text."""
+    section = read("README.md").partition("\n## Options\n")[2].partition("\n## ")[0]
+    rows = [cells(line) for line in section.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): default.strip("`") for name, default, _ in rows}
 
 
-def run_programs(programs, folder):
-    """Run (name, source, folder) each in a process of its own; write (exit code, output) by name."""
-    command = [sys.executable, "-c", RUNNER, str(folder / "results.json")]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        command,
-        input=json.dumps(programs),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_every_folder_has_its_page():
+    """Documents stand where the reader stands; README is short."""
+    pages = {str(page) for page in PAGES}
+    assert pages >= {f"{folder}/README.md".lstrip("/") for folder in FOLDERS} | {"CHANGELOG.md"}
+    assert len(read("README.md").splitlines()) <= 150
 
 
-@pytest.fixture(scope="session")
-def ran(made_once):
-    """The folder with what all examples have left, and their exit codes and outputs."""
-
-    def run_all(folder):
-        programs = [
-            (name, program_of(section, text), str(folder / str(i)))
-            for i, (name, (section, text)) in enumerate(EXAMPLES.items())
-        ]
-        stopped = program_of(*EXAMPLES["README.md: Stop and go on"])
-        programs += [
-            ("killed", KILLED + stopped, str(folder / "again")),
-            ("repeated", stopped + SAVED, str(folder / "again")),
-            ("whole", stopped + SAVED, str(folder / "whole")),
-        ]
-        run_programs(programs, folder)
-
-    folder = made_once("readme", run_all)
-    return folder, json.loads((folder / "results.json").read_text())
+def test_blocks_are_of_known_languages():
+    """No block is of a language that nobody looks at; no fence is left open."""
+    for page in PAGES:
+        fences = len(re.findall(r"^```", read(page), flags=re.MULTILINE))
+        assert fences == 2 * len([block for block in blocks() if block.page == page]), page
+    assert {block.language for block in blocks()} <= LANGUAGES
+    assert {str(block.page) for block in blocks("diff")} == {"examples/coming_from.md"}
 
 
-def test_every_example_is_found():
-    """In all sections that have one; no block is of a language that nobody looks at."""
-    assert {section for section, _ in EXAMPLES.values()} >= {"Check your own model", *LOOKED_AT}
-    for path in READMES:
-        languages = re.findall(r"^```(\w*)\n.*?^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-        assert set(languages) <= {"python", "sh", "diff", "text"}
-    assert {section for section, _ in blocks("diff").values()} == {"Coming from another library"}
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in blocks("python")])
+def test_python_compiles(block):
+    """As it stands, its indentation aside."""
+    ast.parse(textwrap.dedent(block.text))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example(ran, name):
-    """It runs, and does what its section tells."""
-    code, output = ran[1][name]
-    assert code == 0, output[-3000:]
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in blocks("sh")])
+def test_shell_parses(block):
+    """A shell reads all of it."""
+    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_stop_and_go_on(ran):
-    """The example, killed and repeated by the same lines, ends with the weights of a run nothing stopped."""
-    folder, results = ran
-    assert [results[name][0] for name in ("killed", "repeated", "whole")] == [9, 0, 0], results["repeated"][1]
-    with np.load(folder / "again/weights.npz") as again, np.load(folder / "whole/weights.npz") as whole:
-        assert len(again.files) == len(whole.files) == 4
-        for name in whole.files:
-            np.testing.assert_array_equal(again[name], whole[name])
+def test_every_option_is_in_the_table():
+    """Names, their order and their defaults are those of the decorator."""
+    parameters = list(inspect.signature(nccl_parallel).parameters.values())[1:]
+    assert list(option_table()) == [one.name for one in parameters]
+    assert {name: eval(default) for name, default in option_table().items()} == {
+        one.name: one.default for one in parameters
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_options_exist(page):
+    """Those that a document gives to the decorator."""
+    flat = re.sub(r"(?<!nccl_parallel)\([^()]*\)", "", read(page))  # without calls among the arguments
+    calls = re.findall(r"nccl_parallel\((\w+=[^)]*)", flat)
+    named = [name for call in calls for name in re.findall(r"(\w+)=", call)]
+    assert not no_such(named, inspect.signature(nccl_parallel).parameters.__contains__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_names_exist(page):
+    """Everything that begins with `ncclsync.`; of the changelog's table of moves, the new side."""
+    text = re.sub(r"^ *\| `ncclsync\.[^|]*\|", "|", read(page), flags=re.MULTILINE)
+    names = re.findall(r"(?<![\w./\"-])ncclsync(?:\.[A-Za-z]\w*)+(?![\w/])", text)
+    assert not no_such([name for name in names if name != "ncclsync.h"], is_there)
+
+
+def test_missing_names_are_found():
+    """The checks above can fail."""
+    assert not is_there("ncclsync.towers.no_such") and not is_there("ncclsync.no_such.module")
+    assert is_there("ncclsync.tools.bench.models.resnet50") and is_there("ncclsync.Towers")
+    assert no_such(["a", "b"], {"a"}.__contains__) == ["b"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
+    """Files and folders exist, and headings in them."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page.parent / name).resolve() if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(path.relative_to(ROOT)), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_files_exist(page):
+    """Those that a document names, from the root, from its own folder or from the package."""
+    words = re.findall(r"(?<![\w/~.-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|sh|h|ipynb)\b", read(page))
+    named = [word for word in words if "/" in word and "my_package" not in word]
+    homes = (ROOT, ROOT / page.parent, ROOT / "ncclsync", ROOT / "tests")
+    assert not no_such(named, lambda word: any((home / word).exists() for home in homes))
 
 
 def commands():
-    """By block, its commands as argument lists, without comments."""
+    """Return (page, arguments) of each command in a `sh` block, without comments."""
     return [
-        (name, shlex.split(line, comments=True))
-        for name, (_, text) in blocks("sh").items()
-        for line in text.splitlines()
+        (str(block.page), shlex.split(line, comments=True))
+        for block in blocks("sh")
+        for line in block.text.splitlines()
         if line.strip()
     ]
 
 
-@pytest.mark.parametrize("name, command", [pytest.param(n, c, id=" ".join(c)[:60]) for n, c in commands()])
-def test_command(monkeypatch, name, command):
+def understood(monkeypatch, arguments):
+    """Return whether ncclsync's command line takes these arguments."""
+    seen, parse = [], argparse.ArgumentParser.parse_args
+
+    def parse_only(self, given):
+        seen.append(parse(self, given))
+        return argparse.Namespace(run=lambda given: 0)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    return cli.main(arguments) == 0 and seen[0].command == arguments[0]
+
+
+@pytest.mark.parametrize("page, command", [pytest.param(p, c, id=" ".join(c)[:60]) for p, c in commands()])
+def test_command(monkeypatch, page, command):
     """A command of ours is understood, with its options; files that it names are there."""
     for word in command:
         if re.fullmatch(r"(examples|tests)/[\w/]+(\.py)?", word):
             assert (ROOT / word).exists()
     while "=" in command[0]:
         command = command[1:]
-    if command[:3] != ["python", "-m", "ncclsync"]:
-        assert command[0] in ("python3", "python", ".venv/bin/python", ".venv/bin/pip"), command
-        return
-    understood, parse = [], argparse.ArgumentParser.parse_args
+    if command[:3] == ["python", "-m", "ncclsync"]:
+        assert understood(monkeypatch, command[3:])
+    else:
+        assert re.fullmatch(r"python3?|(\.venv/bin/)(python|pip|ruff|mypy)|\.ci/\w+", command[0]), command
 
-    def parse_only(self, arguments):
-        understood.append(parse(self, arguments))
-        return argparse.Namespace(run=lambda given: 0)
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    assert cli.main(command[3:]) == 0 and understood[0].command == command[3]
+def test_commands_in_prose_exist(capsys):
+    """`python -m ncclsync COMMAND`, and of the tools' page every option."""
+    helps = {}
+    for command in ("verify", "doctor", "plan", *(f"bench {name}" for name in ("all-reduce", "step"))):
+        with pytest.raises(SystemExit):
+            cli.main([*command.split(), "--help"])
+        helps[command] = capsys.readouterr().out
+    known = {word.partition(" ")[0] for word in helps}
+    for page in PAGES:
+        named = re.findall(r"`python -m ncclsync (\w+)", prose(page))
+        assert not no_such(named, known.__contains__), page
+    options = re.findall(r"`(--[\w-]+)", prose("ncclsync/tools/README.md"))
+    assert len(options) > 10
+    assert not no_such(options, lambda name: name == "--help" or f"{name} " in " ".join(helps.values()))
+
+
+def test_notebook_is_clean():
+    """It holds no outputs; its text's links lead somewhere, its code compiles."""
+    notebook = json.loads(read("examples/quickstart.ipynb"))
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            ast.parse(text)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            assert target.startswith("https://") or (ROOT / "examples" / target).exists()

@@ -55,24 +55,24 @@ divergence = [value for value in shell.user_ns["Out"].values() if isinstance(val
 assert 0.0 in divergence
 """
 
-# Ends a run as a kill does, after batch 130: 100 of them are in a backup.
-KILLED = """
+# Counts a run's batches, and ends it after batch LAST as a kill does.
+COUNTED = """
 import os, ncclsync
+seen = 0
 
-class Dies(ncclsync.BackupAndRestore):
-    seen = 0
-
+class Counts(ncclsync.BackupAndRestore):
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
-        self.seen += 1
-        if self.seen == 130:
+        global seen
+        seen += 1
+        if seen == LAST:
             os._exit(9)
 
-ncclsync.BackupAndRestore = Dies
+ncclsync.BackupAndRestore = Counts
 """
 SAVED = "\nimport numpy\nnumpy.savez('weights.npz', *model.get_weights())\n"
 
-# As much of CuPy as the program for several hosts uses, over the stand-in's device memory, which is the host's.
+# As much of CuPy as the program for several hosts uses, over the stand-in's memory, which is the host's.
 CUPY = """
 import contextlib, sys, types
 import numpy
@@ -129,12 +129,12 @@ def ran(made_once):
             *((name, script(name) + SAVED) for name in SCRIPTS),
             ("quickstart.ipynb", notebook),
         ]
-        stopped = script("stop_and_go_on.py") + SAVED
+        stopped = f"{COUNTED}{script('stop_and_go_on.py')}{SAVED}print('batches:', seen)"
         run_programs(
             [
                 *((name, source, str(folder / name.replace("/", "."))) for name, source in programs),
-                ("killed", KILLED + stopped, str(folder / "again")),
-                ("repeated", stopped, str(folder / "again")),
+                ("killed", stopped.replace("LAST", "130"), str(folder / "again")),
+                ("repeated", stopped.replace("LAST", "None"), str(folder / "again")),
             ],
             folder,
         )
@@ -171,6 +171,7 @@ def test_stop_and_go_on(ran):
     """The example, killed and repeated, ends with the weights of a run that nothing stopped."""
     folder, results = ran
     assert [results[name][0] for name in ("killed", "repeated")] == [9, 0], results["repeated"][1]
+    assert "batches: 185" in results["repeated"][1]  # of 5 epochs of 57, without the 100 of the backup
     whole = folder / "stop_and_go_on.py"
     assert not (whole / "backup").exists() and (whole / "digits.weights.h5").stat().st_size
     with np.load(folder / "again/weights.npz") as again, np.load(whole / "weights.npz") as expected:

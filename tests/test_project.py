@@ -38,7 +38,16 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 
-TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "ncclsync", "csrc", "tests", "examples"}
+TOP_LEVEL = {
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "ncclsync",
+    "csrc",
+    "tests",
+    "examples",
+}
 
 
 def sources() -> dict[str, ast.Module]:

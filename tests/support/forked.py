@@ -1,4 +1,4 @@
-"""Run programs as users run them, each in a process of its own, and import TensorFlow and Keras once for all."""
+"""Run programs as users do, each in a process of its own; TensorFlow and Keras are imported once for all."""
 
 import json
 import os

@@ -22,8 +22,8 @@ PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, 
 
 def read_cdef(header: pathlib.Path = HEADER) -> str:
     """Return the declarations between the header's marks, with its enum of statuses as an int."""
-    _, _, behind = header.read_text(encoding="utf-8").partition("/* cdef begin */")
-    declarations, mark, _ = behind.partition("/* cdef end */")
+    _, _, after = header.read_text(encoding="utf-8").partition("/* cdef begin */")
+    declarations, mark, _ = after.partition("/* cdef end */")
     if not mark:
         raise SetupError(f"Expected the marks 'cdef begin' and 'cdef end'. Received: {header}")
     # The enum itself is written with a macro, which cffi does not read; "..." asks the compiler.
@@ -44,14 +44,15 @@ class BuildNative(build_ext):
         super().build_extensions()
 
     def build_extension(self, ext) -> None:
-        """Add the generated file to the sources and compile."""
+        """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer."""
         ffi = cffi.FFI()
         ffi.cdef(read_cdef())
         ffi.set_source(ext.name, f'#include "{HEADER.name}"')
         generated = pathlib.Path(self.build_temp, ext.name.rpartition(".")[2] + ".c")
         generated.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(generated))
-        ext.sources = [*ext.sources, str(generated)]
+        ext.sources = [*map(str, sorted(HEADER.parent.rglob("*.c"))), str(generated)]
+        ext.depends = [*map(str, sorted(HEADER.parent.rglob("*.h")))]
         super().build_extension(ext)
 
 

@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 /* NCCL's enums, declared here and nowhere else (nccl.h includes CUDA headers, which a plain machine lacks).
- * tests/test_nccl_header.py compares every value with the nccl.h of the installed nvidia-nccl wheel. */
+ * tests/communicator/test_nccl_header.py compares every value with the nccl.h of the installed nvidia-nccl wheel. */
 #define NCS_RESULTS(X)         \
   X(ncclSuccess, 0)            \
   X(ncclUnhandledCudaError, 1) \
@@ -59,7 +59,7 @@ typedef enum { NCS_OPS(NCS_ENUM_OP) } ncclRedOp_t;
 /* cdef begin */
 
 /* ---- The tables above, for callers that cannot read macros. ----
- * Entry `index` (0, 1, ...) of each; ncclInvalidArgument behind the last one. Names are static strings. */
+ * Entry `index` (0, 1, ...) of each; ncclInvalidArgument after the last one. Names are static strings. */
 ncclResult_t ncs_result_describe(int index, /*outputs*/ const char** name, int* value);
 ncclResult_t ncs_dtype_describe(int index, /*outputs*/ const char** name, int* value, size_t* size);
 ncclResult_t ncs_op_describe(int index, /*outputs*/ const char** name, int* value);
@@ -72,7 +72,7 @@ typedef struct {
   int index; /* of the group's collective that it failed in; -1: in none of them */
 } ncs_failure;
 
-/* ---- Host memory (pool.c, cpu.c) ---- */
+/* ---- Host memory (cpu/) ---- */
 
 /* Vector instructions the kernels are compiled for. All give bitwise the same results (only the payload of a NaN
  * may differ); a level other than the best one exists for tests. */
@@ -154,12 +154,12 @@ enum {
   NCS_MOST_PERIOD = 2048   /* elements of a sum */
 };
 
-/* Registers with the TensorFlow of this process the ops of tf_ops.c, which use `pool`; once, later calls do nothing.
+/* Registers with the TensorFlow of this process the ops of tf/, which use `pool`; once, later calls do nothing.
  * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.
  * ncclSystemError: not loaded, a function is missing in it, or it refuses; nothing can be used then. */
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure);
 
-/* ---- What began and ended when (meter.c) ---- */
+/* ---- What began and ended when (cpu/meter.c) ---- */
 
 /* Notes of spans. Any number of threads may use a meter at the same time. */
 typedef struct ncs_meter ncs_meter;
@@ -186,7 +186,7 @@ ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, 
 /* Moves at most the first `most` notes to `stamps`, in their order; *taken is how many. */
 ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_stamp* stamps, size_t* taken);
 
-/* ---- GPUs by NCCL (nccl.c) ---- */
+/* ---- GPUs by NCCL (nccl/) ---- */
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
 typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator and one stream per GPU */
@@ -263,14 +263,14 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all that was queued on these devices, by whom and on which
  * stream whatsoever, when this wait began; ncclInProgress if that has not ended: then call it again. To be called
- * before ncs_nccl_run_group, whose streams wait for nobody: behind it the buffers that are sent have been written, and
+ * before ncs_nccl_run_group, whose streams wait for nobody: after it the buffers that are sent have been written, and
  * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
  * its stream was pending). What is queued during the wait is not waited for.
  *
  * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that
  * work, and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event
  * on a stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread
- * calls cudaDeviceSynchronize; if the work never ends, that thread stays behind. */
+ * calls cudaDeviceSynchronize; if the work never ends, that thread stays. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* While that wait is under way: of which ranks' devices it is known that their work has not ended (1, else 0). */
@@ -278,7 +278,7 @@ ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy)
 
 /* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
  * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and
- * waits as ncs_nccl_wait does, which may go on behind ncclInProgress: until then the buffers must stay. */
+ * waits as ncs_nccl_wait does, which may go on after ncclInProgress: until then the buffers must stay. */
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
 
@@ -319,5 +319,12 @@ typedef struct {
 } ncs_dlpack_tensor;
 
 /* cdef end */
+
+/* ---- Inside csrc only (ncclsync.c): what all folders share ---- */
+
+/* Bytes of an element; 0: no such dtype. */
+size_t ncs_size_of(int dtype);
+/* Fills in *failure, which may be NULL. */
+void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);
 
 #endif /* NCCLSYNC_H_ */

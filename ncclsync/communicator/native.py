@@ -179,7 +179,7 @@ def cpu_broadcast(pool: Pool, buffers: list[Any], count: int, dtype: int, root: 
 
 
 def register_tensorflow(path: str) -> None:
-    """Register the ops of ``tf_ops.c`` with TensorFlow, whose functions they find in its library at ``path``.
+    """Register the ops of ``csrc/tf`` with TensorFlow, whose functions they find in its library at ``path``.
 
     Raises:
         NcclError: this TensorFlow lacks a function, or refuses.

@@ -1,4 +1,4 @@
-"""Write element-wise ops as one program, as `csrc/arithmetic.h` has it, and the node that runs it."""
+"""Write element-wise ops as one program, as `csrc/cpu/arithmetic.h` has it, and the node that runs it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

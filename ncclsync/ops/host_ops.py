@@ -1,8 +1,8 @@
 """Serve TensorFlow ops over host memory whose kernels are our own C: collectives, and notes of time.
 
-They take the place of py ops where all towers are on the CPU. `csrc/tf_ops.c`
+They take the place of py ops where all towers are on the CPU. `csrc/tf/ops.c`
 registers them by TensorFlow's C API when they are first asked for; where that cannot be done, py ops do
-everything: those of `group_ops` and of `meter`.
+everything: those of `group_ops` and of `spans`.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""The C library by itself: under sanitizers, and without warnings."""
+"""The C library by itself: which file may use which, under sanitizers, and without warnings."""
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -9,7 +10,10 @@ import pytest
 from standin import Standin
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = [ROOT / "csrc" / name for name in ("pool.c", "cpu.c", "arithmetic.c", "meter.c")]
+CSRC = ROOT / "csrc"
+SOURCES = [CSRC / "ncclsync.c", *sorted((CSRC / "cpu").glob("*.c"))]
+# A folder knows those in the rows above its own only; "." is csrc itself.
+ROWS = ((".",), ("cpu", "nccl"), ("tf",))
 FLAGS = [
     "-std=c99",
     "-Wall",
@@ -22,7 +26,71 @@ FLAGS = [
 ]
 
 compiler = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(compiler is None, reason="no C compiler on the PATH")
+needs_compiler = pytest.mark.skipif(compiler is None, reason="no C compiler on the PATH")
+
+
+def read_arrows(csrc: pathlib.Path) -> dict[str, set[str]]:
+    """Return for each C file or header which others it includes, or whose functions and variables it uses."""
+    texts, owners = {}, {}
+    for file in sorted([*csrc.rglob("*.c"), *csrc.rglob("*.h")]):
+        name = file.relative_to(csrc).as_posix()
+        texts[name] = re.sub(r"/\*.*?\*/", " ", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+        if file.suffix == ".c":
+            # At the beginning of a line, and not static: a function with a body, a variable.
+            defined = r"^(?!static|typedef|extern)\w[^;{}()=]*?\b(ncs_\w+) ?(?:\([^;{}]*\) ?\{|= ?\{|;)"
+            owners.update(dict.fromkeys(re.findall(defined, texts[name], re.M), name))
+    arrows = {name: set(re.findall(r'#include "([^"]+)"', text)) for name, text in texts.items()}
+    for name in set(owners.values()):  # a header only declares
+        arrows[name] |= {owners[word] for word in re.findall(r"\bncs_\w+", texts[name]) if word in owners} - {
+            name
+        }
+    return arrows
+
+
+def faults(arrows: dict[str, set[str]]) -> set[str]:
+    """Return the arrows between folders that lead to no row above, and the files that form circles."""
+    row_of = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
+    found = set()
+    for name, others in arrows.items():
+        for other in others:
+            own, its = (pathlib.PurePath(path).parent.as_posix() for path in (name, other))
+            if own != its and row_of[its] >= row_of[own]:
+                found.add(f"{name} -> {other}")
+    left = dict(arrows)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    return found | set(left)
+
+
+def test_files_use_each_other_one_way_only():
+    """No circle between files, by includes or by calls, and no arrow upwards between folders."""
+    arrows = read_arrows(CSRC)
+    assert {"cpu/pool.h", "cpu/pool.c", "ncclsync.c"} <= arrows["cpu/collectives.c"]  # it does read something
+    assert {"tf/api.c", "tf/api.h", "cpu/meter.c"} <= arrows["tf/note.c"]
+    assert faults(arrows) == set()
+
+
+@pytest.mark.parametrize(
+    ("added", "file", "expected"),
+    [
+        (
+            "int ncs_use(void) { return ncs_cpu_reduce != 0; }",
+            "cpu/pool.c",
+            {"cpu/pool.c", "cpu/collectives.c"},
+        ),
+        ('#include "tf/api.h"', "nccl/api.h", {"nccl/api.h -> tf/api.h"}),
+        ("void* use = &ncs_pool_level;", "nccl/group.c", {"nccl/group.c -> cpu/pool.c"}),
+        ("void* use = &ncs_pool_level;", "ncclsync.c", {"ncclsync.c -> cpu/pool.c"}),
+        ("void* use = &ncs_tf;", "cpu/meter.c", {"cpu/meter.c -> tf/api.c"}),
+    ],
+)
+def test_a_circle_or_an_arrow_upwards_would_be_found(added, file, expected, tmp_path):
+    """The test above can fail: by a call, an include, the address of a function, a variable."""
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    with open(tmp_path / "csrc" / file, "a", encoding="utf-8") as changed:
+        changed.write(added + "\n")
+    assert expected <= faults(read_arrows(tmp_path / "csrc"))
 
 
 def compile_c(*arguments: object) -> None:
@@ -42,16 +110,18 @@ def sanitized(request, tmp_path):
     return ["-g", "-O1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all"]
 
 
+@needs_compiler
 @pytest.mark.timeout(120)
 def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
     """Every dtype, operation and level, concurrent callers, pools made and ended."""
     program, check = tmp_path / "check_cpu", ROOT / "tests" / "support" / "csrc" / "check_cpu.c"
     libraries = ["-lpthread", "-lm"]
-    compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *SOURCES, "-o", program, *libraries)
+    compile_c(*sanitized, *FLAGS, f"-I{CSRC}", check, *SOURCES, "-o", program, *libraries)
     done = subprocess.run([program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@needs_compiler
 @pytest.mark.timeout(120)
 def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     """Every call, every failure of creation, aborts in the middle, several threads; the stand-in too. Where
@@ -59,9 +129,9 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     older = ["-DSTANDIN_OLD_DRIVER"] if "-fsanitize=thread" in sanitized else []
     standin = Standin(tmp_path, *sanitized, *older)
     program, check = tmp_path / "check_nccl", ROOT / "tests" / "support" / "csrc" / "check_nccl.c"
-    sources = [*SOURCES, *(ROOT / "csrc").glob("nccl*.c"), standin.cudart]
+    sources = [*SOURCES, *(CSRC / "nccl").glob("*.c"), standin.cudart]
     libraries = ["-lpthread", "-lm", "-ldl"]
-    compile_c(*sanitized, *FLAGS, f"-I{ROOT / 'csrc'}", check, *sources, "-o", program, *libraries)
+    compile_c(*sanitized, *FLAGS, f"-I{CSRC}", check, *sources, "-o", program, *libraries)
     # When a thread ends, glibc frees thread-local memory of libraries that were loaded later. The sanitizer
     # does not see that a thread which had the same memory before has been joined.
     suppressions = tmp_path / "suppressions"
@@ -76,7 +146,8 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@needs_compiler
 def test_sources_compile_without_warnings(tmp_path):
     """With the flags of the package's build, warnings being errors."""
-    for source in [*sorted((ROOT / "csrc").glob("*.c")), ROOT / "tests" / "gpu" / "overhead.c"]:
-        compile_c("-O3", *FLAGS, f"-I{ROOT / 'csrc'}", "-c", source, "-o", tmp_path / "object.o")
+    for source in [*sorted(CSRC.rglob("*.c")), ROOT / "tests" / "gpu" / "overhead.c"]:
+        compile_c("-O3", *FLAGS, f"-I{CSRC}", "-c", source, "-o", tmp_path / "object.o")

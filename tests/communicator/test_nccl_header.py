@@ -47,7 +47,7 @@ def our_values() -> dict[str, int]:
 
 def our_prototypes() -> dict[str, str]:
     """Every function of NCCL that is loaded, as one prototype."""
-    text = re.sub(r"\\\n", " ", read_without_comments(CSRC / "nccl_api.h"))
+    text = re.sub(r"\\\n", " ", read_without_comments(CSRC / "nccl" / "api.h"))
     rows = re.findall(r"\bX\(([^,]+), (nccl\w+), (\([^)]*\))\)", text)
     return {name: tidy(f"{kind} {name}{parameters}") for kind, name, parameters in rows}
 
@@ -123,7 +123,7 @@ def test_structs_are_nccls(header_path, tmp_path):
     """What we pass is the beginning of what NCCL reads, field by field, and no longer; ids are as long."""
     for name, text in CUDA_HEADERS.items():
         (tmp_path / name).write_text(text + "\n")
-    ours = layout(tmp_path, "nccl_api.h", "NCS_NCCL_API_MAGIC", "NCS_CONFIG_UNDEF_INT", CSRC)
+    ours = layout(tmp_path, "api.h", "NCS_NCCL_API_MAGIC", "NCS_CONFIG_UNDEF_INT", CSRC / "nccl", CSRC)
     theirs = layout(
         tmp_path, "nccl.h", "NCCL_API_MAGIC", "NCCL_CONFIG_UNDEF_INT", header_path.parent, tmp_path
     )

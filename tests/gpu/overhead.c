@@ -2,7 +2,8 @@
  * of all ranks' calls, a wait for each stream. For tests/gpu/overhead.py, which compares ncclsync with it.
  *
  * overhead NCCL CUDART DRIVER RANKS; then, for each line "BYTES WARMUPS REPETITIONS" of the input, a line with the
- * microseconds of each repetition. All ranks are on GPU 0. Build: cc -O2 -Icsrc overhead.c csrc/nccl.c -ldl */
+ * microseconds of each repetition. All ranks are on GPU 0. Build: cc -O2 -Icsrc overhead.c csrc/nccl/library.c
+ * csrc/ncclsync.c -ldl */
 #define _POSIX_C_SOURCE 200809L
 
 #include <dlfcn.h>
@@ -11,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 enum { MAX_RANKS = 8 };
 

@@ -39,8 +39,9 @@ class PlainC:
         if compiler is None:
             raise FileNotFoundError("Expected a C compiler. Received: neither CC nor cc nor gcc")
         program = folder / "overhead"
-        sources = [pathlib.Path(__file__).with_suffix(".c"), ROOT / "csrc" / "nccl.c"]
-        flags = ["-O2", "-std=c99", "-Wall", "-Wextra", f"-I{ROOT / 'csrc'}"]
+        csrc = ROOT / "csrc"
+        sources = [pathlib.Path(__file__).with_suffix(".c"), csrc / "nccl" / "library.c", csrc / "ncclsync.c"]
+        flags = ["-O2", "-std=c99", "-Wall", "-Wextra", f"-I{csrc}"]
         subprocess.run([compiler, *flags, *sources, "-o", program, "-ldl"], check=True)
         runtimes, driver = native.cuda_paths()
         # NCCL's own words would go to where the times are expected.

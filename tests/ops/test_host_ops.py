@@ -172,8 +172,8 @@ def test_without_our_kernels(monkeypatch, caplog):
 
 
 def test_declarations_are_tensorflows():
-    """What tf_api.h declares of TensorFlow's C API is what the installed headers declare."""
-    source = (ROOT / "csrc" / "tf_api.h").read_text(encoding="utf-8")
+    """What csrc/tf/api.h declares of TensorFlow's C API is what the installed headers declare."""
+    source = (ROOT / "csrc" / "tf" / "api.h").read_text(encoding="utf-8")
     table = source[source.index("#define NCS_TF_CALLS(X)") : source.index("#define NCS_TF_DECLARE")]
     ours = re.findall(r"X\(([\w ]+\*?), (TF_\w+),\s*\((.*?)\)\)\s*(?=X\(|$)", table.replace("\\", ""), re.S)
     assert len(ours) == table.count("X(")

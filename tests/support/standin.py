@@ -31,7 +31,7 @@ class Standin:
         cudart = [SOURCES / f"standin_{part}.c" for part in ("cudart", "memory", "faults")]
         subprocess.run([*build, *cudart, "-o", self.cudart, "-lpthread"], check=True)
         nccl = [SOURCES / f"standin_{part}.c" for part in ("nccl", "comm", "meeting", "processes")]
-        kernels = [ROOT / "csrc" / name for name in ("cpu.c", "pool.c")]
+        kernels = [ROOT / "csrc" / name for name in ("ncclsync.c", "cpu/pool.c", "cpu/collectives.c")]
         command = [*build, *nccl, *kernels, "-o", self.nccl, self.cudart, "-lpthread", "-lm"]
         subprocess.run(command, check=True)
         self.environment = {

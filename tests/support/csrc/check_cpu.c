@@ -1,6 +1,5 @@
-/* Runs cpu.c, arithmetic.c, pool.c and meter.c under a sanitizer: every dtype, operation and level, several callers on
- * one pool, pools made and ended, several threads that note while another takes. Prints what is wrong and returns 1;
- * silent and 0 if nothing is. Built by tests/communicator/test_csrc.py. */
+/* Runs csrc/cpu under a sanitizer: every dtype, operation and level, several callers on one pool, pools made and
+ * ended, several threads that note while another takes. Prints what is wrong and returns 1; silent and 0 if nothing is. Built by tests/communicator/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -8,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "arithmetic.h"
+#include "cpu/arithmetic.h"
 
 enum { MAX_RANKS = 5, CALLERS = 4, ROUNDS = 4 };
 

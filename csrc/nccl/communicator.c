@@ -1,14 +1,14 @@
 /* Communicators of NCCL over the GPUs of this process: how they begin and end. They are non-blocking ones, since
- * NCCL can abort no others safely: creation and finalization only begin here, ncs_nccl_wait (nccl_group.c) ends them. */
+ * NCCL can abort no others safely: creation and finalization only begin here, ncs_nccl_wait (group.c) ends them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 /* Ends every NCCL communicator by `end`, then frees the streams (which NCCL may touch while it winds down) and the
- * rest. Returns the first failure and goes on behind it. Any thread may do it, so that each context is made current: in
+ * rest. Returns the first failure and goes on after it. Any thread may do it, so that each context is made current: in
  * one without any, CUDA's runtime would make one of its own, on the first GPU. */
 static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t), const char* call,
                             ncs_failure* failure) {
@@ -46,7 +46,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   return first;
 }
 
-/* Of the highest priority: what communicates must not queue up behind what computes, for which others wait. */
+/* Of the highest priority: what communicates must not queue up after what computes, for which others wait. */
 static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   int least = 0, greatest = 0;

@@ -1,30 +1,27 @@
-/* Kernels for host memory: the all-reduce of cpu.c, and an all-gather. */
+/* Kernels for host memory: the all-reduce of cpu/collectives.c, and an all-gather. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "nccl_api.h"
-#include "pool.h"
-#include "tf_api.h"
+#include "cpu/pool.h"
+#include "tf/api.h"
 
 /* ---- The all-reduce ---- */
 
 /* Of the all-gather, too, which has no operation. */
 typedef struct {
   int64_t ranks, tensors, op;
-  int dtype; /* index in dtypes */
+  int dtype; /* NCCL's; -1: unknown */
 } collective_kernel;
 
-static const struct {
-  int tf, nccl;
-  size_t size;
-} dtypes[] = {{1, ncclFloat32, 4}, {2, ncclFloat64, 8},   {3, ncclInt32, 4},    {4, ncclUint8, 1},   {6, ncclInt8, 1},
-              {9, ncclInt64, 8},   {14, ncclBfloat16, 2}, {19, ncclFloat16, 2}, {22, ncclUint32, 4},
-              {23, ncclUint64, 8}};
+/* TensorFlow's number of a dtype and NCCL's. */
+static const int dtypes[][2] = {{1, ncclFloat32}, {2, ncclFloat64},   {3, ncclInt32},    {4, ncclUint8},
+                                {6, ncclInt8},    {9, ncclInt64},     {14, ncclBfloat16}, {19, ncclFloat16},
+                                {22, ncclUint32}, {23, ncclUint64}};
 
 static int find_dtype(int dtype) {
   for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); ++i)
-    if (dtypes[i].tf == dtype) return (int)i;
+    if (dtypes[i][0] == dtype) return dtypes[i][1];
   return -1;
 }
 
@@ -94,8 +91,8 @@ static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {
   for (int v = 0; v < kernel->tensors && ncs_tf.TF_GetCode(status) == TF_OK; ++v)
     prepare_tensor(context, kernel, v, weights, &reduced[v], sends + (size_t)v * n_ranks, status);
   if (ncs_tf.TF_GetCode(status) == TF_OK &&
-      ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks, dtypes[kernel->dtype].nccl,
-                     (int)kernel->op) != ncclSuccess)
+      ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks, kernel->dtype, (int)kernel->op) !=
+          ncclSuccess)
     ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                 "Expected weights of 0 or 1 where nothing can be scaled. Received: others");
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
@@ -132,11 +129,11 @@ static void copy_block(const void* pieces, size_t part, size_t block) {
   memcpy(copied->to + begin, copied->from + begin, left < NCS_COPIED_AT_ONCE ? left : NCS_COPIED_AT_ONCE);
 }
 
-/* Makes output v of all ranks' tensors v, one behind the other; `pieces` are what is to be copied. */
+/* Makes output v of all ranks' tensors v, one after the other; `pieces` are what is to be copied. */
 static void prepare_gathered(TF_OpKernelContext* context, const collective_kernel* kernel, int v, piece* pieces,
                              TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS], rows = 0, row = 0;
-  const size_t size = dtypes[kernel->dtype].size;
+  const size_t size = ncs_size_of(kernel->dtype);
   char* to;
   for (int r = 0; r < kernel->ranks; ++r) {
     const int input = (int)(r * kernel->tensors + v), n_dims = ncs_tf_read_dims(context, input, dims, status);

@@ -7,7 +7,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 /* The running result of one block: with the ranks' blocks streaming through, it must stay in a 32 KiB cache. */
 #define NCS_BLOCK_BYTES 8192
@@ -60,27 +60,15 @@ static inline void stream_line(void* to, const void* line) {
 
 #define NCS_KERNEL(name) baseline_##name
 #define NCS_TARGET
-#include "cpu_kernels.h"
+#include "cpu/collectives_kernels.h"
 #if defined(__x86_64__)
 #define NCS_KERNEL(name) avx2_##name
 #define NCS_TARGET __attribute__((target("avx2")))
-#include "cpu_kernels.h"
+#include "cpu/collectives_kernels.h"
 #define NCS_KERNEL(name) avx512_##name
 #define NCS_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#include "cpu_kernels.h"
+#include "cpu/collectives_kernels.h"
 #endif
-
-ncclResult_t ncs_cpu_get_level(int* level) {
-  if (level == NULL) return ncclInvalidArgument;
-  *level = NCS_LEVEL_BASELINE;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) *level = NCS_LEVEL_AVX2;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    *level = NCS_LEVEL_AVX512;
-#endif
-  return ncclSuccess;
-}
 
 static const ncs_kernels* find_kernels(int level, int dtype) {
 #if defined(__x86_64__)
@@ -89,61 +77,6 @@ static const ncs_kernels* find_kernels(int level, int dtype) {
 #endif
   (void)level;
   return &baseline_table[dtype];
-}
-
-/* ---- The tables of ncclsync.h ---- */
-
-ncclResult_t ncs_result_describe(int index, const char** name, int* value) {
-#define NCS_ROW(nccl, value) {#nccl, value},
-  static const struct {
-    const char* name;
-    int value;
-  } rows[] = {NCS_RESULTS(NCS_ROW)};
-#undef NCS_ROW
-  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
-  *name = rows[index].name;
-  *value = rows[index].value;
-  return ncclSuccess;
-}
-
-ncclResult_t ncs_dtype_describe(int index, const char** name, int* value, size_t* size) {
-#define NCS_ROW(nccl, value, ours, size) {#ours, value, size},
-  static const struct {
-    const char* name;
-    int value;
-    size_t size;
-  } rows[] = {NCS_DTYPES(NCS_ROW)};
-#undef NCS_ROW
-  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
-  *name = rows[index].name;
-  *value = rows[index].value;
-  *size = rows[index].size;
-  return ncclSuccess;
-}
-
-ncclResult_t ncs_op_describe(int index, const char** name, int* value) {
-#define NCS_ROW(nccl, value, ours) {#ours, value},
-  static const struct {
-    const char* name;
-    int value;
-  } rows[] = {NCS_OPS(NCS_ROW)};
-#undef NCS_ROW
-  if (index < 0 || (size_t)index >= sizeof(rows) / sizeof(rows[0])) return ncclInvalidArgument;
-  *name = rows[index].name;
-  *value = rows[index].value;
-  return ncclSuccess;
-}
-
-static size_t size_of(int dtype) { /* 0: unknown */
-#define NCS_CASE(nccl, value, ours, size) \
-  case nccl:                              \
-    return size;
-  switch (dtype) {
-    NCS_DTYPES(NCS_CASE)
-    default:
-      return 0;
-  }
-#undef NCS_CASE
 }
 
 /* ---- Arguments ---- */
@@ -219,7 +152,7 @@ static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n
 }
 
 ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {
-  const size_t size = size_of(dtype);
+  const size_t size = ncs_size_of(dtype);
   if (pool == NULL || buffers == NULL || n_ranks < 1 || root < 0 || root >= n_ranks || size == 0 ||
       count > SIZE_MAX / size)
     return ncclInvalidArgument;
@@ -345,7 +278,7 @@ static void reduce_all(ncs_pool* pool, ncs_reduction* t, size_t n_tensors, int d
 
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
                                 size_t count, int dtype, int op) {
-  const size_t size = size_of(dtype);
+  const size_t size = ncs_size_of(dtype);
   size_t begins[2];
   int n_recvs = 1;
   if (pool == NULL || sends == NULL || recvs == NULL || n_ranks < 1 || op < ncclSum || op > ncclAvg || size == 0 ||
@@ -383,7 +316,7 @@ static int are_weights_usable(const double* weights, int n_ranks, int may_scale)
 
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op) {
-  const size_t size = size_of(dtype);
+  const size_t size = ncs_size_of(dtype);
   size_t* begins;
   int may_scale;
   if (pool == NULL || tensors == NULL || weights == NULL || n_ranks < 1 || op < ncclSum || op > ncclMin || size == 0)

@@ -21,8 +21,8 @@ typedef struct {
   size_t count, repeat;
 } ncs_operand;
 
-/* One run of a program: `count` elements of each output, a multiple of each sum's period; behind the outputs, where the
- * sums go. An output may be exactly an input that is a whole array, if no step behind the one that computes it reads
+/* One run of a program: `count` elements of each output, a multiple of each sum's period; after the outputs, where the
+ * sums go. An output may be exactly an input that is a whole array, if no step after the one that computes it reads
  * that input, and neither an output nor a sum takes it; else it may overlap none. */
 typedef struct {
   ncs_operand* inputs;

@@ -1,5 +1,5 @@
 /* NCCL's library, found at run time like CUDA's, so that this compiles, installs and explains itself where neither
- * exists. Its communicators are in nccl_comm.c, the collectives in nccl_group.c. */
+ * exists. Its communicators are in communicator.c, the collectives in group.c. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <dlfcn.h>
@@ -7,16 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 /* ---- Failures ---- */
-
-void ncs_set_failure(ncs_failure* failure, const char* call, const char* message) {
-  if (failure == NULL) return;
-  snprintf(failure->call, sizeof(failure->call), "%s", call);
-  snprintf(failure->message, sizeof(failure->message), "%s", message != NULL ? message : "");
-  failure->index = -1;
-}
 
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure) {
   const char* message;

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 /* ---- Time ---- */
 

@@ -1,8 +1,8 @@
-/* The kernel of fused arithmetic: the programs of arithmetic.c. */
+/* The kernel of fused arithmetic: the programs of cpu/arithmetic.c. */
 #include <stdlib.h>
 
-#include "arithmetic.h"
-#include "tf_api.h"
+#include "cpu/arithmetic.h"
+#include "tf/api.h"
 
 typedef struct {
   ncs_program program;

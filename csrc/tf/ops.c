@@ -1,66 +1,9 @@
-/* Ops of our own for TensorFlow, registered at run time by its C API; their kernels are in tf_collectives.c,
- * tf_arithmetic.c and tf_note.c. All but the note are functions of their inputs alone, which TensorFlow may merge or
+/* Ops of our own for TensorFlow, registered at run time by its C API; their kernels are in collectives.c,
+ * arithmetic.c and note.c. All but the note are functions of their inputs alone, which TensorFlow may merge or
  * fold; a note is stateful, so that it may not. */
 #include <dlfcn.h>
 
-#include "nccl_api.h"
-#include "tf_api.h"
-
-ncs_tf_library ncs_tf;
-
-/* ---- What kernels share ---- */
-
-int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen, TF_Status* status) {
-  TF_Tensor* tensor = NULL;
-  ncs_tf.TF_GetInput(context, index, &tensor, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return 0;
-  seen->data = ncs_tf.TF_TensorData(tensor);
-  seen->count = ncs_tf.TF_TensorElementCount(tensor);
-  ncs_tf.TF_DeleteTensor(tensor);
-  return 1;
-}
-
-int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status) {
-  TF_Tensor* tensor = NULL;
-  int n_dims;
-  ncs_tf.TF_GetInput(context, index, &tensor, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return -1;
-  n_dims = ncs_tf.TF_NumDims(tensor);
-  for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(tensor, d);
-  ncs_tf.TF_DeleteTensor(tensor);
-  return n_dims;
-}
-
-void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
-                      int n_candidates, TF_Status* status) {
-  int forwarded;
-  TF_Tensor* tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, candidates, n_candidates, index, dims, n_dims,
-                                                             &forwarded, status);
-  void* data;
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
-  data = ncs_tf.TF_TensorData(tensor);
-  ncs_tf.TF_DeleteTensor(tensor);
-  return data;
-}
-
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
-                         int64_t rows, TF_Status* status) {
-  int64_t dims[NCS_MOST_DIMS];
-  const int n_dims = ncs_tf_read_dims(context, like, dims, status);
-  if (n_dims < 0) return NULL;
-  if (rows >= 0) dims[0] = rows;
-  return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
-}
-
-void ncs_tf_fail(TF_Status* status, int code, const char* message) { ncs_tf.TF_SetStatus(status, code, message); }
-
-int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status) {
-  int64_t value = 0;
-  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrInt64(context, name, &value, status);
-  return value;
-}
-
-/* ---- Registration ---- */
+#include "tf/api.h"
 
 static void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) {
   ncs_tf.TF_ShapeInferenceContextSetUnknownShape(context, status);

@@ -36,7 +36,8 @@ ncclResult_t ncs_meter_destroy(ncs_meter* meter) {
   return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value), void* context) {
+ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
+                              void* context) {
   pthread_mutex_lock(&meter->mutex);
   meter->listener = listener;
   meter->context = context;

@@ -1,7 +1,7 @@
 /* Collectives over the GPUs of this process: all ranks' calls in one group, and the wait for them. */
 #define _POSIX_C_SOURCE 200809L
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 /* ---- Waiting ---- */
 

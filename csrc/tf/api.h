@@ -1,7 +1,7 @@
-/* Inside csrc only: TensorFlow's C API as far as kernels use it, and what they share.
+/* Inside csrc/tf only: TensorFlow's C API as far as kernels use it, and what they share.
  *
  * It is declared here after tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h, so that neither TensorFlow's headers nor
- * TensorFlow are needed to compile. tests/test_host_ops.py compares both. */
+ * TensorFlow are needed to compile. tests/ops/test_host_ops.py compares both. */
 #ifndef NCCLSYNC_TF_API_H_
 #define NCCLSYNC_TF_API_H_
 

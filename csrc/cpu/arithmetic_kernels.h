@@ -1,4 +1,4 @@
-/* The loops of arithmetic.c; included once per instruction level and type, as cpu_kernels.h is. T: float or double. */
+/* The loops of arithmetic.c; included as collectives_kernels.h is, for each type too. T: float or double. */
 
 #define NCS_LOOP(name, expression)                                                                         \
   NCS_TARGET static void NCS_KERNEL(name)(void* out_, const void* a_, const void* b_, size_t count) {      \

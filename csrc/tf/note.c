@@ -1,7 +1,7 @@
-/* The kernel of a note, which meter.c keeps. */
+/* The kernel of a note, which cpu/meter.c keeps. */
 #include <stdlib.h>
 
-#include "tf_api.h"
+#include "tf/api.h"
 
 typedef struct {
   ncs_meter* meter;

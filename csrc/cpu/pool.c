@@ -1,7 +1,7 @@
 /* The worker pool: threads that sleep on a condition variable and help with one job at a time. */
 #define _POSIX_C_SOURCE 200809L
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 #include <fenv.h>
 #include <pthread.h>
@@ -110,6 +110,18 @@ void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t par
   const ncs_parts parts = {run, task, begins, n_parts};
   if (alone) ncs_pool_run(pool, run_all_parts, &parts, 1);
   else ncs_pool_run(pool, run_part, &parts, begins[n_parts]);
+}
+
+ncclResult_t ncs_cpu_get_level(int* level) {
+  if (level == NULL) return ncclInvalidArgument;
+  *level = NCS_LEVEL_BASELINE;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) *level = NCS_LEVEL_AVX2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    *level = NCS_LEVEL_AVX512;
+#endif
+  return ncclSuccess;
 }
 
 int ncs_pool_level(const ncs_pool* pool) { return pool->level; }

@@ -3,7 +3,7 @@
  * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same.
  *
  * An operand that is smaller than the result is repeated as far as a block needs it. */
-#include "arithmetic.h"
+#include "cpu/arithmetic.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -12,7 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 /* Elements of one block: with a dozen registers of floats, it fits a 32 KiB cache. */
 #define NCS_BLOCK 512
@@ -31,23 +31,23 @@ typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 #define NCS_SQRT_OF sqrtf
 #define NCS_KERNEL(name) baseline_float_##name
 #define NCS_TARGET
-#include "arithmetic_kernels.h"
+#include "cpu/arithmetic_kernels.h"
 #define T double
 #define NCS_SQRT_OF sqrt
 #define NCS_KERNEL(name) baseline_double_##name
 #define NCS_TARGET
-#include "arithmetic_kernels.h"
+#include "cpu/arithmetic_kernels.h"
 #if defined(__x86_64__)
 #define T float
 #define NCS_SQRT_OF sqrtf
 #define NCS_KERNEL(name) avx2_float_##name
 #define NCS_TARGET __attribute__((target("avx2")))
-#include "arithmetic_kernels.h"
+#include "cpu/arithmetic_kernels.h"
 #define T double
 #define NCS_SQRT_OF sqrt
 #define NCS_KERNEL(name) avx2_double_##name
 #define NCS_TARGET __attribute__((target("avx2")))
-#include "arithmetic_kernels.h"
+#include "cpu/arithmetic_kernels.h"
 #endif
 
 static int is_unary(int64_t operation) { return operation >= NCS_SQUARE; }

@@ -6,16 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "nccl_api.h"
-
-size_t ncs_size_of(int dtype) {
-  const char* name;
-  int value;
-  size_t size = 0;
-  for (int i = 0; ncs_dtype_describe(i, &name, &value, &size) == ncclSuccess; ++i)
-    if (value == dtype) return size;
-  return 0;
-}
+#include "nccl/api.h"
 
 /* One buffer: where it lies, and what it is called in messages. */
 typedef struct {
@@ -52,7 +43,7 @@ static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* 
 enum { NCS_MOST_EXTENTS = 3 }; /* of one rank in one collective */
 
 /* Appends a collective's buffers. What is sent and received in place is one piece of memory, which is written; what
- * else is sent lies before it and behind it. */
+ * else is sent lies before it and after it. */
 static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, int index, extent* next) {
   const int kind = what->kind;
   const size_t block = what->count * ncs_size_of(what->dtype), whole = block * (size_t)comm->world_size;

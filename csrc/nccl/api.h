@@ -1,4 +1,4 @@
-/* What the files nccl*.c share: NCCL's and CUDA's calls as they are found at run time. */
+/* Inside csrc/nccl only: NCCL's and CUDA's calls as they are found at run time, and what the files here share. */
 #ifndef NCCLSYNC_NCCL_API_H_
 #define NCCLSYNC_NCCL_API_H_
 
@@ -31,7 +31,7 @@ typedef struct {
 #define NCS_CONFIG_VERSION 21400u
 #define NCS_CONFIG_UNDEF_INT INT_MIN
 
-/* Every symbol in use: return type, name, parameters. tests/test_nccl_header.py compares NCCL's with nccl.h. */
+/* Every symbol in use: return type, name, parameters. test_nccl_header.py compares NCCL's with nccl.h. */
 #define NCS_NCCL_SYMBOLS(X)                                                                          \
   X(ncclResult_t, ncclGetVersion, (int* version))                                                    \
   X(const char*, ncclGetErrorString, (ncclResult_t result))                                          \
@@ -125,8 +125,6 @@ struct ncs_nccl_comm {
   int n_done;          /* the streams of so many ranks, the first ones, were found to be through */
 };
 
-/* Fills in *failure, which may be NULL. */
-void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
 /* A CUDA error is what NCCL would make of it. */
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
@@ -140,7 +138,5 @@ void ncs_nap(double waited_s);
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
 /* Ends the wait for the devices' own work without its end. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
-/* Bytes of an element; 0: no such dtype. */
-size_t ncs_size_of(int dtype);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

@@ -38,6 +38,10 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 
+MOST_PARAMETERS = 7
+# The decorator's options are written out for type checkers and editors.
+MAY_BE_WIDE = {"parallel.nccl_parallel"}
+
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
@@ -150,6 +154,17 @@ def undocumented(tree: ast.Module) -> set[str]:
     return found
 
 
+def wide_functions(name: str, tree: ast.AST) -> set[str]:
+    """Return the functions with more than `MOST_PARAMETERS`, `self` and `**options` aside."""
+    return {
+        f"{name}.{node.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for arguments in [[*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+        if len([one for one in arguments if one.arg not in ("self", "cls")]) > MOST_PARAMETERS
+    }
+
+
 def test_every_module_has_its_row():
     """A new package is entered in the table, a deleted one leaves it."""
     assert {package_of(name) for name in sources()} == {*ROW_OF, *ENTRIES}
@@ -235,6 +250,20 @@ def test_undocumented_names_are_found():
     """The check above can fail."""
     planted = "def f(): pass\nclass C:\n    'Doc.'\n    def m(self): pass\n    def _p(self): pass"
     assert undocumented(ast.parse(planted)) == {"f", "C.m"}
+
+
+def test_functions_take_few_parameters():
+    """What needs more is given a dataclass."""
+    found = {wide for name, tree in sources().items() for wide in wide_functions(name, tree)}
+    assert found == MAY_BE_WIDE
+
+
+def test_a_wide_function_is_found():
+    """The check above can fail."""
+    methods = (
+        "def wide(self, a, b, /, c, d, *e, f, g, h, i, **j): ...\ndef ok(self, a, b, c, d, e, f, g): ..."
+    )
+    assert wide_functions("m", ast.parse(methods)) == {"m.wide"}
 
 
 def test_version_is_the_same_everywhere():

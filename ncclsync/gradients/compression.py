@@ -9,8 +9,6 @@ from ncclsync import ops
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Context
 
-COMPRESSIONS = ("bfloat16",)
-
 
 class ErrorFeedback:
     """Adds up gradients in bfloat16; every tower adds what it has not sent to what it sends next.
@@ -68,9 +66,3 @@ def _is_float32(part: Any) -> bool:
 
 # A tower without samples may have something to send from the step before.
 ROUNDED = ops.Collective("all_reduce", "sum", empty_too=True)
-
-
-def check_compression(compression: Any) -> None:
-    """Raise ValueError unless it is None or one of `COMPRESSIONS`."""
-    if compression is not None and compression not in COMPRESSIONS:
-        raise ValueError(f"Expected compression to be None or 'bfloat16'. Received: {compression!r}")

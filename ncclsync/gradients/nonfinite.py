@@ -23,7 +23,6 @@ from ncclsync.semantics.shards import shard_sizes
 
 logger = logging.getLogger("ncclsync")
 
-MODES = ("raise", "skip")
 MOST_FILES = 10  # that one run saves: every step may be skipped
 MOST_KEPT = 50  # of all runs and processes of this user: the newest
 
@@ -54,13 +53,7 @@ class OnNonFinite:
     """
 
     def __init__(self, mode: str | None) -> None:
-        """Check the argument.
-
-        Raises:
-            ValueError: it is none of these.
-        """
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"Expected on_nonfinite to be None or one of {MODES}. Received: {mode!r}")
+        """Start before the first step; `mode` is `TowerOptions.on_nonfinite`."""
         self.mode = mode
         self.raised: NonFiniteError | None = None
         self._files = 0

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.ops.host_ops import set_attribute
 
-# The op that runs a program of `csrc/arithmetic.h`, and what such a program may hold, by TensorFlow's names.
+# The op that runs a program of `csrc/cpu/arithmetic.h`, and what one may hold, by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
 MOST_REGISTERS = native.MOST_REGISTERS
 MOST_PERIOD = native.MOST_PERIOD

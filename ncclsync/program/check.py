@@ -190,16 +190,15 @@ class StepCheck:
         names_of: Callable,
     ) -> Found | None:
         dtypes = [tf.float32, tf.float64] if _is_costly(alone, rows) else [tf.float64]
+        sizes = shard_sizes(rows, count)
         for dtype in dtypes:
-            both = _Both(alone, placing, batch, rows, count, dtype, self._state)
+            both = _Both(alone, placing, batch, sizes, dtype, self._state)
             differences = both.differences(
                 names_of, self._outputs if self._results is not Results.EACH else 0
             )
             if not differences:
                 return None
-        line = _Both(
-            alone, placing, batch, rows, count, dtypes[-1], self._state, keep=True
-        ).first_difference()
+        line = _Both(alone, placing, batch, sizes, dtypes[-1], self._state, keep=True).first_difference()
         return Found(tuple(differences), line, rows, count)
 
 
@@ -530,8 +529,7 @@ class _Both:
         alone: StepGraph,
         placing: Partition,
         batch: Any,
-        rows: int,
-        count: int,
+        sizes: Sequence[int],
         dtype: tf.DType,
         state: Mapping[int, Any],
         keep: bool = False,
@@ -545,8 +543,9 @@ class _Both:
         marked = {name for mark in self._marks for name in self._outputs_of(mark)}
         results = {tensor.name for tensor in alone.results}
         state = {key: machine.cast(value, machine.wide(value.dtype)) for key, value in state.items()}
-        self._one = _Run(alone, machine, _shares([rows]), [batch], state, None if keep else marked | results)
-        sizes = shard_sizes(rows, count)
+        self._one = _Run(
+            alone, machine, _shares([sum(sizes)]), [batch], state, None if keep else marked | results
+        )
         ends = np.cumsum(sizes)
         batches = [
             _rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)

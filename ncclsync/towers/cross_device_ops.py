@@ -12,13 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce, Communicator, native
-from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
+from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S
 from ncclsync.compat import distribute
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import host_ops
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES, pack, plan_buckets, unpack
 from ncclsync.ops.group_ops import group_exchange
-from ncclsync.towers.placement import check_arguments, choose_placement, connect, reduced_on_host
+from ncclsync.towers.options import TowerOptions
+from ncclsync.towers.placement import choose_placement, connect, reduced_on_host
 
 _logger = logging.getLogger("ncclsync")
 
@@ -64,12 +65,9 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
             TypeError, ValueError: bad arguments.
         """
         super().__init__()
-        check_arguments(None, None, backend, bucket_bytes)
-        check_timeout(timeout_s)
-        self._backend = backend
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
-        self._preflight = preflight
+        self._options = TowerOptions(
+            backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s, preflight=preflight
+        )
         self._lock = threading.Lock()
         self._devices: tuple[str, ...] = ()
         self._communicator: Communicator | None = None
@@ -159,8 +157,10 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
             if self._closed:
                 raise NcclSyncError("Expected an open CrossDeviceOps. Received: one that was closed.")
             if self._communicator is None:
-                placement = choose_placement(None, devices, self._backend)
-                self._communicator = connect(placement, timeout_s=self._timeout_s, preflight=self._preflight)
+                placement = choose_placement(None, devices, self._options.backend)
+                self._communicator = connect(
+                    placement, timeout_s=self._options.timeout_s, preflight=self._options.preflight
+                )
                 self._devices = devices
                 self._on_host = reduced_on_host(placement.devices, placement.backend)
         if devices != self._devices:
@@ -189,7 +189,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
         buckets = plan_buckets(
             [s.num_elements() * d.size if k else 0 for s, d, k in zip(shapes, dtypes, known, strict=True)],
             [dtype if k else i for i, (dtype, k) in enumerate(zip(dtypes, known, strict=True))],
-            self._bucket_bytes,
+            self._options.bucket_bytes,
         )
         packed = []
         for bucket in buckets:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-ON_DIVERGENCE = ("raise", "repair")
-
 
 class Sentinel:
     """Counts training steps, and tells when the towers are to be compared.
@@ -21,24 +19,11 @@ class Sentinel:
     """
 
     def __init__(self, check_every: int | None, on_divergence: str) -> None:
-        """Check the arguments.
+        """Start before the first step.
 
         Args:
-            check_every: compare after every so many training steps; None: never.
-            on_divergence: "raise" or "repair".
-
-        Raises:
-            TypeError, ValueError: bad arguments.
+            check_every, on_divergence: see `TowerOptions`.
         """
-        if check_every is not None:
-            if isinstance(check_every, bool) or not isinstance(check_every, int):
-                raise TypeError(f"Expected check_every to be a number of steps. Received: {check_every!r}")
-            if check_every < 1:
-                raise ValueError(f"Expected check_every to be at least 1. Received: {check_every}")
-        if on_divergence not in ON_DIVERGENCE:
-            raise ValueError(
-                f"Expected on_divergence to be one of {ON_DIVERGENCE}. Received: {on_divergence!r}"
-            )
         self._check_every = check_every
         self.repairs = on_divergence == "repair"
         self.steps = 0

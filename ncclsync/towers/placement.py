@@ -17,13 +17,6 @@ from ncclsync.program.program import Program, Target
 
 _logger = logging.getLogger("ncclsync")
 
-BACKENDS = ("nccl", "cpu")
-
-# A host has up to 16 GPUs, and some hundred cores. A step is one graph with a part for each tower, and what
-# TensorFlow takes for it grows faster than their number: of a small model 5 s for 128, 15 s for 256, 47 s for
-# 512 towers on CPUs.
-MOST_TOWERS = 256
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -40,57 +33,15 @@ class Placement:
     reason: str
 
 
-def check_arguments(
-    towers: int | None, devices: Sequence[str] | None, backend: str | None, bucket_bytes: int
-) -> None:
-    """Check what can be checked without asking TensorFlow for its devices, which would start it.
-
-    Raises:
-        TypeError, ValueError: see `choose_placement`; more than `MOST_TOWERS`; `bucket_bytes` must be a
-            positive int.
-    """
-    if towers is not None:
-        if devices is not None:
-            raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
-        if isinstance(towers, bool) or not isinstance(towers, int):
-            raise TypeError(
-                f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "
-                "choose devices, use devices=."
-            )
-        if towers < 1:
-            raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
-        if towers > MOST_TOWERS:
-            raise ValueError(
-                f"Expected towers to be at most {MOST_TOWERS}, more than a host has GPUs. "
-                f"Received: towers={towers}. A batch size belongs to fit(batch_size=...)."
-            )
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence) or not devices):
-        raise TypeError(
-            f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. For a number of "
-            "them, as hvd.size() is one, or gpus= of multi_gpu_model, use towers=."
-        )
-    if devices is not None and len(devices) > MOST_TOWERS:
-        raise ValueError(
-            f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"
-        )
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"Expected backend to be one of {BACKENDS} or None. Received: {backend!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {bucket_bytes!r}")
-
-
 def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:
-        towers: how many towers: the first GPUs, or that many CPU towers where there is no GPU. None: every
-            GPU, or one CPU tower.
-        devices: just these instead, such as ["GPU:0", "GPU:2"].
-        backend: "nccl", "cpu", or None to follow the devices.
+        towers, devices, backend: see `TowerOptions`, which has checked them.
 
     Raises:
-        TypeError, ValueError: if an argument is not as described, names a device that is not there, names
-            a GPU twice, or asks for more towers than there are GPUs on a host that has some.
+        ValueError: they name a device that is not there, or a GPU twice, or ask for more towers than there
+            are GPUs on a host that has some.
         NcclSyncError: no devices are named, and horovodrun or mpirun have started several processes, each of
             which would take the same.
     """
@@ -120,7 +71,7 @@ def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
     """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
 
     Args:
-        towers, devices: see `choose_placement`, which starts TensorFlow: to be called behind this.
+        towers, devices: see `choose_placement`, which starts TensorFlow: to be called after this.
     """
     if devices is not None:
         on_cpu = sum("CPU" in str(name).upper() for name in devices)

@@ -8,25 +8,24 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import DivergenceError, NcclSyncError
-from ncclsync.gradients.compression import ErrorFeedback, check_compression
+from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.noise_scale import NoiseAverages
 from ncclsync.gradients.nonfinite import OnNonFinite
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
-from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.drift import Sentinel, distance, fold_in_place, outliers
-from ncclsync.towers.placement import check_arguments, choose_placement, connect, make_target, share_cores
+from ncclsync.towers.options import TowerOptions
+from ncclsync.towers.placement import choose_placement, connect, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
 
 logger = logging.getLogger("ncclsync")
@@ -50,83 +49,33 @@ class TowerState:
         on_nonfinite: what happens when a gradient is not finite.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
-        check_first_step: whether steps are checked before they are relied upon; see `semantics.check`.
-        found_by_check: what differed, `semantics.check.Found`.
+        check_first_step: whether steps are checked before they are relied upon; see `program.check`.
+        found_by_check: what differed, `program.check.Found`.
     """
 
-    def __init__(
-        self,
-        towers: int | Sequence[str] | None = None,
-        *,
-        devices: Sequence[str] | None = None,
-        backend: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        batch_invariant_random: bool = False,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        preflight: bool = True,
-        compression: str | None = None,
-        shard_optimizer: bool = False,
-        check_every: int | None = None,
-        on_divergence: str = "raise",
-        on_nonfinite: str | None = None,
-        check_first_step: bool = False,
-    ) -> None:
+    def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them.
 
-        Args:
-            towers, devices, backend: see `devices.choose_placement`; devices may take the place of a number
-                of towers.
-            bucket_bytes: see `bucket.plan_buckets`.
-            batch_invariant_random: whether random numbers are those that one device would draw for the
-                whole batch, whatever the number of towers; see `randomness`. If not, each draws its own.
-            timeout_s: how long a collective of NCCL's may take, in seconds, before the step fails with a
-                `NcclTimeoutError`; None for no limit. The next step joins the GPUs anew.
-            preflight: whether known numbers are sent over each pair's path when GPUs are joined.
-            compression: "bfloat16": gradients travel as such; see `compression.ErrorFeedback`.
-            shard_optimizer: whether each tower keeps and updates its part of an optimizer's state; see
-                `optimizer_sharding`.
-            check_every: after every so many training steps, compare a fold of the bits of all that must be
-                identical, over the towers; see `drift`. None: never.
-            on_divergence: what then happens if towers differ: "raise" a `DivergenceError`, which leaves all
-                as it is; or "repair": send tower 0's values to all and log a warning, unless it is tower 0
-                that differs from most others, which is an error.
-            on_nonfinite: what happens if a tower's own gradient of a training step, as a tape gives it, holds
-                a NaN or an infinity. "raise": a `NonFiniteError` that names tower, variables and rows of
-                the batch, and a file with these rows; the step is undone. "skip": it is undone and logged as
-                a warning in the same words. None: nothing is looked at.
-            check_first_step: whether a training step that was traced is run, on a few rows of its first
-                batch, op by op as one device does and as towers do; a warning names what differs.
-
         Raises:
-            TypeError, ValueError: bad arguments.
+            ValueError: the options name a device that is not there, or more towers than there are GPUs.
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
-        count = None
-        if devices is None and isinstance(towers, Sequence) and not isinstance(towers, str):
-            devices = towers
-        else:
-            count = cast("int | None", towers)
-        check_arguments(count, devices, backend, bucket_bytes)
-        check_timeout(timeout_s)
-        check_compression(compression)
-        if not isinstance(check_first_step, bool):
-            raise TypeError(f"Expected check_first_step to be a bool. Received: {check_first_step!r}")
-        self.check_first_step = check_first_step
+        self.check_first_step = options.check_first_step
         self.found_by_check: list[Any] = []
-        self._sentinel = Sentinel(check_every, on_divergence)
-        self.on_nonfinite = OnNonFinite(on_nonfinite)
-        if backend != "nccl":
-            share_cores(count, devices)
-        placement = choose_placement(count, devices, backend)
+        self._sentinel = Sentinel(options.check_every, options.on_divergence)
+        self.on_nonfinite = OnNonFinite(options.on_nonfinite)
+        if options.backend != "nccl":
+            share_cores(options.towers, options.devices)
+        placement = choose_placement(options.towers, options.devices, options.backend)
         self.noise = NoiseAverages()
         self.devices = placement.devices
         self.backend = placement.backend
-        self.bucket_bytes = bucket_bytes
-        self.batch_invariant_random = batch_invariant_random
-        self.compression = None if compression is None else ErrorFeedback()
-        divides = shard_optimizer and len(self) > 1
-        self.sharding = OptimizerSharding(len(self), bucket_bytes) if divides else None
-        self.communicator = connect(placement, timeout_s=timeout_s, preflight=preflight)
+        self.bucket_bytes = options.bucket_bytes
+        self.batch_invariant_random = options.batch_invariant_random
+        self.compression = None if options.compression is None else ErrorFeedback()
+        divides = options.shard_optimizer and len(self) > 1
+        self.sharding = OptimizerSharding(len(self), self.bucket_bytes) if divides else None
+        self.communicator = connect(placement, timeout_s=options.timeout_s, preflight=options.preflight)
         self._closed = False
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()  # ids of those to be sent before the next step

@@ -6,6 +6,7 @@ on the one object, by functions that run the model's own step on all towers.
 
 import functools
 import logging
+import os
 import pathlib
 import weakref
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def attach(
     model: keras.Model,
     towers: Towers,
     sync_batch_norm: bool = False,
-    emergency_checkpoint: pathlib.Path | None = None,
+    emergency_checkpoint: str | os.PathLike[str] | None = None,
 ) -> None:
     """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
 
@@ -49,8 +50,9 @@ def attach(
     """
     model.towers = towers
     if emergency_checkpoint is not None:
+        path = pathlib.Path(emergency_checkpoint)
         # Not by a bound method of the towers' own: they must not keep the model alive.
-        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), emergency_checkpoint))
+        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), path))
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: keras_compat.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))

@@ -2,7 +2,7 @@
 
 import collections
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import rows_of, shard_sizes
 from ncclsync.towers.explanation import Explanation, explain_program
+from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step import Results, Source, TowerStep, leaves_of, to_tensor
 
@@ -38,9 +39,22 @@ class Towers(TowerState):
         communicator: the N ranks, owned by this object.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Choose devices and backend, and join them: arguments, defaults and errors of `TowerState`."""
-        super().__init__(*args, **kwargs)
+    @takes(TowerOptions)
+    def __init__(self, towers: int | Sequence[str] | None = None, **options: Any) -> None:
+        """Choose devices and backend, and join them.
+
+        Args:
+            {options}
+
+        The devices' names may take the place of `towers`.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+            NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+        """
+        if isinstance(towers, Sequence) and not isinstance(towers, str) and options.get("devices") is None:
+            towers, options["devices"] = None, towers
+        super().__init__(TowerOptions.of("Towers", {"towers": towers, **options}))
         self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
         self._explain: Callable[[Any], Explanation] | None = None

@@ -52,7 +52,8 @@ def verify(
 
     Args:
         build_model: the factory, without arguments, that returns a compiled model; decorated or not. Of a
-            decorated one the original is taken, with the decorator's options but for its towers and devices.
+            decorated one the original is taken, with the decorator's `bucket_bytes`, `sync_batch_norm` and
+            `batch_invariant_random`.
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over
             batches, such as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
         towers: how many; `devices=` decides instead if it is given.

@@ -1,0 +1,189 @@
+"""What can be chosen of towers: every option, its default and what it does, once.
+
+`TowerOptions` checks itself, before anything is created. `takes` shows them where a function passes on
+`**options`.
+"""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
+from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A host has up to 16 GPUs, and some hundred cores. A step is one graph with a part for each tower, and what
+# TensorFlow takes for it grows faster than their number: of a small model 5 s for 128, 15 s for 256, 47 s for
+# 512 towers on CPUs.
+MOST_TOWERS = 256
+
+# Of each option that is a word: what it may be, and how a message says so.
+_WORDS = {
+    "backend": (("nccl", "cpu", None), "one of ('nccl', 'cpu') or None"),
+    "compression": (("bfloat16", None), "None or 'bfloat16'"),
+    "on_divergence": (("raise", "repair"), "one of ('raise', 'repair')"),
+    "on_nonfinite": (("raise", "skip", None), "None or one of ('raise', 'skip')"),
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerOptions:
+    """Say where towers stand and how they train.
+
+    Attributes:
+        towers: the first so many GPUs, or so many CPU towers where the host has no GPU. None: every visible
+            GPU; one CPU tower where there is none. As many CPU towers as there are cores, or more, let
+            TensorFlow run an op on one thread (`tf.config.threading`), for the whole process, unless you have
+            chosen how many. If TensorFlow runs already, this is too late, and a warning says so.
+        devices: just these instead, such as `["GPU:0", "GPU:2"]`.
+        backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
+        bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
+        batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
+            draw for these very samples, so that training with dropout does not depend on the number of
+            towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
+            batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
+            its own: reproducible for a given seed and number of towers.
+        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. What rounding
+            takes from a tower's gradient is added to its next one, so that training is close to that of one
+            device, though not equal.
+        shard_optimizer: let each of N towers keep and update the N-th part of the optimizer's state, and send
+            the others the weights that it has updated: 1/N of the optimizer's memory and work, and the same
+            numbers. While towers train, the optimizer's own variables take no memory; who reads one, or
+            saves the model, finds it whole. For optimizers that update each element of a weight by itself, as
+            SGD and Adam do; others are an error. State of weights with sparse gradients stays whole on every
+            tower.
+        timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
+            each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
+            `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
+            Tower 0 keeps its weights, and the next step joins the GPUs anew.
+        preflight: send known numbers over each pair of GPUs' path before the first collective, so that a host
+            that corrupts them is an error.
+        check_every: after every so many training steps, compute a fold of the bits of each variable that must
+            be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
+            `DivergenceError` names variables, towers and the step. None: never.
+        on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
+            send tower 0's values to all, unless it is tower 0 that differs from most others.
+        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
+            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
+            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
+            words. Either way no weight, moving average or optimizer state of any tower changes, nor
+            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
+            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
+            itself, and nothing is done about those. None: Keras' behaviour.
+        check_first_step: run the first training step once more, op by op on a few rows of its batch, as one
+            device does and as towers do, and compare gradients, weights and results. A difference beyond
+            rounding is a warning that names variables and the line. Nothing else changes. What runs Python,
+            or draws from a state that TensorFlow hides, is not checked: a warning says so. `verify` always
+            checks.
+    """
+
+    towers: int | None = None
+    devices: Sequence[str] | None = None
+    backend: str | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    batch_invariant_random: bool = False
+    compression: str | None = None
+    shard_optimizer: bool = False
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+    preflight: bool = True
+    check_every: int | None = None
+    on_divergence: str = "raise"
+    on_nonfinite: str | None = None
+    check_first_step: bool = False
+
+    @classmethod
+    def of(cls, caller: str, given: dict[str, Any]) -> "Self":
+        """Make them of what `caller` was given, whose error an unknown one is."""
+        for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without asking TensorFlow for its devices, which would start it.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+        """
+        self._check_towers()
+        check_timeout(self.timeout_s)
+        for name, (allowed, words) in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Expected {name} to be {words}. Received: {getattr(self, name)!r}")
+        if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
+            raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
+        if self.check_every is not None:
+            if not _is_int(self.check_every):
+                raise TypeError(
+                    f"Expected check_every to be a number of steps. Received: {self.check_every!r}"
+                )
+            if self.check_every < 1:
+                raise ValueError(f"Expected check_every to be at least 1. Received: {self.check_every}")
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
+                raise TypeError(
+                    f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}"
+                )
+
+    def _check_towers(self) -> None:
+        towers, devices = self.towers, self.devices
+        if towers is not None:
+            if devices is not None:
+                raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
+            if not _is_int(towers):
+                raise TypeError(
+                    f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "
+                    "choose devices, use devices=."
+                )
+            if towers < 1:
+                raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
+            if towers > MOST_TOWERS:
+                raise ValueError(
+                    f"Expected towers to be at most {MOST_TOWERS}, more than a host has GPUs. "
+                    f"Received: towers={towers}. A batch size belongs to fit(batch_size=...)."
+                )
+        if devices is None:
+            return
+        if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+            raise TypeError(
+                f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. For a "
+                "number of them, as hvd.size() is one, or gpus= of multi_gpu_model, use towers=."
+            )
+        if len(devices) > MOST_TOWERS:
+            raise ValueError(
+                f"Expected devices to name at most {MOST_TOWERS}, one for each tower. "
+                f"Received: {len(devices)}"
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def takes(options: type[TowerOptions]) -> Callable[[Function], Function]:
+    """Give a function that ends in `**options` the options' signature, and their text at "{options}"."""
+
+    def document(function: Function) -> Function:
+        texts = [
+            (one.__doc__ or "").partition("Attributes:\n")[2].rstrip() for one in reversed(options.__mro__)
+        ]
+        text = textwrap.dedent("\n".join(filter(None, texts)))
+        function.__doc__ = re.sub(
+            r"^( *)\{options\}",
+            lambda at: textwrap.indent(text, at[1]),
+            function.__doc__ or "",
+            flags=re.MULTILINE,
+        )
+        *own, _ = inspect.signature(function).parameters.values()
+        known = {parameter.name for parameter in own}
+        added = [one for one in inspect.signature(options).parameters.values() if one.name not in known]
+        function.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        return function
+
+    return document

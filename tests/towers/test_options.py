@@ -1,0 +1,94 @@
+"""`TowerOptions`: every option stands once, and whoever takes or lists options has just these."""
+
+import ast
+import dataclasses
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import ncclsync
+from ncclsync import nccl_parallel, parallel
+from ncclsync.parallel import ModelOptions
+from ncclsync.towers.options import TowerOptions
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
+OF_TOWERS = [field.name for field in dataclasses.fields(TowerOptions)]
+
+
+def documented(text: str, indent: int) -> list[str]:
+    """Return what a docstring describes, in its order."""
+    return re.findall(rf"^ {{{indent}}}(\w+): ", text, re.MULTILINE)
+
+
+def test_each_option_is_documented_once():
+    """In the order of the fields; a class describes its own."""
+    assert documented(TowerOptions.__doc__, 8) == OF_TOWERS
+    assert documented(ModelOptions.__doc__, 8) == list(DEFAULTS)[len(OF_TOWERS) :]
+
+
+def test_help_shows_every_option():
+    """Of the decorator and of `Towers`: in the signature, with its default, and in the text."""
+    assert documented(nccl_parallel.__doc__, 8)[: len(DEFAULTS) + 1] == ["factory", *DEFAULTS]
+    assert documented(ncclsync.Towers.__init__.__doc__, 12) == OF_TOWERS
+    for taker, names in ((nccl_parallel, list(DEFAULTS)), (ncclsync.Towers, OF_TOWERS)):
+        shown = dict(inspect.signature(taker).parameters)
+        shown.pop("factory", None)
+        assert {name: one.default for name, one in shown.items()} == {name: DEFAULTS[name] for name in names}
+
+
+def test_type_checkers_see_every_option():
+    """The decorator's overload, written out for them, has the fields' types and defaults."""
+    written = {}
+    for cls in (TowerOptions, ModelOptions):
+        body = ast.parse(inspect.getsource(cls)).body[0].body
+        fields = [node for node in body if isinstance(node, ast.AnnAssign)]
+        written |= {one.target.id: (ast.unparse(one.annotation), ast.unparse(one.value)) for one in fields}
+    functions = [
+        node for node in ast.parse(inspect.getsource(parallel)).body if isinstance(node, ast.FunctionDef)
+    ]
+    [overload] = [
+        one.args for one in functions if one.name == "nccl_parallel" and len(one.args.kwonlyargs) > 1
+    ]
+    pairs = zip(overload.kwonlyargs, overload.kw_defaults, strict=True)
+    assert {a.arg: (ast.unparse(a.annotation), ast.unparse(value)) for a, value in pairs} == written
+
+
+def test_readme_lists_every_option():
+    """Its table has their names and defaults."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| option | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE)
+    assert len(rows) == len(DEFAULTS)
+    assert {name: eval(default) for name, default in rows} == DEFAULTS
+
+
+@pytest.mark.parametrize("taker", [nccl_parallel, ncclsync.Towers])
+def test_an_unknown_option_is_the_takers_error(taker):
+    """As if it had listed them itself."""
+    with pytest.raises(
+        TypeError, match=rf"^{taker.__name__}\(\) got an unexpected keyword argument 'tower'$"
+    ):
+        taker(tower=2)
+
+
+def test_what_needs_a_model_is_no_option_of_towers():
+    """It would have no effect."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sync_batch_norm'"):
+        ncclsync.Towers(2, sync_batch_norm=True)
+
+
+@pytest.mark.parametrize("name", [name for name, default in DEFAULTS.items() if isinstance(default, bool)])
+def test_flags_are_bools(name):
+    """Of the towers too, not of the decorator only."""
+    kind = TowerOptions if name in OF_TOWERS else ModelOptions
+    with pytest.raises(TypeError, match=f"Expected {name} to be a bool. Received: 1$"):
+        kind(**{name: 1})
+
+
+def test_options_do_not_change():
+    """Who holds them may rely on what was checked."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TowerOptions(towers=2).towers = 3

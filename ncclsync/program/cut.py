@@ -159,10 +159,10 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ..
     for index, exchange in enumerate(exchanges):
         # Of unknown size it travels alone.
         packed = exchange.shape.is_fully_defined() and not exchange.collective.changes_rows
-        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, packed or index))
+        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if packed else index))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
-        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is True)
+        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is None)
         for indices in plan_buckets(sizes, kinds, bucket_bytes)
     )
 

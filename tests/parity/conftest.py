@@ -5,7 +5,7 @@ import pytest
 from ncclsync.towers import placement
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def the_program_of_gpus():
     """Cut steps without passes; `tests/host_passes/test_host_passes.py` compares both."""
     with pytest.MonkeyPatch.context() as patch:

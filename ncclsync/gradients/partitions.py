@@ -131,9 +131,9 @@ class PartitionedSlot(Holder):
         """Before Python reads or writes: let the variable hold the whole."""
         self.make_whole()
 
-    def note_write(self) -> None:
+    def mark_stale(self) -> None:
         """Take the variable's value at the next step: other towers that divide it make it whole by then."""
         self._is_whole = self._is_written = True
 
-    def note_shared(self) -> None:
-        """Nothing to prepare: the others are told whenever it is divided."""
+    def mark_shared(self) -> None:
+        """Do nothing: `divide` marks the parts of the others stale each time."""

@@ -37,12 +37,12 @@ class Holder(abc.ABC):
         """Before Python reads or writes the variable: let it hold its whole value."""
 
     @abc.abstractmethod
-    def note_write(self) -> None:
-        """Python or another holder's step has written the variable, or a graph that will tell nobody."""
+    def mark_stale(self) -> None:
+        """Take the variable's value before the next step: Python or another holder's step wrote it."""
 
     @abc.abstractmethod
-    def note_shared(self) -> None:
-        """There is another holder of the variable."""
+    def mark_shared(self) -> None:
+        """Prepare for another holder of the variable, whose steps write it too."""
 
     def watch(self) -> None:
         """Be told of writes from now on. The variable does not keep the holder alive."""
@@ -65,7 +65,7 @@ class Holder(abc.ABC):
         """Tell other holders that these towers have written the variable; return whether there are any."""
         others = [holder for holder in self._watchers().holders() if holder is not self]
         for holder in others:
-            holder.note_write()
+            holder.mark_stale()
         return bool(others)
 
     def _watchers(self) -> "_Watchers":
@@ -95,7 +95,7 @@ class _Watchers:
         self._holders = [*others, borrowed]
         if others:
             for one in self.holders():
-                one.note_shared()
+                one.mark_shared()
 
     def remove(self, holder: Holder) -> bool:
         """Remove a holder; return whether none is left."""
@@ -127,7 +127,7 @@ class _Watchers:
             if not eager:
                 tf_compat.set_written_by_graph(borrowed())  # somebody's tf.function, which will write again
             for holder in self.holders():
-                holder.note_write()
+                holder.mark_stale()
             return result
 
         return watched

@@ -84,13 +84,13 @@ class Replicas(Holder):
         if tf.executing_eagerly() and current_context() is None:
             self.gather_parts()
 
-    def note_write(self) -> None:
+    def mark_stale(self) -> None:
         """Send the variable before the next step."""
         # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition is each
         # tower's own.
         if self.role not in (Role.SUM, Role.PARTITION):
             self._pending.add(self._key)
 
-    def note_shared(self) -> None:
+    def mark_shared(self) -> None:
         """Tell the others, from now on, what a step writes."""
         self._shared.add(self._key)

@@ -298,8 +298,8 @@ class TowerState:
             self._warned.add(about or message)
             logger.warning("%s", message)
 
-    def distrust(self) -> None:
-        """Note that a step failed: every variable is sent again before the next one."""
+    def mark_stale(self) -> None:
+        """Send every variable again before the next step, since one has failed."""
         for replicas in list(self._replicas.values()):
             replicas.gather_parts()
         self._pending.update(self._replicas)

@@ -412,7 +412,7 @@ class TowerStep(abc.ABC):
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
         if plan is not None:
             plan.rollback.restore()
-        self.towers.distrust()
+        self.towers.mark_stale()
 
     def _raise_what_cancelled(self, plan: "_Plan") -> None:
         """Run the batch of a cancelled step again, outside a graph: one tower after another."""

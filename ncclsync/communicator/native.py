@@ -193,12 +193,12 @@ _STAMP = struct.Struct("=qqii")  # an ncs_stamp, whose fields leave no gap
 
 @ffi.def_extern()
 def ncs_hear_span(context: Any, span: int, ends: int, value: int) -> None:
-    """Called by a thread that notes, while somebody listens."""
+    """Pass a timestamp on to whoever listens; C calls it on the thread that records."""
     ffi.from_handle(context)(span, bool(ends), value)
 
 
-class Notes:
-    """What began and ended when, as C notes it; see ``ncs_meter``. Its memory goes with the object."""
+class Timestamps:
+    """Hold what began and ended when, as C records it; see ``ncs_meter``. Its memory goes with the object."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -212,8 +212,8 @@ class Notes:
         """Where C finds it, for an attribute of an op."""
         return int(ffi.cast("intptr_t", self.handle))
 
-    def note(self, span: int, ends: bool, value: int = 0) -> None:
-        """Note that a span begins or ends, now.
+    def record(self, span: int, ends: bool, value: int = 0) -> None:
+        """Record that a span begins or ends, now.
 
         Raises:
             NcclError: there is no memory.
@@ -221,16 +221,16 @@ class Notes:
         check(lib.ncs_meter_note(self.handle, span, ends, value), "ncs_meter_note")
 
     def listen(self, hear: Any) -> None:
-        """Let ``hear(span, ends, value)`` be called at each note, on the thread that notes; None: nobody.
+        """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: nobody.
 
-        Not while anybody notes.
+        Not while anybody records.
         """
         self._heard = ffi.NULL if hear is None else ffi.new_handle(hear)
         listener = ffi.NULL if hear is None else lib.ncs_hear_span
         check(lib.ncs_meter_listen(self.handle, listener, self._heard), "ncs_meter_listen")
 
     def take(self) -> list[tuple[int, int, int, int]]:
-        """Return what was noted since the last call, in order: (time in ns, value, span, 1 if it ended).
+        """Return what was recorded since the last call, in order: (time in ns, value, span, 1 if it ended).
 
         Times are those of ``time.monotonic_ns()``.
         """

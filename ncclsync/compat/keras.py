@@ -131,7 +131,7 @@ def build_symbolically(model: keras.Model, batch: Any) -> None:
 
 
 def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
-    """Return where a backup's weights are, those of the backup before it, and what Keras notes beside them.
+    """Return where a backup's weights are, those of the backup before it, and what Keras writes beside them.
 
     Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
     """

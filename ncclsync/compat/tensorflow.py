@@ -192,7 +192,7 @@ def methods_wrapped(
 
 
 def set_partial(variable: tf.Variable) -> None:
-    """Note that each tower's copy of a variable is a part, and the sum is what one device would hold."""
+    """Mark a variable of which each tower's copy is a part, and the sum is what one device would hold."""
     variable._ncclsync_partial = True
 
 
@@ -202,7 +202,7 @@ def is_partial(variable: tf.Variable) -> bool:
 
 
 def set_partitioned(variable: tf.Variable) -> None:
-    """Note that each tower holds something of its own in its copy of a variable: a part of a larger one."""
+    """Mark a variable of which each tower's copy holds something else: a part of a larger one."""
     variable._ncclsync_partitioned = True
 
 
@@ -212,7 +212,7 @@ def is_partitioned(variable: tf.Variable) -> bool:
 
 
 def set_shared(variable: tf.Variable, shared: bool = True) -> None:
-    """Note that all towers hold the same in a variable, whatever aggregation it declares; or that again."""
+    """Mark a variable as the same on all towers, whatever aggregation it declares; or undo that."""
     variable._ncclsync_shared = shared
 
 
@@ -222,7 +222,7 @@ def is_shared(variable: tf.Variable) -> bool:
 
 
 def set_written_by_graph(variable: tf.Variable) -> None:
-    """Note that somebody's `tf.function` writes a variable, each time it is called, without telling."""
+    """Mark a variable that a `tf.function` of somebody's writes at each call, without a report."""
     variable._ncclsync_written_by_graph = True
 
 

@@ -60,12 +60,12 @@ class Watch:
 
         def noting(scale_loss: Callable) -> Callable:
             @functools.wraps(scale_loss)
-            def noted(optimizer, loss):
+            def recorded(optimizer, loss):
                 scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
                 self.scale = tf.convert_to_tensor(scale)
                 return scale_loss(optimizer, loss)
 
-            return noted
+            return recorded
 
         with (
             tf_compat.methods_wrapped([tf.GradientTape], "gradient", watching),

@@ -83,20 +83,20 @@ def _collective(
     return _call(name, [*weights, *flat], attributes, count)
 
 
-def note(
-    notes: native.Notes, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+def record_timestamp(
+    into: native.Timestamps, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
 ) -> tf.Operation:
-    """Note, in a graph, when an op runs: behind its inputs, and behind the control dependencies in force.
+    """Record, in a graph, when an op runs: after its inputs, and after the control dependencies in force.
 
     Args:
-        notes: where; must live as long as the graph.
+        into: must live as long as the graph.
         span: its number.
         ends: whether it ends here, else it begins.
         tokens: float32 scalars; what lies on a GPU is copied to the host before.
-        values: at most one int64 scalar, to be noted as well.
+        values: at most one int64 scalar, to be recorded as well.
     """
     attributes = {
-        "meter": notes.address,
+        "meter": into.address,
         "span": span,
         "ends": int(ends),
         "n_tokens": len(tokens),

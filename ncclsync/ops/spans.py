@@ -1,8 +1,8 @@
-"""When the parts of a step begin and end: notes in the step's graph, there only while somebody watches.
+"""Record when the parts of a step begin and end, by ops that are in its graph only while somebody watches.
 
-`layout.py` says what the parts are, `step.py` lays out a graph with notes for the steps that are watched,
-`timeline.py` and `throughput.py` watch. A note waits for nothing but what it is put behind: towers stay
-independent of each other.
+`layout.py` says what the parts are, `step.py` lays out a graph with timestamps for the steps that are
+watched, `timeline.py` and `throughput.py` watch. A timestamp waits for nothing but what it is put after:
+towers stay independent of each other.
 """
 
 import collections
@@ -56,7 +56,7 @@ class TimedSpan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """What was noted of one step.
+    """What was recorded of one step.
 
     Attributes:
         complete: whether it ended; not so if it failed, or if there was no batch for it.
@@ -71,7 +71,7 @@ class MeasuredStep:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was noted of one call of a step's graph.
+    """What was recorded of one call of a step's graph.
 
     Attributes:
         traced: whether the graph was made for this call, which is most of what the call took.
@@ -94,7 +94,7 @@ class Measured:
 
     @functools.cached_property
     def steps(self) -> tuple[MeasuredStep, ...]:
-        """All that was noted, step by step; made when it is first asked for, since it takes its time."""
+        """All that was recorded, step by step; made when it is first asked for, since it takes its time."""
         return self._expand()
 
 
@@ -104,10 +104,10 @@ class Begun:
 
     Attributes:
         ops: what belongs to the span waits for these.
-        end: `end(after=(), tokens=(), samples=None)` lets it end behind `after` (tensors or ops), and behind
+        end: `end(after=(), tokens=(), samples=None)` lets it end after `after` (tensors or ops), and after
             `tokens` (float32 scalars) when they have arrived in the host's memory; `samples` are the step's.
-            Returns what is to be waited for by what comes next: else it might be noted later than that, since
-            a thread that has both to run may choose.
+            Returns the ops that whatever comes next must wait for: else the end might be recorded later than
+            that, since a thread that has both to run may choose.
     """
 
     ops: list[tf.Operation]
@@ -135,17 +135,17 @@ def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
 
 
 class Meter:
-    """The spans of a step's graphs, and what was noted of them. It must live as long as these."""
+    """The spans of a step's graphs, and the timestamps of them. It must live as long as these."""
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._notes = native.Notes()
+        self._timestamps = native.Timestamps()
         self._spans: list[Span] = []
         self._kinds: list[str | None] = []  # [spans] what it counts as in the totals
-        self._of_any_tower: set[int] = set()  # the value of its notes is the tower
+        self._of_any_tower: set[int] = set()  # the value of its timestamps is the tower
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
         if not host_ops.available():
-            logger.warning("The times of a step are noted by Python ops, at about 35 µs each")
+            logger.warning("Timestamps of a step are recorded by Python ops, at about 35 µs each")
 
     def begin(
         self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any
@@ -163,11 +163,11 @@ class Meter:
             after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
         ) -> list[tf.Operation]:
             values = about if samples is None else [tf.cast(samples, tf.int64)]
-            return [self._note(number, True, after, tokens, values)]
+            return [self._record(number, True, after, tokens, values)]
 
-        return Begun([self._note(number, False, after, tokens, about)], end)
+        return Begun([self._record(number, False, after, tokens, about)], end)
 
-    def _note(
+    def _record(
         self,
         span: int,
         ends: bool,
@@ -180,33 +180,33 @@ class Meter:
         here = [tf.identity(one) if tf.is_tensor(one) and one.graph is not graph else one for one in after]
         with tf.control_dependencies(here):
             if host_ops.available():
-                op = host_ops.note(self._notes, span, ends, tokens, values)
+                op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
             else:
-                op = self._note_by_python(span, ends, tokens, values)
+                op = self._record_by_python(span, ends, tokens, values)
         tf_compat.run_independently(op)
         return op
 
-    def _note_by_python(
+    def _record_by_python(
         self, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Operation:
         # TensorFlow keeps every py op's function for good.
-        borrowed = weakref.ref(self._notes)
+        borrowed = weakref.ref(self._timestamps)
 
-        def note(*given: Any) -> None:
-            notes = borrowed()
-            if notes is not None:
-                notes.note(span, ends, int(given[-1]) if values else 0)
+        def record(*given: Any) -> None:
+            timestamps = borrowed()
+            if timestamps is not None:
+                timestamps.record(span, ends, int(given[-1]) if values else 0)
 
         with tf.device("/CPU:0"):
-            return tf.numpy_function(note, [*tokens, *values], [])
+            return tf.numpy_function(record, [*tokens, *values], [])
 
     def take(self, traced: bool, failed: bool) -> Measured:
-        """Return what was noted since the last call."""
-        notes = self._notes.take()
+        """Return what was recorded since the last call."""
+        timestamps = self._timestamps.take()
         totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
         begins, under_way = dict(totals), dict(totals)
         completed = samples = 0
-        for time_ns, value, number, ends in notes:
+        for time_ns, value, number, ends in timestamps:
             kind = self._kinds[number]
             if kind is None:
                 continue
@@ -217,14 +217,14 @@ class Meter:
                 totals[kind] += time_ns - begins[kind]
                 if kind == STEP:
                     completed, samples = completed + 1, samples + value
-        expand = functools.partial(self._expand, notes)
+        expand = functools.partial(self._expand, timestamps)
         times = totals[STEP], totals[WAIT], totals[COMMUNICATION]
         return Measured(traced, failed, completed, samples, *times, expand)
 
-    def _expand(self, notes: Sequence[tuple[int, int, int, int]]) -> tuple[MeasuredStep, ...]:
+    def _expand(self, timestamps: Sequence[tuple[int, int, int, int]]) -> tuple[MeasuredStep, ...]:
         steps: list[_Step] = []
         pending: dict[Any, collections.deque[tuple[_Step, int]]] = collections.defaultdict(collections.deque)
-        for time_ns, value, number, ends in notes:
+        for time_ns, value, number, ends in timestamps:
             span = self._span(number, value)
             key = number, span.row
             if not ends:
@@ -242,7 +242,7 @@ class Meter:
 
     @contextlib.contextmanager
     def told_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
-        """Tell what was noted within, also if it fails; but not if it was for a batch that does not exist.
+        """Report what was recorded within, also if it fails; not if it was for a batch that does not exist.
 
         While TensorFlow's profiler is recording, the spans are shown to it too.
 
@@ -251,11 +251,11 @@ class Meter:
             traced: see `Measured`.
         """
         self._profiled.clear()  # of a call that failed
-        self._notes.listen(self._show if tf_compat.is_profiling() else None)
+        self._timestamps.listen(self._show if tf_compat.is_profiling() else None)
         try:
             yield
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._notes.take()
+            self._timestamps.take()
             raise
         except BaseException:
             self._tell(watchers, self.take(traced, failed=True))
@@ -272,7 +272,7 @@ class Meter:
         return dataclasses.replace(span, row=value) if number in self._of_any_tower else span
 
     def _show(self, number: int, ends: bool, value: int) -> None:
-        """Called on the thread that notes; the profiler shows a span on the row of the one that ends it."""
+        """Called on the thread that records; the profiler shows a span on the row of the one that ends it."""
         span = self._span(number, value)
         shown = self._profiled[number, span.row]
         if not ends:

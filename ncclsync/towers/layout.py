@@ -30,7 +30,7 @@ def lay_out(
         towers: N towers; copies of the program's variables are made as needed.
         batch: is split into N.
         rollback: made for the same program.
-        meter: notes when the parts of the step begin and end; None: nothing is added to the graph.
+        meter: records when the parts of the step begin and end; None: nothing is added to the graph.
 
     Returns:
         The step's results as one tower's would be: its structure, tensors combined as the program says.

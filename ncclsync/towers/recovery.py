@@ -94,7 +94,7 @@ class Rollback:
             return _ops([self._open.assign(True)])
 
     def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
-        """Note, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
+        """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
         if finite is not None:
             with tf.control_dependencies([done]):
                 done = tf.cond(

@@ -198,7 +198,7 @@ class TowerState:
         return self._sentinel.active
 
     def count_steps(self, steps: int) -> None:
-        """Note that training steps have run, and compare the towers if that is due.
+        """Count training steps that have run, and compare the towers if that is due.
 
         Raises:
             DivergenceError: towers differ, and are not to be repaired or cannot be.

@@ -346,7 +346,7 @@ class TowerStep(abc.ABC):
         return self._graphs[key]
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
-        """Return the program for batches of these specs, with notes in its segments if a meter is given.
+        """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
 
         The number of rows is left open while it is traced, so that what depends on it can be told from what
         does not. Only where a step cannot be traced so, the shard's is given.
@@ -357,7 +357,7 @@ class TowerStep(abc.ABC):
         if key in self._programs:
             return self._programs[key]
         other = self._programs.get((name, meter is None))
-        if other is not None and not other.packs:  # its segments have no notes, watched or not
+        if other is not None and not other.packs:  # its segments have no timestamps, watched or not
             return other
         try:
             program = self.make_program(shard, meter)

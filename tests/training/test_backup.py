@@ -152,7 +152,7 @@ def test_killed_while_it_saves(point, whole, folder, monkeypatch):
     renamed = []
 
     def replace(part, path):
-        renamed.append(path)  # when the backup is restored the notes; two files of each backup
+        renamed.append(path)  # when the backup is restored the metadata; two files of each backup
         # The second backup is the first one of the second epoch.
         if len(renamed) == {"before the weights": 4, "between the files": 5}[point]:
             raise KeyboardInterrupt

@@ -191,7 +191,7 @@ def test_pack_and_unpack(packing, tmp_path, caplog):
     """Each within its tower's segment; and a step that nobody watches has no such notes in its segments."""
     model = on_towers(mlp, 2, **packing)
     fit(model, Timeline(tmp_path / "trace.json", steps=(1, 4 if packing else 3)), epochs=1)
-    assert sum("noted by Python ops" in record.message for record in caplog.records) == (not packing)
+    assert sum("recorded by Python ops" in record.message for record in caplog.records) == (not packing)
     for spans in spans_of(tmp_path / "trace.json").values():
         for i in range(2):
             for part, outer in (("pack", "segment_1"), ("unpack", "apply")):

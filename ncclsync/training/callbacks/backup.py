@@ -1,7 +1,7 @@
 """`BackupAndRestore`: Keras' callback, which also knows at which sample of which pass the data stand.
 
 Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
-the machine, so that weights and position cannot be of different moments. What Keras notes beside it is
+the machine, so that weights and position cannot be of different moments. What Keras writes beside it is
 written for Keras' own callback.
 """
 
@@ -105,7 +105,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note where the epoch begins."""
+        """Record where the epoch begins."""
         self._epoch = epoch
         if self._data is not None:
             self._begun = self._data.upcoming
@@ -151,7 +151,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _save_model(self) -> None:
         """Keras calls this to make a backup."""
         self._check()
-        weights, previous, notes = keras_compat.backup_files(self)
+        weights, previous, metadata = keras_compat.backup_files(self)
         make_folders(self.backup_dir)
         if self.double_checkpoint and os.path.exists(weights):
             with replacing(previous) as part:
@@ -161,7 +161,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.model.save_weights(part, overwrite=True)
             with h5py.File(part, "a") as file:
                 file.attrs[_STATE] = json.dumps({**state, "digest": _digest(state)})
-        _write_notes(notes, state["epoch"])
+        _write_metadata(metadata, state["epoch"])
 
     def _state(self) -> dict[str, Any]:
         state = {
@@ -182,7 +182,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _load_model(self) -> None:
         """Keras calls this to restore a backup, and again with the one before if it is an `OSError`."""
-        weights, _, notes = keras_compat.backup_files(self)
+        weights, _, metadata = keras_compat.backup_files(self)
         state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
             self._check_data(state["data"])
@@ -191,8 +191,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                     f"Expected a backup of the same model, with {len(variables)} random states. "
                     f"Received: {len(state['seeds'])} in {weights}"
                 )
-            # What is noted beside the weights may be of the backup before, if a kill came between the two.
-            _write_notes(notes, state["epoch"])
+            # The metadata beside the weights may be of the backup before, if a kill came between the two.
+            _write_metadata(metadata, state["epoch"])
         super()._load_model()
         if state is None:
             return
@@ -243,7 +243,7 @@ def _digest(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _write_notes(path: str, epoch: int) -> None:
-    """Write what Keras' own callback would read."""
+def _write_metadata(path: str, epoch: int) -> None:
+    """Write the metadata that Keras' own callback reads."""
     with replacing(path) as part:
         part.write_text(json.dumps({"epoch": epoch, "batch": 0}), encoding="utf-8")

@@ -117,7 +117,7 @@ class ScaledRate:
         self._known = True
 
     def run(self, step: Callable[[Any], Any], data: Any) -> Any:
-        """Run the model's own step on a batch, or a tower's shard of it, having noted how large it is."""
+        """Run the model's own step on a batch, or a tower's shard of it, having recorded how large it is."""
         if self.rule.batch_size is None:
             self._largest.assign(tf.maximum(self._largest, tf.cast(_batch_rows(data), tf.float32)))
         self._open += 1

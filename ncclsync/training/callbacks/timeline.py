@@ -41,7 +41,7 @@ class Timeline(StepWatcher):
     work before it and a scalar from behind it has arrived in the host's memory; a segment begins when its
     inputs are there, and may have to be launched still.
 
-    The steps to record run a graph with ops that note the time; it is traced when the first of them begins.
+    The steps to record run a graph with ops that record the time; it is traced when the first of them begins.
     All other steps run the graph that they run without this callback.
 
     The file is written, in one piece, when all these steps are recorded, when `fit` ends or a step fails, and
@@ -119,7 +119,7 @@ class _Trace:
         self._saved = 0
 
     def add(self, step: int, measured: Measured) -> None:
-        """Keep what one call noted, whose first step has this number; it is looked at when it is written."""
+        """Keep the timestamps of a call, whose first step has this number, unread until they are written."""
         self._calls.append((step, measured))
 
     def check(self) -> None:

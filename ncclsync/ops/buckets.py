@@ -1,6 +1,6 @@
 """Group tensors into buckets: fewer, larger messages for the collectives.
 
-`plan_buckets` decides (pure Python, no TensorFlow); `pack` and `unpack` carry a plan out inside a graph.
+`fill_buckets` decides (pure Python, no TensorFlow); `pack` and `unpack` carry it out inside a graph.
 They know nothing of towers or of what is reduced.
 """
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
-def plan_buckets(
+def fill_buckets(
     sizes_bytes: Sequence[int],
     kinds: Sequence[Hashable],
     bucket_bytes: int,

@@ -16,7 +16,7 @@ from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S
 from ncclsync.compat import distribute
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import host_ops
-from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES, pack, plan_buckets, unpack
+from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES, fill_buckets, pack, unpack
 from ncclsync.ops.group_ops import group_exchange
 from ncclsync.towers.options import TowerOptions
 from ncclsync.towers.placement import choose_placement, connect, reduced_on_host
@@ -186,7 +186,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
         shapes = [column[0].shape for column in columns]
         known = [shape.is_fully_defined() for shape in shapes]
         dtypes = [column[0].dtype for column in columns]
-        buckets = plan_buckets(
+        buckets = fill_buckets(
             [s.num_elements() * d.size if k else 0 for s, d, k in zip(shapes, dtypes, known, strict=True)],
             [dtype if k else i for i, (dtype, k) in enumerate(zip(dtypes, known, strict=True))],
             self._options.bucket_bytes,

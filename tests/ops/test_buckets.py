@@ -1,4 +1,4 @@
-"""plan_buckets, pure algebra; pack and unpack are each other's inverse."""
+"""fill_buckets, pure algebra; pack and unpack are each other's inverse."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.ops.buckets import pack, plan_buckets, unpack
+from ncclsync.ops.buckets import fill_buckets, pack, unpack
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ from ncclsync.ops.buckets import pack, plan_buckets, unpack
         ([1, 1, 1], [("sum", "f32"), ("sum", "f16"), ("sum", "f32")], 9, ((2, 0), (1,))),
     ],
 )
-def test_plan(sizes, kinds, limit, expected):
+def test_buckets(sizes, kinds, limit, expected):
     """Last created first; full buckets are closed; kinds do not mix; an oversized tensor travels alone."""
-    assert plan_buckets(sizes, kinds, limit) == expected
+    assert fill_buckets(sizes, kinds, limit) == expected
 
 
 def test_a_first_bucket_of_another_size():
     """Of each kind."""
-    assert plan_buckets([4] * 6, "aaaaab", 12, 4) == ((5,), (4,), (3, 2, 1), (0,))
+    assert fill_buckets([4] * 6, "aaaaab", 12, 4) == ((5,), (4,), (3, 2, 1), (0,))
 
 
-def test_properties_of_random_plans():
+def test_properties_of_random_buckets():
     """Every index once; each bucket of one kind, in reverse order, within the limit or alone; buckets in the
     order in which their first tensor comes; and no two buckets in a row of a kind could have been one.
     """
@@ -46,11 +46,11 @@ def test_properties_of_random_plans():
         count, limit = rng.randrange(30), rng.randrange(1, 50)
         sizes = [rng.choice([0, 1, 3, 10, 49, 60]) for _ in range(count)]
         kinds = [rng.choice("abc") for _ in range(count)]
-        plan = plan_buckets(sizes, kinds, limit)
-        assert sorted(index for bucket in plan for index in bucket) == list(range(count))
-        assert [bucket[0] for bucket in plan] == sorted((bucket[0] for bucket in plan), reverse=True)
+        buckets = fill_buckets(sizes, kinds, limit)
+        assert sorted(index for bucket in buckets for index in bucket) == list(range(count))
+        assert [bucket[0] for bucket in buckets] == sorted((bucket[0] for bucket in buckets), reverse=True)
         last_of_kind = {}
-        for bucket in plan:
+        for bucket in buckets:
             assert list(bucket) == sorted(bucket, reverse=True)
             (kind,) = {kinds[index] for index in bucket}
             filled = sum(sizes[index] for index in bucket)
@@ -72,7 +72,7 @@ def test_properties_of_random_plans():
 def test_bad_argument(sizes, kinds, limit, message):
     """Refused by its message."""
     with pytest.raises(ValueError, match=message):
-        plan_buckets(sizes, kinds, limit)
+        fill_buckets(sizes, kinds, limit)
 
 
 @pytest.mark.parametrize(

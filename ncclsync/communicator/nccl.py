@@ -113,18 +113,18 @@ class NcclCommunicator(Communicator):
                 f"Expected unique_id to be the {nccl_calls.UNIQUE_ID_BYTES} bytes of "
                 f"NcclCommunicator.unique_id(). Received: {unique_id!r}"
             )
-        own = _checked_numbers(ranks, "ranks", "ranks of this process")
+        local_ranks = _checked_numbers(ranks, "ranks", "ranks of this process")
         ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
         whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-        if not whole or not max(own) < world_size <= _MOST:
+        if not whole or not max(local_ranks) < world_size <= _MOST:
             raise ValueError(f"Expected ranks below world_size. Received: {ranks!r}, {world_size!r}")
-        if len(own) != len(ordinals) or len(set(own)) != len(own):
+        if len(local_ranks) != len(ordinals) or len(set(local_ranks)) != len(local_ranks):
             raise ValueError(
                 f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}"
             )
         self = cls.__new__(cls)
         self._handle = None
-        self._set_up(unique_id, world_size, own, ordinals, timeout_s, preflight)
+        self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight)
         return self
 
     @staticmethod

@@ -39,8 +39,8 @@ def gradient_moments(watch: Watch) -> tf.Tensor | None:
         for gradients in (ops.parts(watch.gradients), sums)  # n_i/B g_i, and their sum
     )
     weighted = tf.math.divide_no_nan(part, tf.cast(share.fraction, part.dtype))  # n_i/B |g_i|^2
-    own = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])
-    weighted, towers, samples = tf.unstack(ops.all_reduce(own, op="sum"))
+    terms = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])
+    weighted, towers, samples = tf.unstack(ops.all_reduce(terms, op="sum"))
     trace = (weighted - whole) * samples / (towers - 1.0)
     return tf.stack([trace, whole - trace / samples])
 

@@ -38,8 +38,8 @@ def finite_flags(watch: Watch) -> tf.Tensor | None:
     context = ops.current_context()
     if not watch.gradients or watch.scale is not None or context is None:
         return None
-    own = ops.parts(watch.gradients)
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in own]
+    parts = ops.parts(watch.gradients)
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in parts]
     finite = tf.stack([tf.reduce_all(tf.math.is_finite(one)) for one in values])
     return ops.stack(finite)
 

@@ -61,15 +61,15 @@ class Call(rules.Call):
 
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
-        self.own: set[int] = set()  # inputs that are each tower's own, and count as whole meanwhile
+        self.local: set[int] = set()  # indices of LOCAL inputs, which count as whole meanwhile
         self.lenient = self.placer.lenient
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
-        if self.inputs[index] == placement or (index in self.own and placement.kind is not Kind.PARTIAL):
+        if self.inputs[index] == placement or (index in self.local and placement.kind is not Kind.PARTIAL):
             return
-        before = self.given[1][index] if index in self.own else self.inputs[index]
-        self.own.discard(index)
+        before = self.given[1][index] if index in self.local else self.inputs[index]
+        self.local.discard(index)
         self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
@@ -80,7 +80,7 @@ class Call(rules.Call):
     def begin_anew(self) -> None:
         """Take back what was required."""
         self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
-        self.own.clear()
+        self.local.clear()
 
 
 class Placer(abc.ABC):
@@ -141,9 +141,9 @@ class Placer(abc.ABC):
                     for i, placed in enumerate(call.inputs):
                         if placed.kind is Kind.ROWS:
                             call.require(i, REPLICATE)
-                return [_own_of(call.inputs)] * len(op.outputs)
-            call.own = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
-            for i in call.own:
+                return [_local_of(call.inputs)] * len(op.outputs)
+            call.local = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
+            for i in call.local:
                 call.inputs[i] = REPLICATE
         made = self._by_rule(call)
         if made is None:
@@ -152,12 +152,12 @@ class Placer(abc.ABC):
         alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
         divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
         # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
-        if alike and len(alike) == len(divided) and not call.own and not any(one.blocks for one in alike):
+        if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
             each = alike[0].each
             made = [shard(p.axis, 0, each) if each and p == shard(p.axis, 1, each) else p for p in made]
-        if call.own:
-            own = _own_of(call.given[1])
-            made = [own if placed.whole else placed for placed in made]
+        if call.local:
+            local = _local_of(call.given[1])
+            made = [local if placed.whole else placed for placed in made]
         return list(made)
 
     def is_function(self, op: tf.Operation) -> bool:
@@ -257,7 +257,7 @@ class Placer(abc.ABC):
                 for p, t in zip(call.inputs, call.tensors, strict=True)
             )
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
-                return [_own_of(call.inputs)] * len(call.op.outputs)
+                return [_local_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
 
     def _function_by_rows(self, call: Call) -> list[Placement]:
@@ -282,7 +282,7 @@ class Placer(abc.ABC):
             for other in ways[1:]:
                 made = [_either(one, two) for one, two in zip(made, other, strict=True)]
             if call.inputs[0].kind is Kind.LOCAL:
-                raise Refused("the branch is each tower's own")
+                raise Refused("the condition of the branch is local to each tower")
             return made
         name = op.get_attr("f").name if op.type in CALLS else op.type
         return self._body(name, op.inputs, call.inputs)
@@ -348,8 +348,8 @@ def serves(before: Placement, after: Placement) -> bool:
     return before == after or (before.whole and after == MEAN) or after.kind is Kind.LOCAL
 
 
-def _own_of(inputs: Sequence[Placement]) -> Placement:
-    """How what is computed of each tower's own is placed."""
+def _local_of(inputs: Sequence[Placement]) -> Placement:
+    """Return how the results of LOCAL inputs are placed."""
     return SEEDED if SEEDED in inputs else LOCAL
 
 
@@ -360,7 +360,7 @@ def _either(one: Placement, two: Placement) -> Placement:
     if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
         return shard(one.axis, one.blocks, 0)
     if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
-        return _own_of((one, two))
+        return _local_of((one, two))
     if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
         return one if two.of is None else two
     raise Refused(f"branches give {one} and {two}")

@@ -6,7 +6,7 @@ are made whole, and every tower computes alike. A rule may be missing; it must n
 (`tests/semantics/test_ops.py` runs all of them).
 
 Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are,
-unless it is in `COUNTING`. What is each tower's own counts as whole meanwhile.
+unless it is in `COUNTING`. LOCAL inputs count as whole meanwhile.
 """
 
 import math
@@ -553,12 +553,12 @@ def _batch_matmul(call: Call) -> Sequence[Placement] | None:
     shapes = [_shape(tensor) for tensor in call.op.inputs]
     letters = []
     for i, (swapped, plain) in enumerate((("km", "mk"), ("nk", "kn"))):
-        own = list(names[batch - (ranks[i] - 2) :])
-        for axis in range(len(own)):
+        batch_axes = list(names[batch - (ranks[i] - 2) :])
+        for axis in range(len(batch_axes)):
             if shapes[i][axis] == 1 and call.inputs[i].kind is not Kind.SHARD:
-                own[axis] = f"{i}"  # is broadcast, whatever the other has there
+                batch_axes[axis] = f"{i}"  # is broadcast, whatever the other has there
         turned = call.op.get_attr("adj_x" if i == 0 else "adj_y")
-        letters.append("".join(own) + (swapped if turned else plain))
+        letters.append("".join(batch_axes) + (swapped if turned else plain))
     return _contract(call, letters, names + "mn")
 
 

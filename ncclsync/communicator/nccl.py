@@ -1,6 +1,6 @@
 """Ranks on GPUs, joined by NCCL: created, used from one thread at a time, aborted when anything fails.
 
-A collective that does not end is ended by `watchdog`; what is sent over each pair's path at creation is
+A collective that does not end is ended by `timeouts`; what is sent over each pair's path at creation is
 `preflight`'s matter. Nothing here knows TensorFlow.
 """
 
@@ -216,7 +216,7 @@ class NcclCommunicator(Communicator):
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
             try:
-                self._watch(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                self._run_task(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
@@ -265,16 +265,16 @@ class NcclCommunicator(Communicator):
     def _launch(
         self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
     ) -> None:
-        """As `_watch`, behind the GPUs' own work, for which NCCL's streams do not wait."""
+        """As `_run_task`, behind the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
-        self._watch(handle, what, call, begin)
+        self._run_task(handle, what, call, begin)
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._tell_busy(handle)
-        self._watch(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._busy_ranks(handle)
+        self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
 
-    def _watch(
+    def _run_task(
         self,
         handle: Any,
         what: Callable[[], str],
@@ -291,7 +291,7 @@ class NcclCommunicator(Communicator):
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=arrived or functools.partial(self._tell_progress, handle),
+                arrived=arrived or functools.partial(self._progress_of_ranks, handle),
             )
         except NcclError as error:
             if error.during:
@@ -328,11 +328,11 @@ class NcclCommunicator(Communicator):
         )
         self._aborting = None
 
-    def _tell_busy(self, handle: Any) -> str:
+    def _busy_ranks(self, handle: Any) -> str:
         """Say whose own work is known not to have ended."""
         return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
 
-    def _tell_progress(self, handle: Any) -> str:
+    def _progress_of_ranks(self, handle: Any) -> str:
         """Say which ranks have arrived, as far as it is known here."""
         states = nccl_calls.progress(handle, self.size)
         words = []

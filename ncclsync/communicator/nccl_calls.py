@@ -1,7 +1,7 @@
 """NCCL's calls over the GPUs of this process, as Python sees them: begun, waited for in slices, ended.
 
 One function for each of the C library's; statuses become exceptions here, with advice where there is any.
-Nothing here waits for longer than it is told to: that is `watchdog`'s matter.
+Nothing here waits for longer than it is told to: `timeouts` waits for the limit.
 """
 
 from __future__ import annotations

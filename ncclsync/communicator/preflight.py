@@ -18,7 +18,7 @@ from ncclsync.errors import NcclPreflightError, NcclTimeoutError
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
 
-Watch = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
+RunTask = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
 
 _INT32 = native.DTYPES["int32"]
 
@@ -29,19 +29,19 @@ _CAUSES = (
 )
 
 
-def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) -> None:
+def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) -> None:
     """Send known numbers between all ranks and compare what this process' ranks receive. Collective.
 
     Args:
-        comm: a communicator's handle; it holds the device memory that is used, also behind a failure.
+        comm: a communicator's handle; it holds the device memory that is used, also after a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
-        watch: runs a task (what says what it is, NCCL's function, what begins it) behind the GPUs' own work,
+        run: runs a task (what says what it is, NCCL's function, what begins it) after the GPUs' own work,
             and waits for its end.
 
     Raises:
         NcclPreflightError: a rank received something else. Names the pair.
-        NcclTimeoutError: nothing came. As all that `watch` raises.
+        NcclTimeoutError: nothing came. As all that `run` raises.
     """
     size_bytes = world_size * COUNT * 4
     memory = [nccl_calls.scratch(comm, i, 2 * size_bytes) for i in range(len(ranks))]
@@ -58,7 +58,7 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, watch: Watch) 
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            watch(lambda: during, group.call, begin)
+            run(lambda: during, group.call, begin)
         except NcclTimeoutError as error:
             if error.during != during:  # but the GPUs' own work before it
                 raise

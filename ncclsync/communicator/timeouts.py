@@ -125,7 +125,7 @@ class _Interrupts:
         return signal.SIGINT in self.received
 
 
-_watched: _Interrupts | None = None  # while the main thread is in `interruptible`
+_active: _Interrupts | None = None  # while the main thread is in `interruptible`
 _kept: _Interrupts | None = None
 
 
@@ -135,16 +135,16 @@ def interruptible() -> Iterator[None]:
 
     In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
     """
-    global _watched, _kept
+    global _active, _kept
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _watched or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    if not is_main or _active or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
         yield
         return
     _kept = _kept or _Interrupts()
     _kept.has_come()  # what came between
     _kept.received = b""
     before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
-    _watched = _kept
+    _active = _kept
     try:
         yield
     except Exception as error:  # raised again, if not as the Ctrl-C that it hides
@@ -154,7 +154,7 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        _watched = None
+        _active = None
         signal.set_wakeup_fd(before)
         _kept.has_come()
         if before != -1 and _kept.received:  # who was to be told, such as an event loop, still is
@@ -162,14 +162,14 @@ def interruptible() -> Iterator[None]:
 
 
 def _is_interrupted() -> bool:
-    watched = _watched
-    return watched is not None and watched.has_come()
+    active = _active
+    return active is not None and active.has_come()
 
 
 def _forget_pipe() -> None:
     """In a forked child: the pipe is the parent's."""
-    global _watched, _kept
-    _watched = _kept = None
+    global _active, _kept
+    _active = _kept = None
 
 
 os.register_at_fork(after_in_child=_forget_pipe)

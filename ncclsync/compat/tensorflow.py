@@ -231,37 +231,37 @@ def is_written_by_graph(variable: tf.Variable) -> bool:
     return getattr(variable, "_ncclsync_written_by_graph", False)
 
 
-def set_watchers(variable: tf.Variable, watchers: Any) -> None:
-    """Keep with a variable what `holders` tells whom by; None: nothing."""
-    variable._ncclsync_watchers = watchers
+def set_tracker(variable: tf.Variable, tracker: Any) -> None:
+    """Keep with a variable the object by which `holders` tracks it, or None."""
+    variable._ncclsync_tracker = tracker
 
 
-def watchers_of(variable: tf.Variable) -> Any:
-    """Return what `set_watchers` was given last, or None."""
-    return getattr(variable, "_ncclsync_watchers", None)
+def tracker_of(variable: tf.Variable) -> Any:
+    """Return what `set_tracker` was given last, or None."""
+    return getattr(variable, "_ncclsync_tracker", None)
 
 
-def watch_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
+def track_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
     """Call `before` whenever a variable's value is read, however that is done."""
     read = variable._read_variable_op
 
     @functools.wraps(read)
-    def watched(*args, **kwargs):
+    def tracked(*args, **kwargs):
         before()
         return read(*args, **kwargs)
 
-    variable._read_variable_op = watched
+    variable._read_variable_op = tracked
 
 
-def watch_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) -> None:
+def track_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) -> None:
     """Replace each method by which Python writes a variable by `wrap(method)`."""
     for name in VARIABLE_WRITERS:
         if hasattr(variable, name):
             setattr(variable, name, wrap(getattr(variable, name)))
 
 
-def unwatch(variable: tf.Variable) -> None:
-    """Undo `watch_reads` and `watch_writes`."""
+def untrack(variable: tf.Variable) -> None:
+    """Undo `track_reads` and `track_writes`."""
     for name in ("_read_variable_op", *VARIABLE_WRITERS):
         vars(variable).pop(name, None)
 

@@ -11,12 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync import ops
-from ncclsync.gradients.observer import Watch
+from ncclsync.gradients.observer import Observer
 
 logger = logging.getLogger("ncclsync")
 
 
-def gradient_moments(watch: Watch) -> tf.Tensor | None:
+def gradient_moments(observer: Observer) -> tf.Tensor | None:
     """Estimate, in the graph of a step, the samples' covariance and the true gradient, from one batch.
 
     Of a batch of B samples, of which each of M towers has n_i, with mean gradient g_i, and G = sum n_i/B g_i:
@@ -29,14 +29,14 @@ def gradient_moments(watch: Watch) -> tf.Tensor | None:
         |true|^2, both without bias. Not finite if one tower has all samples. None if there is no gradient.
     """
     context = ops.current_context()
-    if not watch.gradients or context is None:
+    if not observer.gradients or context is None:
         return None
     share = context.share
     # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
-    sums = ops.whole(watch.gradients)
+    sums = ops.whole(observer.gradients)
     part, whole = (
-        tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, watch.scales, strict=True)])
-        for gradients in (ops.parts(watch.gradients), sums)  # n_i/B g_i, and their sum
+        tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, observer.scales, strict=True)])
+        for gradients in (ops.parts(observer.gradients), sums)  # n_i/B g_i, and their sum
     )
     weighted = tf.math.divide_no_nan(part, tf.cast(share.fraction, part.dtype))  # n_i/B |g_i|^2
     terms = tf.stack([weighted, 1.0, tf.cast(share.rows, part.dtype)])

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ncclsync import ops
 from ncclsync.errors import NonFiniteError
-from ncclsync.gradients.observer import Watch
+from ncclsync.gradients.observer import Observer
 from ncclsync.semantics.shards import shard_sizes
 
 logger = logging.getLogger("ncclsync")
@@ -27,7 +27,7 @@ MOST_FILES = 10  # that one run saves: every step may be skipped
 MOST_KEPT = 50  # of all runs and processes of this user: the newest
 
 
-def finite_flags(watch: Watch) -> tf.Tensor | None:
+def finite_flags(observer: Observer) -> tf.Tensor | None:
     """Tell, in the graph of a step, which gradients of which tower are finite.
 
     Returns:
@@ -36,9 +36,9 @@ def finite_flags(watch: Watch) -> tf.Tensor | None:
         lower its scale.
     """
     context = ops.current_context()
-    if not watch.gradients or watch.scale is not None or context is None:
+    if not observer.gradients or observer.scale is not None or context is None:
         return None
-    parts = ops.parts(watch.gradients)
+    parts = ops.parts(observer.gradients)
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in parts]
     finite = tf.stack([tf.reduce_all(tf.math.is_finite(one)) for one in values])
     return ops.stack(finite)
@@ -48,7 +48,7 @@ class OnNonFinite:
     """What happens when a gradient is not finite.
 
     Attributes:
-        mode: "raise" or "skip"; None: nothing, and nothing is watched.
+        mode: "raise" or "skip"; None: nothing, and no gradient is observed.
         raised: the error of a step that has failed so.
     """
 

@@ -15,7 +15,7 @@ from ncclsync import ops
 from ncclsync.compat import tensorflow as tf_compat
 
 
-class Watch:
+class Observer:
     """The gradients of one step with respect to variables, while it is traced.
 
     Attributes:
@@ -27,7 +27,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """Watch nothing yet: see `hooks` and `around`."""
+        """Observe nothing yet: see `hooks` and `around`."""
         self._nested = False
         self._clear()
 
@@ -39,11 +39,11 @@ class Watch:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Watch tapes and loss scales."""
+        """Observe tapes and loss scales."""
 
-        def watching(gradient: Callable) -> Callable:
+        def observing(gradient: Callable) -> Callable:
             @functools.wraps(gradient)
-            def watched(tape, target, sources, output_gradients=None, **kwargs):
+            def observed(tape, target, sources, output_gradients=None, **kwargs):
                 nested, self._nested = self._nested, True
                 try:
                     gradients = gradient(tape, target, sources, output_gradients, **kwargs)
@@ -53,12 +53,12 @@ class Watch:
                 # In a branch or a loop there is nothing that could be taken out of it. And a tape within a
                 # gradient, which computes something again to differentiate it, is a part of that gradient.
                 if context is not None and context.can_exchange() and not nested:
-                    self._note(sources, gradients)
+                    self._record(sources, gradients)
                 return gradients
 
-            return watched
+            return observed
 
-        def noting(scale_loss: Callable) -> Callable:
+        def recording(scale_loss: Callable) -> Callable:
             @functools.wraps(scale_loss)
             def recorded(optimizer, loss):
                 scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
@@ -68,17 +68,17 @@ class Watch:
             return recorded
 
         with (
-            tf_compat.methods_wrapped([tf.GradientTape], "gradient", watching),
-            tf_compat.methods_wrapped([keras.optimizers.LossScaleOptimizer], "scale_loss", noting),
+            tf_compat.methods_wrapped([tf.GradientTape], "gradient", observing),
+            tf_compat.methods_wrapped([keras.optimizers.LossScaleOptimizer], "scale_loss", recording),
         ):
             yield
 
     def around(
-        self, step: Callable[[Any], Any], readers: Mapping[str, Callable[["Watch"], tf.Tensor | None]]
+        self, step: Callable[[Any], Any], readers: Mapping[str, Callable[["Observer"], tf.Tensor | None]]
     ) -> Callable[[Any], Any]:
         """Return a step that returns what `step` does, and a dictionary of what `readers` tell of it."""
 
-        def watched(batch):
+        def observed(batch):
             # tf.function traces again when a step created variables; the last trace is the one that counts.
             self._clear()
             results = step(batch)
@@ -86,9 +86,9 @@ class Watch:
             self.gradients, self.scales = [], []  # they would keep the trace alive
             return results, told
 
-        return watched
+        return observed
 
-    def _note(self, sources: Any, gradients: Any) -> None:
+    def _record(self, sources: Any, gradients: Any) -> None:
         for source, gradient in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
             if not isinstance(source, (tf.Variable, keras.Variable)) or gradient is None:
                 continue

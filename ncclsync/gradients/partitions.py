@@ -81,7 +81,7 @@ class PartitionedSlot(Holder):
         self._place = place
         self._partitions = partitions
         self._is_whole = self._is_written = True
-        self.watch_reads()
+        self.track_reads()
 
     def divide(self) -> None:
         """Before a step: bring what was written to the towers, and free the whole."""
@@ -125,7 +125,7 @@ class PartitionedSlot(Holder):
         if variable is None:
             return
         self.make_whole()
-        self.unwatch()
+        self.untrack()
 
     def before_access(self) -> None:
         """Before Python reads or writes: let the variable hold the whole."""

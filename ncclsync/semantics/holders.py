@@ -1,7 +1,7 @@
 """Who holds copies or parts of a variable, of all towers in the process: each is told what another writes.
 
 A variable may belong to several models, each on towers of its own: a GAN's discriminator trains by itself and
-as part of another model. `replicas` and `partitions` are the holders; a variable has one watch for all.
+as part of another model. `replicas` and `partitions` are the holders; a variable has one tracker for all.
 """
 
 import abc
@@ -19,7 +19,7 @@ class Holder(abc.ABC):
     """What some towers hold of one variable, beside the variable itself."""
 
     def __init__(self, variable: tf.Variable, forget: Callable[[], None] | None = None) -> None:
-        """Prepare; nothing is watched yet.
+        """Prepare; nothing is tracked yet.
 
         Args:
             variable: is not kept alive.
@@ -44,50 +44,50 @@ class Holder(abc.ABC):
     def mark_shared(self) -> None:
         """Prepare for another holder of the variable, whose steps write it too."""
 
-    def watch(self) -> None:
+    def track(self) -> None:
         """Be told of writes from now on. The variable does not keep the holder alive."""
-        self._watchers().add(self, weakref.ref(self))
+        self._tracker().add(self, weakref.ref(self))
 
-    def watch_reads(self) -> None:
+    def track_reads(self) -> None:
         """Be told of reads as well. Since it holds what the variable does not, it lives as long as that."""
-        watchers = self._watchers()
-        watchers.add(self, lambda: self)
-        watchers.watch_reads(self.held)
+        tracker = self._tracker()
+        tracker.add(self, lambda: self)
+        tracker.track_reads(self.held)
 
-    def unwatch(self) -> None:
+    def untrack(self) -> None:
         """Be told no more. Others still are; if there are none, the variable gets its own methods back."""
         variable = self.held
-        if variable is not None and self._watchers().remove(self):
-            tf_compat.unwatch(variable)
-            tf_compat.set_watchers(variable, None)
+        if variable is not None and self._tracker().remove(self):
+            tf_compat.untrack(variable)
+            tf_compat.set_tracker(variable, None)
 
     def tell_others(self) -> bool:
         """Tell other holders that these towers have written the variable; return whether there are any."""
-        others = [holder for holder in self._watchers().holders() if holder is not self]
+        others = [holder for holder in self._tracker().holders() if holder is not self]
         for holder in others:
             holder.mark_stale()
         return bool(others)
 
-    def _watchers(self) -> "_Watchers":
+    def _tracker(self) -> "_Tracker":
         variable = self.held
-        watchers = tf_compat.watchers_of(variable)
-        if watchers is None:
-            watchers = _Watchers(variable)
-            tf_compat.set_watchers(variable, watchers)
-        return watchers
+        tracker = tf_compat.tracker_of(variable)
+        if tracker is None:
+            tracker = _Tracker(variable)
+            tf_compat.set_tracker(variable, tracker)
+        return tracker
 
 
-class _Watchers:
-    """The holders of one variable, and the one watch on it, by which they are told.
+class _Tracker:
+    """The holders of one variable, and how they hear of writes.
 
-    The watch replaces the variable's own methods, on this one object, so that it costs nothing between
+    The tracker replaces the variable's own methods, on this one object, so that it costs nothing between
     writes and a step need not compare anything.
     """
 
     def __init__(self, variable: tf.Variable) -> None:
         self._holders: list[Callable[[], Holder | None]] = []
         self._reads = False
-        tf_compat.watch_writes(variable, functools.partial(self._watched, weakref.ref(variable)))
+        tf_compat.track_writes(variable, functools.partial(self._tracked, weakref.ref(variable)))
 
     def add(self, holder: Holder, borrowed: Callable[[], Holder | None]) -> None:
         """Add a holder, or replace how it is borrowed."""
@@ -106,19 +106,19 @@ class _Watchers:
         """Return those that are there: towers that nobody has closed may be gone all the same."""
         return [holder for one in self._holders if (holder := one()) is not None]
 
-    def watch_reads(self, variable: tf.Variable) -> None:
+    def track_reads(self, variable: tf.Variable) -> None:
         """Let holders be told of reads; idempotent."""
         if not self._reads:
             self._reads = True
-            tf_compat.watch_reads(variable, self._before_access)
+            tf_compat.track_reads(variable, self._before_access)
 
     def _before_access(self) -> None:
         for holder in self.holders():
             holder.before_access()
 
-    def _watched(self, borrowed: "weakref.ref[tf.Variable]", write: Callable) -> Callable:
+    def _tracked(self, borrowed: "weakref.ref[tf.Variable]", write: Callable) -> Callable:
         @functools.wraps(write)
-        def watched(*args, **kwargs):
+        def tracked(*args, **kwargs):
             self._before_access()
             result = write(*args, **kwargs)
             eager = tf.executing_eagerly()
@@ -130,4 +130,4 @@ class _Watchers:
                 holder.mark_stale()
             return result
 
-        return watched
+        return tracked

@@ -46,9 +46,9 @@ class Replicas(Holder):
         self.copies = copies
         self._pending = pending
         self._shared = shared
-        self.watch()
+        self.track()
         if role is Role.PARTIAL:
-            self.watch_reads()
+            self.track_reads()
 
     def take_role(self, role: Role) -> None:
         """Let the copies relate otherwise from the next step on, as a trace has shown that they are used."""
@@ -57,7 +57,7 @@ class Replicas(Holder):
         if role is Role.PARTIAL:
             for copy in self.copies:
                 copy.assign(tf.zeros_like(copy))
-            self.watch_reads()
+            self.track_reads()
         else:
             self._pending.add(self._key)
 

@@ -127,7 +127,7 @@ class TowerState:
             self.sharding.release()
         for replicas in list(self._replicas.values()):
             replicas.gather_parts()
-            replicas.unwatch()
+            replicas.untrack()
         self._replicas.clear()
         self._pending.clear()
         self.shared.clear()

@@ -21,7 +21,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
-from ncclsync.gradients.observer import Watch
+from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import STEPS, WAIT, Meter, begin, hold
 from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
@@ -136,9 +136,9 @@ class TowerStep(abc.ABC):
         watch = Watch() if readers else None
         step = python_step(source.function)
         with contextlib.ExitStack() as stack:
-            if watch is not None:
-                step = watch.around(step, readers)
-                stack.enter_context(watch.hooks())
+            if observer is not None:
+                step = observer.around(step, readers)
+                stack.enter_context(observer.hooks())
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs)
@@ -151,9 +151,9 @@ class TowerStep(abc.ABC):
             undone="finite" in readers,
             meter=meter,
         )
-        if watch is None:
+        if observer is None:
             return self._to_be_checked(program, traced)
-        if "finite" in readers and watch.scale is not None:
+        if "finite" in readers and observer.scale is not None:
             self.towers.warn_once(
                 "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
                 "gradients are not finite, and lowers its scale by them."
@@ -166,7 +166,7 @@ class TowerStep(abc.ABC):
             program,
             structure=structure,
             outputs=program.outputs[:split],
-            gradients=tuple(watch.names),
+            gradients=tuple(observer.names),
             finite=outputs.get("finite"),
             noise=outputs.get("noise"),
         )
@@ -216,9 +216,9 @@ class TowerStep(abc.ABC):
                 about=about,
             )
 
-    def _readers(self) -> dict[str, Callable[[Watch], tf.Tensor | None]]:
+    def _readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """What is to be told of the gradients of this step, by the name that `Program` has for it."""
-        readers: dict[str, Callable[[Watch], tf.Tensor | None]] = {}
+        readers: dict[str, Callable[[Observer], tf.Tensor | None]] = {}
         if self._trains and self.towers.on_nonfinite.mode:
             readers["finite"] = finite_flags
         if self._trains and self.towers.noise.active:

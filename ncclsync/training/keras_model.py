@@ -56,8 +56,8 @@ def attach(
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: keras_compat.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
-    # From here on, and not from the first step: a write must find somebody watching. On one tower too, whose
-    # weights other towers may share.
+    # From here on, and not from the first step: a write must find somebody tracking it. On one tower too,
+    # whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
     plain = towers.on_nonfinite.mode is None

@@ -380,10 +380,10 @@ def test_partial_and_shared():
     one, other = tf.Variable(1.0), tf.Variable(1.0)
     tf_compat.set_written_by_graph(one)
     assert (tf_compat.is_written_by_graph(one), tf_compat.is_written_by_graph(other)) == (True, False)
-    watchers = object()
-    tf_compat.set_watchers(one, watchers)
-    assert (tf_compat.watchers_of(one), tf_compat.watchers_of(other)) == (watchers, None)
-    assert tf_compat.watchers_of(copy.deepcopy(one)) is None
+    tracker = object()
+    tf_compat.set_tracker(one, tracker)
+    assert (tf_compat.tracker_of(one), tf_compat.tracker_of(other)) == (tracker, None)
+    assert tf_compat.tracker_of(copy.deepcopy(one)) is None
     tf_compat.set_partial(one)
     tf_compat.set_shared(other)
     assert (tf_compat.is_partial(one), tf_compat.is_partial(other)) == (True, False)
@@ -404,14 +404,14 @@ def test_partial_and_shared():
         lambda v: tf.train.Checkpoint(v=v).write("checkpoint"),
     ],
 )
-def test_watch_reads(read, tmp_path, monkeypatch):
-    """Every way to a variable's value passes the watch, until it is taken off."""
+def test_track_reads(read, tmp_path, monkeypatch):
+    """Every way to a variable's value passes the tracker, until it is taken off."""
     monkeypatch.chdir(tmp_path)
     variable, seen = tf.Variable(1.0), []
-    tf_compat.watch_reads(variable, lambda: seen.append(1))
+    tf_compat.track_reads(variable, lambda: seen.append(1))
     read(variable)
     assert seen
-    tf_compat.unwatch(variable)
+    tf_compat.untrack(variable)
     seen.clear()
     read(variable)
     assert not seen

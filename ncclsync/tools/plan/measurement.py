@@ -105,8 +105,8 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     model.towers.target = dataclasses.replace(model.towers.target, passes=())  # packed, as on GPUs
     program = ModelStep(model, model.towers, "train_step", sync_batch_norm).program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
-    watched = dataclasses.replace(
-        program, segments=tuple(_watched(segment, batch, runs) for segment in program.segments)
+    recorded = dataclasses.replace(
+        program, segments=tuple(_recorded(segment, batch, runs) for segment in program.segments)
     )
     for _, variable in program.variables:
         model.towers.copies(variable)
@@ -137,7 +137,7 @@ def _is_conditional(program: Program) -> bool:
     return any(bucket.when for segment in program.segments for bucket in segment.outgoing)
 
 
-def _watched(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
+def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
     """A segment that, when it runs, adds its work and its messages to `runs`."""
 
     def run(*arguments: Any) -> list[Any]:

@@ -45,7 +45,7 @@ class NcclError(NcclSyncError):
         return f"{self.call} returned {self.status_name} ({self.status}){words}{during}"
 
     def within(self, during: str) -> NcclError:
-        """Return the same error, with what was under way, if it does not tell that already."""
+        """Return the same error, naming what was under way, unless it does so already."""
         return type(self)(self.status, self.call, self.last_error, self.status_name, self.during or during)
 
     def __reduce__(self):
@@ -117,13 +117,13 @@ class NonFiniteError(NcclSyncError):
     ) -> None:
         self.towers = {tower: (begin, end, tuple(names)) for tower, (begin, end, names) in towers.items()}
         self.file, self.unsaved = file, unsaved
-        told = []
+        each = []
         for tower, (begin, end, names) in self.towers.items():
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             rows = f"rows {begin} to {end - 1}" if end > begin else "of a batch without rows"
-            told.append(f"tower {tower}, {rows}, for {', '.join(names[:_NAMED])}{more}")
+            each.append(f"tower {tower}, {rows}, for {', '.join(names[:_NAMED])}{more}")
         saved = f"These rows are saved in {file}" if file else f"These rows are not saved: {unsaved}"
-        super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(told)}. {saved}")
+        super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(each)}. {saved}")
 
     def __reduce__(self):
         """Pickle by the attributes: ``Exception`` would pass the message alone."""

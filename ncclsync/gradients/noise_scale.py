@@ -60,7 +60,7 @@ class NoiseAverages:
     """Running averages of `gradient_moments` over steps.
 
     Attributes:
-        active: whether steps are to tell them.
+        active: whether steps are to report to them.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class OnNonFinite:
         self.raised: NonFiniteError | None = None
         self._files = 0
 
-    def tell(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
+    def report(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
         """Save the rows of the towers that have such gradients; raise what happened, or log it.
 
         Args:

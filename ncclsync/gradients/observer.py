@@ -1,6 +1,6 @@
 """What a step differentiates, seen on each tower before the towers' gradients are added up.
 
-`nonfinite.py` and `noise.py` say what is to be told about it.
+`nonfinite.py` and `noise_scale.py` say what is read of it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Observer:
     Attributes:
         names: of the variables; their Keras paths where known.
         gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order: the batch's, of
-            which `ops.parts` tells what a tower adds.
+            which `ops.parts` gives what a tower adds.
         scales: what the losses they are of were multiplied by, scalars; None: nothing.
         scale: the last one.
     """
@@ -76,15 +76,15 @@ class Observer:
     def around(
         self, step: Callable[[Any], Any], readers: Mapping[str, Callable[["Observer"], tf.Tensor | None]]
     ) -> Callable[[Any], Any]:
-        """Return a step that returns what `step` does, and a dictionary of what `readers` tell of it."""
+        """Return a step that returns what `step` does, and a dictionary of what `readers` report of it."""
 
         def observed(batch):
             # tf.function traces again when a step created variables; the last trace is the one that counts.
             self._clear()
             results = step(batch)
-            told = {name: reader(self) for name, reader in readers.items()}
+            readings = {name: reader(self) for name, reader in readers.items()}
             self.gradients, self.scales = [], []  # they would keep the trace alive
-            return results, told
+            return results, readings
 
         return observed
 

@@ -99,7 +99,7 @@ class PartitionedSlot(Holder):
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
-        self.tell_others()  # who read it before their next step, which makes it whole
+        self.mark_others_stale()  # who read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
         """Let the optimizer's variable hold what the towers have."""

@@ -241,13 +241,13 @@ class Meter:
         return tuple(MeasuredStep(step.complete, step.samples, tuple(step.spans)) for step in steps)
 
     @contextlib.contextmanager
-    def told_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
+    def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
         """Report what was recorded within, also if it fails; not if it was for a batch that does not exist.
 
         While TensorFlow's profiler is recording, the spans are shown to it too.
 
         Args:
-            watchers: who are told.
+            watchers: who receive the report.
             traced: see `Measured`.
         """
         self._profiled.clear()  # of a call that failed
@@ -258,12 +258,12 @@ class Meter:
             self._timestamps.take()
             raise
         except BaseException:
-            self._tell(watchers, self.take(traced, failed=True))
+            self._report(watchers, self.take(traced, failed=True))
             raise
-        self._tell(watchers, self.take(traced, failed=False))
+        self._report(watchers, self.take(traced, failed=False))
 
     @staticmethod
-    def _tell(watchers: Sequence[Callable[[Measured], None]], measured: Measured) -> None:
+    def _report(watchers: Sequence[Callable[[Measured], None]], measured: Measured) -> None:
         for watcher in watchers:
             watcher(measured)
 

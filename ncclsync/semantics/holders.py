@@ -61,7 +61,7 @@ class Holder(abc.ABC):
             tf_compat.untrack(variable)
             tf_compat.set_tracker(variable, None)
 
-    def tell_others(self) -> bool:
+    def mark_others_stale(self) -> bool:
         """Tell other holders that these towers have written the variable; return whether there are any."""
         others = [holder for holder in self._tracker().holders() if holder is not self]
         for holder in others:

@@ -282,14 +282,14 @@ class TowerState:
         if self.sharding is not None:
             self.sharding.divide()
 
-    def tell_of_writes(self, written: frozenset[int]) -> None:
+    def report_writes(self, written: frozenset[int]) -> None:
         """Tell other towers that hold copies of the same variables that a step on these has written them.
 
         Args:
             written: ids of all variables that the step may have written.
         """
         for key in self.shared & written:
-            if not self._replicas[key].tell_others():
+            if not self._replicas[key].mark_others_stale():
                 self.shared.discard(key)  # the others are closed
 
     def warn_once(self, message: str, about: str | None = None) -> None:

@@ -178,19 +178,19 @@ class TowerStep(abc.ABC):
             self._unchecked[id(program)] = traced
         return program
 
-    def tell_of(self, part: Inexact) -> None:
+    def warn_of(self, part: Inexact) -> None:
         """Warn of a reason why the step is not one device's."""
         self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
 
-    def tell_of_choices(self, program: Program, known: set[str]) -> None:
+    def warn_of_choices(self, program: Program, known: set[str]) -> None:
         """Warn of the lines that a choice makes inexact, unless the `known` reasons tell of it."""
         if len(self.towers) == 1 or not self._trains:
             return
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
-                self.tell_of(Inexact(" and ".join(lines[:3]), *cause))
+                self.warn_of(Inexact(" and ".join(lines[:3]), *cause))
 
-    def _tell_of_costs(self, plan: "_Plan") -> None:
+    def _warn_of_costs(self, plan: "_Plan") -> None:
         """Warn if what every tower computes alike costs more than the towers save; exact it is."""
         program = plan.program
         rows = rows_of(plan.kept.batch()) or 0
@@ -279,11 +279,11 @@ class TowerStep(abc.ABC):
             graph, plan = self._graph_of(batch_specs, iterated, None)
             results = self._run_checked(functools.partial(graph, *arguments), plan)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
-                self._tell_of_costs(plan)
+                self._warn_of_costs(plan)
             return results
         self._meter = self._meter or Meter()
         graph, plan = self._graph_of(batch_specs, iterated, self._meter)
-        with self._meter.told_to(watchers, traced=len(self._graphs) > known):
+        with self._meter.reported_to(watchers, traced=len(self._graphs) > known):
             return self.guarded(functools.partial(graph, *arguments), plan)
 
     def _run_checked(self, run: Callable[[], Any], plan: _Plan) -> Any:
@@ -330,8 +330,8 @@ class TowerStep(abc.ABC):
                 plan = dataclasses.replace(other, meter=meter)
             else:
                 kept = KeptBatch(specs)
-                tell = functools.partial(self._tell_of_nonfinite, program.gradients, kept)
-                plan = _Plan(program, Rollback(program, self.towers, tell), kept, meter)
+                report = functools.partial(self._report_nonfinite, program.gradients, kept)
+                plan = _Plan(program, Rollback(program, self.towers, report), kept, meter)
             if iterated:
                 spec = tf.data.IteratorSpec(batch_specs)
                 on_handle = functools.partial(self._steps_on_iterator, plan, spec)
@@ -402,11 +402,11 @@ class TowerStep(abc.ABC):
             raise
         finally:
             if plan is not None and self.towers.shared:
-                self.towers.tell_of_writes(plan.written)
+                self.towers.report_writes(plan.written)
 
-    def _tell_of_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
+    def _report_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
         """Called by the graph of a step, whose batch is kept."""
-        self.towers.on_nonfinite.tell(finite, names, kept.batch(), len(self.towers))
+        self.towers.on_nonfinite.report(finite, names, kept.batch(), len(self.towers))
 
     def _mend(self, plan: "_Plan | None") -> None:
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""

@@ -104,14 +104,14 @@ def no_memory(monkeypatch, tmp_path):
 def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
     """Told by the error and by the warning; no file is left half."""
     why = trouble(monkeypatch, tmp_path)
-    batch, told = (tf.constant(X[:2]),), np.array([[False], [True]])
+    batch, flags = (tf.constant(X[:2]),), np.array([[False], [True]])
     with pytest.raises(NonFiniteError, match=rf"tower 0, rows 0 to 0, .* not saved: {why}") as caught:
-        nonfinite.OnNonFinite("raise").tell(told, ["w"], batch, 2)
+        nonfinite.OnNonFinite("raise").report(flags, ["w"], batch, 2)
     assert caught.value.file is None
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.file) == (str(caught.value), None)
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
-        nonfinite.OnNonFinite("skip").tell(told, ["w"], batch, 2)
+        nonfinite.OnNonFinite("skip").report(flags, ["w"], batch, 2)
     assert re.search(rf"not saved: {why}.* The step was skipped", caplog.records[-1].getMessage())
     assert not list(tmp_path.rglob("*.npz"))
 
@@ -135,13 +135,13 @@ def test_files_are_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(nonfinite, "MOST_FILES", 3)
     monkeypatch.setattr(nonfinite, "MOST_KEPT", 5)
     batch = (tf.constant(X[:2]),)
-    told = np.array([[False], [True]])
+    flags = np.array([[False], [True]])
 
     def files_of_a_run():
         found, run = [], nonfinite.OnNonFinite("raise")
         for _ in range(4):
             with pytest.raises(NonFiniteError) as caught:
-                run.tell(told, ["w"], batch, 2)
+                run.report(flags, ["w"], batch, 2)
             found.append(caught.value.file)
         assert "not saved: this run has saved 3 files already" in str(caught.value)
         return found[:3]
@@ -164,11 +164,11 @@ def test_skip_is_as_if_the_batch_had_not_been(steps, caplog):
     model = on_towers(lambda: normalised(steps_per_execution=steps), 3, on_nonfinite="skip")
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
         fit(model, BAD)
-    told = [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
     # Normalised by the whole batch, every row is NaN, and so is every tower's gradient.
-    assert len(told) == 1
-    assert "tower 0, rows 0 to 6, for sequential" in told[0] and "tower 2, rows 14 to 19" in told[0]
-    assert told[0].endswith("The step was skipped: no tower's weights or optimizer state have changed")
+    assert len(found) == 1
+    assert "tower 0, rows 0 to 6, for sequential" in found[0] and "tower 2, rows 14 to 19" in found[0]
+    assert found[0].endswith("The step was skipped: no tower's weights or optimizer state have changed")
     alone = normalised()
     fit(alone, last=20)
     fit(alone, first=40)
@@ -215,7 +215,7 @@ def test_loss_scaling_is_left_alone(caplog):
 
 
 def test_one_tower_and_a_loop():
-    """One tower watches too, and so does a loop of one's own, of which a variable's own name is told."""
+    """One tower watches too, and so does a loop of one's own, of which a variable's own name is reported."""
     model = on_towers(mlp, 1, on_nonfinite="raise")
     with pytest.raises(NonFiniteError, match="tower 0, rows 0 to 19"):
         fit(model, BAD)

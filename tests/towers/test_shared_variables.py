@@ -410,7 +410,7 @@ def test_only_what_is_written_is_sent(monkeypatch):
 
 def test_towers_of_their_own_variables(monkeypatch):
     """A model that shares nothing: nobody asks what its steps write."""
-    monkeypatch.setattr(step.TowerState, "tell_of_writes", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(step.TowerState, "report_writes", lambda *_: pytest.fail("asked"))
     models = [nccl_parallel(towers=2)(mlp)() for _ in range(2)]
     for model in models:
         fit(model)

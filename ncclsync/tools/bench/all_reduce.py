@@ -32,12 +32,12 @@ _TURN_S = 0.05  # of one side, so that small collectives are timed by the hundre
 _MOST_ITERATIONS = 2000
 
 
-def bench_all_reduce(given: argparse.Namespace, tell: Callable[[str], None]) -> Result:
+def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
     """Time every number of towers and every size.
 
     Args:
         given: `towers`, `sizes` (in bytes), `against`, `dtype`, `backend`, `rounds`.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Raises:
         BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.
@@ -48,7 +48,7 @@ def bench_all_reduce(given: argparse.Namespace, tell: Callable[[str], None]) -> 
             sides = []
             for start in _starts(given, towers):
                 side = stack.enter_context(start())
-                tell(f"{towers} towers: starting {side.name}")
+                show(f"{towers} towers: starting {side.name}")
                 try:
                     for library in side.ask("prepare", count=1, dtype=given.dtype)["libraries"]:
                         side.ask("run", library=library, iterations=1)
@@ -58,13 +58,13 @@ def bench_all_reduce(given: argparse.Namespace, tell: Callable[[str], None]) -> 
                         raise
                     notes[f"Left out with {towers} towers: {error}"] = None
             for size in given.sizes:
-                tell_case = functools.partial(_tell_case, tell, towers, size)
-                rows += _time_case(given, towers, size, sides, tell_case)
+                show_case = functools.partial(_show_case, show, towers, size)
+                rows += _time_case(given, towers, size, sides, show_case)
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
-def _tell_case(tell: Callable[[str], None], towers: int, size: int, text: str) -> None:
-    tell(f"{towers} towers, {size_text(size)}: {text}")
+def _show_case(show: Callable[[str], None], towers: int, size: int, text: str) -> None:
+    show(f"{towers} towers, {size_text(size)}: {text}")
 
 
 def missing(given: argparse.Namespace) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
 
 
 def _time_case(
-    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side], tell: Callable[[str], None]
+    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side], show: Callable[[str], None]
 ) -> list[Row]:
     count = max(1, size // _item_bytes(given.dtype))
     timers: dict[str, Callable[[], float]] = {}
@@ -109,10 +109,10 @@ def _time_case(
         for library in side.ask("prepare", count=count, dtype=given.dtype)["libraries"]:
             if library == "numpy" and "numpy" not in given.against:
                 continue
-            tell(f"warming up {library}")
+            show(f"warming up {library}")
             owners[library] = side
             timers[library] = functools.partial(_turn, side, library, _iterations(side, library))
-    seconds = take_turns(timers, given.rounds, tell)
+    seconds = take_turns(timers, given.rounds, show)
     wrong = {library: side.ask("wrong", library=library)["wrong"] for library, side in owners.items()}
     for side in sides:
         side.ask("prepare", count=1, dtype=given.dtype)  # frees the memory for the next process

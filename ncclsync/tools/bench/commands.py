@@ -230,7 +230,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
         return NOT_RUN
     progress = Progress()
     try:
-        result = benchmark(given, progress.tell)
+        result = benchmark(given, progress.show)
     except BenchError as error:
         progress.clear()
         print(f"{_name(given)}: {error}", file=sys.stderr)

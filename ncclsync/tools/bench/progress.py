@@ -9,7 +9,7 @@ class Progress:
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show what is being done."""
         if self._terminal:
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)

@@ -29,15 +29,15 @@ _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
 _MEMORY_STEPS = 5
 
-Tell = Callable[[str], None]
+Show = Callable[[str], None]
 
 
-def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
+def bench_step(given: argparse.Namespace, show: Show) -> Result:
     """Time a step inside `fit`, and the parts of ncclsync's.
 
     Args:
         given: `model`, a list; `towers`; `against`; `split`; `watched`; `rounds`.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Raises:
         BenchError: a process failed.
@@ -49,7 +49,7 @@ def bench_step(given: argparse.Namespace, tell: Tell) -> Result:
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
         watched = ("watched",) if given.watched else ()
         asked = (*variants, *watched)
-        seconds, cpu_seconds = _fit_in_turns(started, asked, given.rounds, _about(model, tell))
+        seconds, cpu_seconds = _fit_in_turns(started, asked, given.rounds, _about(model, show))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for library in libraries:
             spread = Spread.of(seconds[library])
@@ -76,12 +76,12 @@ def _split(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: list(samples) for name, samples in zip(PARTS, zip(*parts, strict=True), strict=True)}
 
 
-def bench_feed(given: argparse.Namespace, tell: Tell) -> Result:
+def bench_feed(given: argparse.Namespace, show: Show) -> Result:
     """Time a step inside `fit` on data of several kinds, and on a constant batch.
 
     Args:
         given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Raises:
         BenchError: a process failed.
@@ -96,7 +96,7 @@ def bench_feed(given: argparse.Namespace, tell: Tell) -> Result:
         started = {
             name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()
         }
-        seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, tell))
+        seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, show))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
             spread = Spread.of(seconds[name])
@@ -110,8 +110,8 @@ def _feed_name(library: str, feed: str) -> str:
     return feed if library == "ncclsync" else f"{library}, {feed}"
 
 
-def _about(model: str, tell: Tell) -> Tell:
-    return lambda text: tell(f"{model}: {text}")
+def _about(model: str, show: Show) -> Show:
+    return lambda text: show(f"{model}: {text}")
 
 
 def _fit_side(library: str, model: str, towers: int, feed: str) -> Side:
@@ -120,7 +120,7 @@ def _fit_side(library: str, model: str, towers: int, feed: str) -> Side:
 
 
 def _fit_in_turns(
-    sides: dict[str, Side], variants: Sequence[str], rounds: int, tell: Tell
+    sides: dict[str, Side], variants: Sequence[str], rounds: int, show: Show
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step.
 
@@ -135,13 +135,13 @@ def _fit_in_turns(
         timed |= {variant: (first, variant) for variant in variants}
         timers = {}
         for name, (side, do) in timed.items():
-            tell(f"first steps of {name}")
+            show(f"first steps of {name}")
             for _ in range(3):
                 side.ask(do, steps=1)
             once = side.ask(do, steps=2)["seconds"]
             steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
             timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
-        return take_turns(timers, rounds, tell), cpu_seconds
+        return take_turns(timers, rounds, show), cpu_seconds
 
 
 def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
@@ -151,27 +151,27 @@ def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float
     return answer["seconds"]
 
 
-def bench_start(given: argparse.Namespace, tell: Tell) -> Result:
+def bench_start(given: argparse.Namespace, show: Show) -> Result:
     """Time from the factory's call to the end of the first step, each in a fresh process.
 
     Args:
         given: `model`, a list; `towers`, a list; `against`; `rounds`.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Raises:
         BenchError: a process failed.
     """
-    return _fresh_processes(given, tell, "start", "seconds", {}, ("build_seconds",))
+    return _fresh_processes(given, show, "start", "seconds", {}, ("build_seconds",))
 
 
-def bench_memory(given: argparse.Namespace, tell: Tell) -> Result:
+def bench_memory(given: argparse.Namespace, show: Show) -> Result:
     """Measure the peak resident memory, each in a fresh process; as `bench_start`."""
     more = ("imported_bytes", "state_bytes")
-    return _fresh_processes(given, tell, "memory", "bytes", {"steps": _MEMORY_STEPS}, more)
+    return _fresh_processes(given, show, "memory", "bytes", {"steps": _MEMORY_STEPS}, more)
 
 
 def _fresh_processes(
-    given: argparse.Namespace, tell: Tell, kind: str, key: str, extra: dict[str, Any], more: Sequence[str]
+    given: argparse.Namespace, show: Show, kind: str, key: str, extra: dict[str, Any], more: Sequence[str]
 ) -> Result:
     rows: list[Row] = []
     for model in given.model:
@@ -183,7 +183,7 @@ def _fresh_processes(
             answers[name] = []
             arguments = {"library": library, "model": model, "towers": towers, **extra}
             timers[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments, key, answers[name])
-        values = take_turns(timers, given.rounds, _about(model, tell))
+        values = take_turns(timers, given.rounds, _about(model, show))
         for name, (library, towers) in names.items():
             case = {"model": model, "towers": towers}
             ratios = {

@@ -171,14 +171,14 @@ class Requests:
 
 
 def take_turns(
-    timers: Mapping[str, Callable[[], float]], rounds: int, tell: Callable[[str], None]
+    timers: Mapping[str, Callable[[], float]], rounds: int, show: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Call every timer once per round, each round beginning with another one.
 
     Args:
         timers: by name; each works for a moment and returns what it measured.
         rounds: how many.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Returns:
         [rounds] measurements of each.
@@ -188,6 +188,6 @@ def take_turns(
     for done in range(rounds):
         shift = done % len(names)
         for name in names[shift:] + names[:shift]:
-            tell(f"round {done + 1} of {rounds}: {name}")
+            show(f"round {done + 1} of {rounds}: {name}")
             found[name].append(timers[name]())
     return {name: found[name] for name in names}

@@ -95,8 +95,8 @@ def _unseen(host: Host) -> Iterator[Problem]:
         text = f"{text}: these libraries are not found: {', '.join(host.libraries.missing)}.{slow}"
         remedy = f"{install} (the CUDA libraries)."
     else:
-        told = f" It says: {found.log[-1]}" if found.log else ""
-        text = f"{text}.{slow}{told}"
+        logged = f" It says: {found.log[-1]}" if found.log else ""
+        text = f"{text}.{slow}{logged}"
         remedy = "Compare the driver and the GPUs (nvidia-smi) with what TensorFlow was built for."
     yield Problem(WARNING, "gpus-unseen", text, remedy)
 

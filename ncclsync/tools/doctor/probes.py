@@ -107,7 +107,7 @@ class _Facts:
         self._file = pathlib.Path(file)
         self._facts: dict[str, Any] = {}
 
-    def tell(self, **facts: Any) -> None:
+    def add(self, **facts: Any) -> None:
         self._facts.update(facts)
         draft = self._file.with_suffix(".draft")
         draft.write_text(json.dumps(self._facts))
@@ -117,41 +117,41 @@ class _Facts:
 def _driver(facts: _Facts, _: Any) -> None:
     from ncclsync.tools.doctor.nvml import read_driver
 
-    facts.tell(stage="asking the driver by NVML")
-    facts.tell(**dataclasses.asdict(read_driver()))
+    facts.add(stage="asking the driver by NVML")
+    facts.add(**dataclasses.asdict(read_driver()))
 
 
 def _libraries(facts: _Facts, _: Any) -> None:
     from ncclsync.tools.doctor.libraries import read_libraries
 
-    facts.tell(stage="loading NCCL, CUDA and cuDNN")
-    facts.tell(**dataclasses.asdict(read_libraries()))
+    facts.add(stage="loading NCCL, CUDA and cuDNN")
+    facts.add(**dataclasses.asdict(read_libraries()))
 
 
 def _frameworks(facts: _Facts, _: Any) -> None:
     """TensorFlow, Keras, and what `nccl_parallel` chooses."""
-    facts.tell(stage="importing TensorFlow")
+    facts.add(stage="importing TensorFlow")
     usable = False
     try:
         import tensorflow as tf
 
-        facts.tell(tensorflow=str(tf.__version__), tensorflow_path=_folder(tf))
+        facts.add(tensorflow=str(tf.__version__), tensorflow_path=_folder(tf))
         usable = True
     except Exception as error:  # a broken package may raise anything
-        facts.tell(tensorflow_error=_words(error))
-    facts.tell(stage="importing Keras", keras_backend=_configured_backend())
+        facts.add(tensorflow_error=_words(error))
+    facts.add(stage="importing Keras", keras_backend=_configured_backend())
     try:
         import keras
 
-        facts.tell(keras=str(keras.__version__), keras_path=_folder(keras))
-        facts.tell(keras_backend=keras.backend.backend())
+        facts.add(keras=str(keras.__version__), keras_path=_folder(keras))
+        facts.add(keras_backend=keras.backend.backend())
     except Exception as error:  # a broken package may raise anything
-        facts.tell(keras_error=_words(error))
+        facts.add(keras_error=_words(error))
     if not usable:
         return
-    facts.tell(stage="listing TensorFlow's devices")
+    facts.add(stage="listing TensorFlow's devices")
     build = tf.sysconfig.get_build_info()
-    facts.tell(
+    facts.add(
         cuda_build=bool(build.get("is_cuda_build")),
         build_cuda=build.get("cuda_version"),
         build_cudnn=build.get("cudnn_version"),
@@ -159,19 +159,19 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         build_nccl=_required_nccl(),
         gpus=[one.name.removeprefix("/physical_device:") for one in tf.config.list_physical_devices("GPU")],
     )
-    facts.tell(stage="importing ncclsync")
+    facts.add(stage="importing ncclsync")
     try:
         from ncclsync.towers.placement import choose_placement
 
-        facts.tell(stage="choosing devices")
+        facts.add(stage="choosing devices")
         chosen = choose_placement(None, None, None)
-        facts.tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
+        facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
     except Exception as error:  # a broken package may raise anything
-        facts.tell(ncclsync_error=_words(error))
+        facts.add(ncclsync_error=_words(error))
     if os.environ.get("XLA_FLAGS"):  # a flag that XLA does not know ends the process
-        facts.tell(stage="compiling by XLA")
+        facts.add(stage="compiling by XLA")
         tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros(()))
-    facts.tell(stage="done")
+    facts.add(stage="done")
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
@@ -190,7 +190,7 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         # Only here: it raises where the C extension is missing.
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
-        facts.tell(stage=f"joining {n} ranks")
+        facts.add(stage=f"joining {n} ranks")
         comm: Communicator
         if backend == "nccl":
             comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"])
@@ -199,24 +199,24 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         with comm:
             if backend == "nccl":
                 memory = _DeviceMemory(devices)
-            facts.tell(stage="copying to the GPUs")
+            facts.add(stage="copying to the GPUs")
             buffers = [memory.put(rank, array) for rank, array in enumerate([*sends, *recvs])]
-            facts.tell(stage="reducing")
+            facts.add(stage="reducing")
             began = time.perf_counter()
             comm.all_reduce(buffers[:n], buffers[n:])
             seconds = time.perf_counter() - began
-            facts.tell(stage="copying from the GPUs")
+            facts.add(stage="copying from the GPUs")
             for rank in range(n):
                 memory.get(buffers[n + rank], recvs[rank])
-            facts.tell(seconds=seconds, wrong=_first_wrong(recvs, n * (n + 1) / 2 * pattern))
-            facts.tell(stage="ending the communicator")
+            facts.add(seconds=seconds, wrong=_first_wrong(recvs, n * (n + 1) / 2 * pattern))
+            facts.add(stage="ending the communicator")
     except NcclPreflightError as error:
-        facts.tell(wrong=str(error))
+        facts.add(wrong=str(error))
     except NcclTimeoutError as error:
-        facts.tell(hang=str(error))
+        facts.add(hang=str(error))
     except (NcclSyncError, OSError) as error:
-        facts.tell(error=str(error))
-    facts.tell(stage="done")
+        facts.add(error=str(error))
+    facts.add(stage="done")
 
 
 def _first_wrong(recvs: Sequence[Any], expected: Any) -> str:

@@ -89,7 +89,7 @@ def _plan(given: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     progress = Progress()
     try:
-        found = _measure(given, progress.tell)
+        found = _measure(given, progress.show)
     finally:
         progress.clear()
     result = report(given.factory, given.link, given.gpus, cluster, found)
@@ -99,9 +99,9 @@ def _plan(given: argparse.Namespace) -> int:
     return PREDICTED
 
 
-def _measure(given: argparse.Namespace, tell: Callable[[str], None]) -> Found:
+def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     factory = load(given.factory)
-    tell("importing TensorFlow, building the model")
+    show("importing TensorFlow, building the model")
     model, data, batch_size = model_and_data(
         factory,
         given.factory,
@@ -125,7 +125,7 @@ def _measure(given: argparse.Namespace, tell: Callable[[str], None]) -> Found:
         origin = "as said by --step-ms"
     else:
         sizes = {batch_size} if fixed_batch_size(model) else {-(-batch_size // part) for part in _SIZES}
-        measured = step_seconds(model, data, sorted(sizes), given.rounds, tell)
+        measured = step_seconds(model, data, sorted(sizes), given.rounds, show)
         seconds = {batch: _faster(spread, given.compute_speedup) for batch, spread in measured.items()}
         origin = f"measured here on {default_device()}, " + (
             "taken as it is (--compute-speedup 1): say how much faster the GPUs are, or --step-ms"
@@ -133,7 +133,7 @@ def _measure(given: argparse.Namespace, tell: Callable[[str], None]) -> Found:
             else f"taken as {significant(given.compute_speedup)} times as fast"
         )
     del model  # its memory is the other one's now
-    tell("tracing the step on towers")
+    show("tracing the step on towers")
     options = getattr(factory, "nccl_parallel_options", {})
     logger = logging.getLogger("ncclsync")
     level = logger.level

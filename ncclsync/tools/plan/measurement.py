@@ -26,7 +26,7 @@ _MOST_STEPS = 50
 
 
 def step_seconds(
-    model: keras.Model, data: Any, batches: Sequence[int], rounds: int, tell: Callable[[str], None]
+    model: keras.Model, data: Any, batches: Sequence[int], rounds: int, show: Callable[[str], None]
 ) -> dict[int, Spread]:
     """Time training steps on batches that are in memory already, of several sizes in turns.
 
@@ -35,7 +35,7 @@ def step_seconds(
         data: structure of arrays, of as many rows as the largest batch.
         batches: their sizes.
         rounds: turns of each.
-        tell: is told the progress.
+        show: shows the user what is being done.
 
     Returns:
         Seconds of a step by batch size.
@@ -45,13 +45,13 @@ def step_seconds(
     for batch in batches:
         rows = _first_rows(data, batch)
         iterator = iter(tf.data.Dataset.from_tensors(rows).map(_with_open_rows).repeat())
-        tell(f"first steps with {batch} samples")
+        show(f"first steps with {batch} samples")
         for _ in range(2):
             _seconds(model, iterator, 1)
         once = _seconds(model, iterator, 2)
         steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
         timers[str(batch)] = functools.partial(_seconds, model, iterator, steps)
-    found = take_turns(timers, rounds, tell)
+    found = take_turns(timers, rounds, show)
     return {int(batch): Spread.of(samples) for batch, samples in found.items()}
 
 

@@ -55,7 +55,7 @@ class NoiseScale(keras.callbacks.Callback):
         self._warned = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Let the steps tell their moments.
+        """Let the steps report their moments.
 
         Raises:
             NcclSyncError: the model runs eagerly.
@@ -69,11 +69,11 @@ class NoiseScale(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Put the estimate into the logs of a batch."""
-        self._tell(logs)
+        self._log(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Put the estimate into the logs of an epoch."""
-        if not self._tell(logs) and not self._warned:
+        if not self._log(logs) and not self._warned:
             self._warned = True
             logger.warning(
                 "NoiseScale can tell nothing. Expected two towers or more that have samples, and gradients "
@@ -90,7 +90,7 @@ class NoiseScale(keras.callbacks.Callback):
         towers = getattr(self.model, "towers", None)
         return None if towers is None or len(towers) == 1 else towers.noise
 
-    def _tell(self, logs: Any) -> bool:
+    def _log(self, logs: Any) -> bool:
         averages = self._averages()
         ratio = None if averages is None else averages.ratio()
         if ratio is not None and logs is not None:

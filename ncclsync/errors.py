@@ -1,4 +1,4 @@
-"""The exceptions of ncclsync. Bad arguments are ``ValueError`` and ``TypeError`` as everywhere."""
+"""Define the exceptions of ncclsync. Bad arguments are ``ValueError`` and ``TypeError`` as everywhere."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 
 class NcclSyncError(Exception):
-    """Root of every error that is ncclsync's own."""
+    """Serve as the base class of every error that is ncclsync's own."""
 
 
 class NcclUnavailableError(NcclSyncError):
-    """NCCL cannot be used on this machine: no library, no driver or no GPU."""
+    """Report that NCCL cannot be used on this machine: no library, no driver or no GPU."""
 
 
 class NcclError(NcclSyncError):
-    """A native call returned something else than ``ncclSuccess``.
+    """Report that a native call returned something else than ``ncclSuccess``.
 
     Attributes:
         status: the status as a number, e.g. 1.
@@ -54,7 +54,7 @@ class NcclError(NcclSyncError):
 
 
 class NcclTimeoutError(NcclError):
-    """A collective, or the joining of ranks, did not end within ``timeout_s``.
+    """Report that a collective, or the joining of ranks, did not end within ``timeout_s``.
 
     Attributes:
         during: what did not end: the collective, its running number, its bytes.
@@ -66,7 +66,7 @@ class NcclTimeoutError(NcclError):
 
 
 class NcclPreflightError(NcclError):
-    """Every call succeeded, and yet a GPU did not receive what another one sent.
+    """Report that a GPU did not receive what another one sent, though every call succeeded.
 
     Attributes:
         last_error: between which ranks, and the usual causes.
@@ -77,7 +77,7 @@ class NcclPreflightError(NcclError):
 
 
 class DivergenceError(NcclSyncError):
-    """Towers hold different values of a variable that must be the same on all.
+    """Report that towers hold different values of a variable that must be the same on all.
 
     Attributes:
         step: training steps that these towers had made, the last one included.
@@ -102,7 +102,7 @@ class DivergenceError(NcclSyncError):
 
 
 class NonFiniteError(NcclSyncError):
-    """A tower's own gradient holds a NaN or an infinity.
+    """Report a NaN or an infinity in a tower's own gradient.
 
     Attributes:
         towers: by tower, the rows of the batch that it had, from ``begin`` to ``end`` - 1, and the names of

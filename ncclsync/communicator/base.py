@@ -1,4 +1,4 @@
-"""What all communicators have in common: the collectives, and which arguments they refuse."""
+"""Declare the collectives that all communicators have, and refuse bad arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ncclsync.errors import NcclSyncError
 
 
 class AllReduce(NamedTuple):
-    """An all-reduce of a group; its fields are the arguments of ``Communicator.all_reduce``."""
+    """Hold an all-reduce of a group: the arguments of ``Communicator.all_reduce``."""
 
     sends: Sequence[Any]
     recvs: Sequence[Any]
@@ -21,7 +21,7 @@ class AllReduce(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """A broadcast of a group; its fields are the arguments of ``Communicator.broadcast``."""
+    """Hold a broadcast of a group: the arguments of ``Communicator.broadcast``."""
 
     buffers: Sequence[Any]
     root: int = 0
@@ -29,7 +29,7 @@ class Broadcast(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """A reduce-scatter of a group; its fields are the arguments of ``Communicator.reduce_scatter``."""
+    """Hold a reduce-scatter of a group: the arguments of ``Communicator.reduce_scatter``."""
 
     sends: Sequence[Any]
     recvs: Sequence[Any]
@@ -38,7 +38,7 @@ class ReduceScatter(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """An all-gather of a group; its fields are the arguments of ``Communicator.all_gather``."""
+    """Hold an all-gather of a group: the arguments of ``Communicator.all_gather``."""
 
     sends: Sequence[Any]
     recvs: Sequence[Any]
@@ -53,7 +53,7 @@ _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 def read_buffers(
     collective: AnyCollective, memory: Mapping[int, str], world_size: int
 ) -> tuple[Buffers, Buffers]:
-    """Return what a collective reads and what it writes; of a broadcast the same.
+    """Return the buffers that a collective reads and those that it writes; of a broadcast the same.
 
     Args:
         collective: its lists have one buffer per rank of this process.
@@ -85,12 +85,12 @@ def _check_list(what: str, buffers: Any) -> None:
 
 
 class Communicator(abc.ABC):
-    """N ranks of this process. Whoever creates it closes it, best as a context manager.
+    """Join N ranks of this process. Whoever creates it closes it, best as a context manager.
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
-    shapes do not matter. Kinds may be mixed. A rank's buffer lies on that rank's GPU. Where a buffer is
-    ``world_size`` blocks, one behind the other, block r is that of rank r of all processes.
+    shapes do not matter; forms may be mixed. A rank's buffer lies on that rank's GPU. Where a buffer is
+    ``world_size`` blocks, one after the other, block r is that of rank r of all processes.
 
     Attributes:
         size: number of ranks of this process.
@@ -105,12 +105,12 @@ class Communicator(abc.ABC):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in all processes."""
+        """Return the number of ranks in all processes."""
         return self.size
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        """Do it; there is one at least, and the arguments' lengths, operations and roots are checked."""
+        """Run at least one collective; lengths, operations and roots of the arguments are checked."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Communicator(abc.ABC):
     @property
     @abc.abstractmethod
     def closed(self) -> bool:
-        """Whether it has ended: by ``close`` or by a failed collective."""
+        """Return whether the communicator has ended: by ``close`` or by a failed collective."""
 
     def all_reduce(
         self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""

@@ -1,4 +1,4 @@
-"""What a collective accepts as a buffer, turned into pointers.
+"""Read and check the buffers of a collective, and turn them into pointers.
 
 Owns the reading and checking of NumPy arrays, DLPack objects and ``(pointer, count, dtype)``
 tuples; knows nothing of communicators. Nothing is copied and nothing is written here.
@@ -78,7 +78,7 @@ def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
 
 
 class Buffers:
-    """One buffer per rank, read and checked; keeps alive what it points into.
+    """Hold one buffer per rank, read and checked; keeps alive what it points into.
 
     Attributes:
         what: the argument's name, for messages.

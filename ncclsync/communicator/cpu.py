@@ -18,7 +18,7 @@ from ncclsync.communicator.buffers import HOST, Buffers
 
 
 class CpuCommunicator(Communicator):
-    """N ranks in host memory. Any number of threads may use it at the same time.
+    """Join N ranks in host memory. Any number of threads may use it at the same time.
 
     Results are bitwise the same whatever the number of cores and threads: ranks are combined in order;
     float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that are to hold the same may
@@ -49,7 +49,7 @@ class CpuCommunicator(Communicator):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """Return whether ``close`` was called."""
         return self._closed
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class CpuCommunicator(Communicator):
         self._closed = True
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        """One after another: there is no launch to be saved."""
+        """Run the collectives one after another: there is no launch to be saved."""
         runs = [read_buffers(collective, HOST, self.size) for collective in collectives]
         single = len(runs) == 1 and isinstance(collectives[0], AllReduce | Broadcast)
         if not single:  # a single call of C's is checked there, before it writes

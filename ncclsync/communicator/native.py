@@ -1,4 +1,4 @@
-"""The C library as Python sees it; the only importer of the cffi extension.
+"""Call the C library; this module alone imports the cffi extension.
 
 Owns the tables of dtypes and operations, ``check()``, through which every status passes, the
 process-wide worker pool, and the search for libnccl and libcudart. Knows neither arrays nor
@@ -78,7 +78,7 @@ def check(status: int, call: str, last_error: str = "") -> None:
 
 
 def check_failure(status: int, failure: Any) -> None:
-    """Raise NcclError unless a native call succeeded; its ``ncs_failure`` tells of the call."""
+    """Raise NcclError unless a native call succeeded; its ``ncs_failure`` describes the call."""
     if status != 0:
         call = ffi.string(failure.call).decode() or "malloc"
         check(status, call, words(failure))
@@ -90,7 +90,7 @@ def words(failure: Any) -> str:
 
 
 class Pool:
-    """Worker threads for collectives over host memory; they sleep between jobs.
+    """Run collectives over host memory by worker threads, which sleep between jobs.
 
     Close it, or use it as a context manager. Any number of threads may share a pool.
     """
@@ -151,7 +151,7 @@ def usable_cores() -> int:
 
 
 def _forget_process_pool() -> None:
-    """In a forked child: the workers were not copied, and the locks may be held by nobody."""
+    """Drop the pool in a forked child: its workers were not copied, its locks may be held for ever."""
     global _process_pool, _process_pool_lock
     _process_pool = None
     _process_pool_lock = threading.Lock()
@@ -209,7 +209,7 @@ class Timestamps:
 
     @property
     def address(self) -> int:
-        """Where C finds it, for an attribute of an op."""
+        """Return the address where C finds it, for an attribute of an op."""
         return int(ffi.cast("intptr_t", self.handle))
 
     def record(self, span: int, ends: bool, value: int = 0) -> None:
@@ -262,7 +262,7 @@ def _candidates(variable: str, package: str, file: str) -> list[str]:
 
 
 def _places(variable: str, package: str, file: str, tried: list[str]) -> str:
-    """Say where a library was looked for."""
+    """Return a sentence that names the places where a library was looked for."""
     if os.environ.get(variable):
         return f"Tried only {variable}, which is set: {'; '.join(tried)}."
     return (
@@ -282,7 +282,7 @@ def cuda_paths() -> tuple[list[str], str]:
 
 
 def missing_runtime(tried: list[str]) -> str:
-    """Say that CUDA's runtime was not found, where it was looked for, and what to do."""
+    """Return a sentence that CUDA's runtime was not found, where it was looked for, and what to do."""
     return (
         f"Expected CUDA's runtime {_CUDART[2]}. Received: none. {_places(*_CUDART, tried)} "
         "Install it by 'pip install ncclsync[cuda]'."
@@ -290,7 +290,7 @@ def missing_runtime(tried: list[str]) -> str:
 
 
 class NcclLibrary:
-    """A loaded libnccl. NCCL itself is never unloaded: it leaves threads behind."""
+    """Hold a loaded libnccl. NCCL itself is never unloaded: it leaves threads behind."""
 
     def __init__(self) -> None:
         """Load the first libnccl that can be loaded.

@@ -1,4 +1,4 @@
-"""Ranks on GPUs, joined by NCCL: created, used from one thread at a time, aborted when anything fails.
+"""Join ranks on GPUs by NCCL: create them, use them from one thread at a time, abort when anything fails.
 
 A collective that does not end is ended by `timeouts`; what is sent over each pair's path at creation is
 `preflight`'s matter. Nothing here knows TensorFlow.
@@ -43,7 +43,7 @@ _LISTED = 6  # collectives of a group that a message names
 
 
 class NcclCommunicator(Communicator):
-    """N ranks, each on a GPU of its own, joined by NCCL.
+    """Join N ranks, each on a GPU of its own, by NCCL.
 
     A collective first waits for all work queued on its GPUs, on any stream, so buffers need not be ready when
     it is called; it has written its results, on a stream of its own, when it returns. Inputs are never
@@ -166,12 +166,12 @@ class NcclCommunicator(Communicator):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in all processes."""
+        """Return the number of ranks in all processes."""
         return self._world_size
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended: by ``close`` or by a failed collective."""
+        """Return whether the communicator has ended: by ``close`` or by a failed collective."""
         return self._handle is None
 
     def reopen(self) -> None:
@@ -265,7 +265,7 @@ class NcclCommunicator(Communicator):
     def _launch(
         self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
     ) -> None:
-        """As `_run_task`, behind the GPUs' own work, for which NCCL's streams do not wait."""
+        """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
         self._run_task(handle, what, call, begin)
 
@@ -283,7 +283,7 @@ class NcclCommunicator(Communicator):
         go_on: Callable[[Any, float], bool] = nccl_calls.wait,
         arrived: Callable[[], str] | None = None,
     ) -> None:
-        """Do something and wait for its end; an error tells what it was."""
+        """Run a task and wait for its end; an error names the task."""
         try:
             timeouts.wait(
                 functools.partial(begin, handle),
@@ -300,7 +300,7 @@ class NcclCommunicator(Communicator):
 
     @contextlib.contextmanager
     def _aborted_on_error(self, handle: Any) -> Iterator[None]:
-        """Whatever is raised, also by Ctrl-C, ends the communicator: its ranks may be anywhere."""
+        """Abort the communicator on any error, also Ctrl-C: its ranks may be anywhere."""
         try:
             yield
         except BaseException as error:
@@ -309,7 +309,7 @@ class NcclCommunicator(Communicator):
             raise
 
     def _abort(self, handle: Any, cause: BaseException) -> None:
-        """Free it, aside: CUDA frees memory only behind the GPUs' own work, which may never end."""
+        """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
         aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
         try:
             self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
@@ -317,7 +317,7 @@ class NcclCommunicator(Communicator):
             raise error from cause
 
     def _wait_for_abort(self, aborting: timeouts.Aside) -> None:
-        """Wait until an earlier failure's abort has given back what the communicator had."""
+        """Wait until the abort after an earlier failure has freed the communicator."""
         timeouts.wait(
             aborting.wait,
             aborting.wait,
@@ -329,11 +329,11 @@ class NcclCommunicator(Communicator):
         self._aborting = None
 
     def _busy_ranks(self, handle: Any) -> str:
-        """Say whose own work is known not to have ended."""
+        """Return a phrase that names the ranks whose own work is known not to have ended."""
         return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
 
     def _progress_of_ranks(self, handle: Any) -> str:
-        """Say which ranks have arrived, as far as it is known here."""
+        """Return a phrase that says which ranks have arrived, as far as it is known here."""
         states = nccl_calls.progress(handle, self.size)
         words = []
         for state, verb in (

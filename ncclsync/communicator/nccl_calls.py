@@ -1,4 +1,4 @@
-"""NCCL's calls over the GPUs of this process, as Python sees them: begun, waited for in slices, ended.
+"""Call NCCL over the GPUs of this process: begin a call, wait for it in slices, end it.
 
 One function for each of the C library's; statuses become exceptions here, with advice where there is any.
 Nothing here waits for longer than it is told to: `timeouts` waits for the limit.
@@ -60,7 +60,7 @@ _CALLS = {
 
 
 class Progress(enum.IntEnum):
-    """Where a rank of this process is in what is under way."""
+    """Name how far a rank of this process has come in the current call."""
 
     ABSENT = lib.NCS_ABSENT
     LAUNCHED = lib.NCS_LAUNCHED
@@ -68,12 +68,12 @@ class Progress(enum.IntEnum):
 
 
 def _advice(words: str) -> str:
-    """Return what helps against an error, as a sentence behind a space; "" if nothing is known."""
+    """Return advice on an error, as a sentence after a space; "" if there is none."""
     return next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
 
 
 def unique_id(library: native.NcclLibrary) -> bytes:
-    """Return what ranks in several processes find each other by. Raises NcclError."""
+    """Return the id by which ranks in several processes find each other. Raises NcclError."""
     failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
     native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
     return bytes(ffi.buffer(made))
@@ -128,7 +128,7 @@ def create(
 def _raise_without_cuda(
     library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
 ) -> NoReturn:
-    """CUDA's libraries are missing. NCCL has its own of the runtime, and may know of a deeper reason."""
+    """Raise that CUDA's libraries are missing. NCCL has its own runtime, and may know a deeper reason."""
     failure = ffi.new(_FAILURE)
     try:
         native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
@@ -142,7 +142,7 @@ def _raise_without_cuda(
 
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
-    """Raise an error of creation with advice, as NcclUnavailableError if there is nothing to create upon."""
+    """Raise an error of creation with advice; as NcclUnavailableError if there is no GPU or driver."""
     words, remedy = error.last_error, _advice(error.last_error)
     if error.status == native.UNHANDLED_CUDA_ERROR and ("driver" in words or "invalid device" in words):
         raise NcclUnavailableError(
@@ -164,13 +164,13 @@ def _is_done(status: int, failure: Any) -> bool:
 
 
 def wait(comm: Any, slice_s: float) -> bool:
-    """Wait for what is under way, for so many seconds; return whether it has ended. Raises NcclError."""
+    """Wait for the current call, for so many seconds; return whether it has ended. Raises NcclError."""
     failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
 
 
 class Group:
-    """Collectives as the C library takes them; keeps alive what these point to, but not the buffers.
+    """Hold collectives as the C library takes them; keeps alive what these point to, but not the buffers.
 
     Attributes:
         array, size: its ``ncs_collective`` structs, and how many there are.
@@ -236,14 +236,14 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
 
 
 def busy(comm: Any, size: int) -> list[int]:
-    """Return for which of this process' `size` ranks that wait is known to wait."""
+    """Return the ranks, of this process' `size`, for which that wait is known to wait."""
     states = ffi.new("int[]", size)
     native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
     return [index for index, state in enumerate(states) if state]
 
 
 def progress(comm: Any, size: int) -> list[Progress]:
-    """Return where each of this process' `size` ranks is in what is under way."""
+    """Return how far each of this process' `size` ranks has come in the current call."""
     states = ffi.new("int[]", size)
     native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
     return [Progress(state) for state in states]

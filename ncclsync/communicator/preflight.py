@@ -1,4 +1,4 @@
-"""A known answer before the first real one: whether GPUs receive what other GPUs sent.
+"""Check, before the first real collective, that GPUs receive what other GPUs sent.
 
 Some hosts corrupt what GPUs send each other directly, without any error: all training on them would be wrong.
 An all-reduce goes over the paths that NCCL has chosen for it; a message from each rank to each other, over
@@ -89,5 +89,5 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) 
 
 
 def _numbers(sender: int, receiver: int) -> np.ndarray:
-    """Different ones for each pair: [COUNT], int32."""
+    """Return numbers that differ for each pair: [COUNT], int32."""
     return np.arange(COUNT, dtype=np.int32) * 31 + (sender * 7919 + receiver * 104729) % 65521

@@ -1,4 +1,4 @@
-"""Waiting without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
+"""Wait without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
 
 What cannot be waited for in slices runs aside.
 
@@ -83,7 +83,7 @@ def wait(
 
 
 class Aside:
-    """A task in a thread of its own, which goes on when nobody waits for it any more."""
+    """Run a task in a thread of its own, which goes on when nobody waits for it any more."""
 
     def __init__(self, task: Callable[[], None], name: str) -> None:
         """Begin it. An NcclSyncError that it raises is raised where it is waited for."""
@@ -108,7 +108,7 @@ class Aside:
 
 
 class _Interrupts:
-    """The signals that Python's handler has seen while it could not run: it writes their numbers to a pipe.
+    """Collect the signals that Python's handler has seen while it could not run: it writes them to a pipe.
 
     The pipe is never closed: a thread that still waits might read from whatever gets its number next.
     """
@@ -131,7 +131,7 @@ _kept: _Interrupts | None = None
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Around native code of the main thread that waits for other threads: let `wait` see Ctrl-C there.
+    """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads.
 
     In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
     """
@@ -167,7 +167,7 @@ def _is_interrupted() -> bool:
 
 
 def _forget_pipe() -> None:
-    """In a forked child: the pipe is the parent's."""
+    """Forget the pipe in a forked child: it is the parent's."""
     global _active, _kept
     _active = _kept = None
 

@@ -1,6 +1,6 @@
-"""Every use of an interface of `tf.distribute` that TensorFlow does not promise to keep; see `private.py`.
+"""Wrap the interfaces of `tf.distribute` that TensorFlow does not promise to keep.
 
-What a strategy hands to its cross-device operations, as plain tensors and names, and back.
+Turns what a strategy hands to its cross-device operations into plain tensors and names, and back.
 """
 
 from collections.abc import Sequence

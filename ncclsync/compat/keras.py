@@ -1,4 +1,4 @@
-"""Every use of an interface that Keras does not promise to keep; see `private.py`."""
+"""Wrap the interfaces that Keras does not promise to keep, those of its optimizers aside."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ def layers_of(owner: keras.Layer) -> list[keras.Layer]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a layer, or of an operation such as `+`, in a functional model."""
+    """Hold one call of a layer, or of an operation such as `+`, in a functional model."""
 
     layer: Any
     index: int
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def adds(self) -> bool:
-        """Whether it adds up its inputs: `keras.layers.Add`, or `+`."""
+        """Return whether the call adds up its inputs: `keras.layers.Add`, or `+`."""
         return isinstance(self.layer, (keras.layers.Add, keras_numpy.Add))
 
 

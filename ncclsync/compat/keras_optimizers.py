@@ -1,4 +1,4 @@
-"""Every use of an interface of Keras' optimizers that Keras does not promise to keep; see `private.py`."""
+"""Wrap the interfaces of Keras' optimizers that Keras does not promise to keep."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +61,7 @@ def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
 
 
 def schedule_of(optimizer: keras.Optimizer) -> keras.optimizers.schedules.LearningRateSchedule | None:
-    """Return what tells an optimizer's rate by the number of batches, if that is what it has."""
+    """Return the schedule that gives an optimizer's rate by the number of batches, if it has one."""
     schedule = optimizer._learning_rate
     return schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
 

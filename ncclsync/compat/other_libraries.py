@@ -1,6 +1,6 @@
-"""What a program brings along that was written for MirroredStrategy, Horovod, multi_gpu_model or tensorpack.
+"""Refuse what a program keeps of MirroredStrategy, Horovod, multi_gpu_model or tensorpack.
 
-Where it cannot mean the same here, it is refused in the words that its users know. Nothing of these
+Where it cannot mean the same here, the error has the words that its users know. Nothing of these
 libraries is imported.
 """
 

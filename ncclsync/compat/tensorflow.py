@@ -1,4 +1,4 @@
-"""Every use of an interface that TensorFlow does not promise to keep.
+"""Wrap the interfaces that TensorFlow does not promise to keep.
 
 Keras' are in `keras.py` and `keras_optimizers.py`, those of tf.distribute in `distribute.py`. Nothing else in
 the package touches such an interface. `tests/compat` has one test for each
@@ -323,7 +323,7 @@ def is_jit_compiled(function: Callable) -> bool:
 
 
 class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):
-    """A `tf.data.Dataset` that gives what another one does: a base of classes that are datasets."""
+    """Give what another `tf.data.Dataset` gives: a base of classes that are datasets."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         """Give what `dataset` gives."""

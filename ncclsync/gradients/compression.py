@@ -1,4 +1,4 @@
-"""Gradients that travel as bfloat16, half the bytes; what rounding takes from them goes with the next."""
+"""Send gradients as bfloat16, half the bytes, and what rounding takes from them with the next ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ncclsync.ops import Context
 
 
 class ErrorFeedback:
-    """Adds up gradients in bfloat16; every tower adds what it has not sent to what it sends next.
+    """Add up gradients in bfloat16; every tower adds what it has not sent to what it sends next.
 
     Rounding then delays a part of a gradient instead of losing it, and training converges as without. What is
     kept is a float32 variable per gradient and tower (not saved with the model: a run that is resumed has

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each element of a weight by itself, whatever the others are."""
+"""Find out whether an optimizer updates each element of a weight by itself, whatever the others are."""
 
 import keras
 import numpy as np

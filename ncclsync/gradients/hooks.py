@@ -1,4 +1,4 @@
-"""What optimizers, functions and summaries do differently while a step is traced for towers.
+"""Change what optimizers, functions and summaries do while a step is traced for towers.
 
 Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers
 right: that is `semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once
@@ -32,7 +32,7 @@ _nested = threading.local()
 def step_hooks(
     compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
 ) -> Iterator[None]:
-    """All of them."""
+    """Let all hooks of this module hold while a step is traced."""
     with (
         gradients_reduced(compression, sharding),
         functions_inlined(),
@@ -110,9 +110,9 @@ def gradients_reduced(
 
 
 def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
-    """Whether a repeated row of a sparse gradient is to an optimizer what the sum of its slices is.
+    """Return whether an optimizer takes a repeated row of a sparse gradient as the sum of its slices.
 
-    Not to one that clips or squares: Keras' do so with each slice by itself.
+    Not one that clips or squares: Keras' do so with each slice by itself.
     """
     clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     return type(optimizer) is keras.optimizers.SGD and not any(clips)

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how much the towers' own gradients differ, beside the one they add up to.
+"""Estimate the gradient noise scale: how much the towers' gradients differ, beside the one they add up to.
 
 `gradient_moments` estimates it in the graph of a step, `NoiseAverages` holds running averages of that, and
 `NoiseScale` puts them into the logs.
@@ -57,14 +57,14 @@ def _squared_norm(gradient: Any, scale: tf.Tensor | None) -> tf.Tensor:
 
 
 class NoiseAverages:
-    """Running averages of `gradient_moments` over steps.
+    """Keep running averages of `gradient_moments` over steps.
 
     Attributes:
         active: whether steps are to report to them.
     """
 
     def __init__(self) -> None:
-        """Be inactive."""
+        """Begin inactive."""
         self.active = False
         with tf.device("/CPU:0"):
             self._averages = tf.Variable(tf.zeros([3]), trainable=False)  # both; how many steps they are of

@@ -1,7 +1,6 @@
-"""Gradients that are not finite: found on each tower before they are reduced, told with their rows, saved.
+"""Find gradients that are not finite, on each tower before they are reduced, and save their rows.
 
-`finite_flags` finds them in a step; `OnNonFinite` is what happens when such a gradient turns up. What undoes
-the step is `layout.Rollback`.
+`finite_flags` finds them in a step; `OnNonFinite` reports and saves. `recovery.Rollback` undoes the step.
 """
 
 import logging
@@ -28,10 +27,10 @@ MOST_KEPT = 50  # of all runs and processes of this user: the newest
 
 
 def finite_flags(observer: Observer) -> tf.Tensor | None:
-    """Tell, in the graph of a step, which gradients of which tower are finite.
+    """Compute, in the graph of a step, which gradients of which tower are finite.
 
     Returns:
-        bool, [towers with samples, gradients], equal on all towers; None if there is nothing to tell: a
+        bool, [towers with samples, gradients], equal on all towers; None if there is nothing to report: a
         `LossScaleOptimizer` meets infinite gradients as a rule, skips such steps itself, and must see them to
         lower its scale.
     """
@@ -45,7 +44,7 @@ def finite_flags(observer: Observer) -> tf.Tensor | None:
 
 
 class OnNonFinite:
-    """What happens when a gradient is not finite.
+    """Raise or skip, as the user asked, when a gradient is not finite.
 
     Attributes:
         mode: "raise" or "skip"; None: nothing, and no gradient is observed.
@@ -59,7 +58,7 @@ class OnNonFinite:
         self._files = 0
 
     def report(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
-        """Save the rows of the towers that have such gradients; raise what happened, or log it.
+        """Save the rows of the towers that have such gradients; raise the error, or log it.
 
         Args:
             finite: [towers with samples, gradients] bool.

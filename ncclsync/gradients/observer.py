@@ -1,4 +1,4 @@
-"""What a step differentiates, seen on each tower before the towers' gradients are added up.
+"""Collect what a step differentiates, on each tower before the towers' gradients are added up.
 
 `nonfinite.py` and `noise_scale.py` say what is read of it.
 """
@@ -16,7 +16,7 @@ from ncclsync.compat import tensorflow as tf_compat
 
 
 class Observer:
-    """The gradients of one step with respect to variables, while it is traced.
+    """Collect the gradients of one step with respect to variables, while it is traced.
 
     Attributes:
         names: of the variables; their Keras paths where known.

@@ -1,4 +1,4 @@
-"""What each tower holds of a tensor that is divided among all, and a variable that is divided so.
+"""Divide a tensor, or an optimizer's variable, among the towers.
 
 An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
 """
@@ -13,7 +13,7 @@ from ncclsync.semantics.holders import Holder
 
 
 class Place(NamedTuple):
-    """Where a weight lies in a partition.
+    """Hold where a weight lies in a partition.
 
     Attributes:
         begin: index in every tower's partition.
@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index behind it."""
+        """Return the index after it."""
         return self.begin + self.length
 
     @property
     def full(self) -> int:
-        """How many towers hold `length` elements that no tower before them holds."""
+        """Return how many towers hold `length` elements that no tower before them holds."""
         return self.elements // self.length if self.length else self.towers  # of nothing all hold nothing
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class PartitionedSlot(Holder):
-    """One of an optimizer's own variables, of which the towers hold the parts.
+    """Hold one of an optimizer's own variables, of which the towers hold the parts.
 
     It takes memory only from when somebody reads or writes it until the next step.
     """
@@ -84,7 +84,7 @@ class PartitionedSlot(Holder):
         self.track_reads()
 
     def divide(self) -> None:
-        """Before a step: bring what was written to the towers, and free the whole."""
+        """Bring what was written to the towers, before a step, and free the whole."""
         variable = self.held
         if variable is None or not self._is_whole:
             return
@@ -128,7 +128,7 @@ class PartitionedSlot(Holder):
         self.untrack()
 
     def before_access(self) -> None:
-        """Before Python reads or writes: let the variable hold the whole."""
+        """Let the variable hold the whole, before Python reads or writes it."""
         self.make_whole()
 
     def mark_stale(self) -> None:

@@ -1,7 +1,7 @@
-"""An optimizer whose state is divided among the towers: each updates its part of every weight, and sends it.
+"""Divide an optimizer's state among the towers: each updates its part of every weight, and sends it.
 
-What Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, call
-stage 1. Weights of one dtype and treatment lie one behind the other in one flat variable, of which each tower
+This is stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020. Weights of one dtype and treatment lie one after the other in one flat variable, of which each tower
 holds its partition. A twin of the optimizer updates that as if it were a weight: what the twin keeps for it
 is the tower's part of what the optimizer would keep.
 """
@@ -30,7 +30,7 @@ Copies = Callable[[tf.Variable], list[tf.Variable]]
 
 
 class _Group(NamedTuple):
-    """Weights that lie in one flat variable, and that variable on tower 0."""
+    """Hold weights that lie in one flat variable, and that variable on tower 0."""
 
     weights: tuple[Any, ...]
     places: tuple[Place, ...]
@@ -42,7 +42,7 @@ class _Group(NamedTuple):
 
 
 class _Sharded:
-    """One optimizer, divided."""
+    """Hold one optimizer that is divided."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Sharded:
         return {id(weight) for weight in weights} == self._dense
 
     def update(self, gradients: dict[int, Any], addends: set[int], context: ops.Context) -> None:
-        """In a step that is traced: update the weights.
+        """Update the weights, in a step that is traced.
 
         Args:
             gradients: by the weights' ids.
@@ -114,7 +114,7 @@ class _Sharded:
 
 
 class OptimizerSharding:
-    """The optimizers of a model or a step whose state is divided among its towers."""
+    """Divide the state of a model's or a step's optimizers among its towers."""
 
     def __init__(self, towers: int, bucket_bytes: int) -> None:
         """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
@@ -174,7 +174,7 @@ class OptimizerSharding:
         return keras_optimizers.updates_wrapped(sharding)
 
     def divide(self) -> None:
-        """Before a step: bring what Python wrote into optimizers' variables to the towers, and free them."""
+        """Bring what Python wrote into optimizers' variables to the towers, before a step, and free them."""
         for sharded in self._sharded.values():
             for slot in sharded.slots:
                 slot.divide()
@@ -246,7 +246,7 @@ def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
 
 
 def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
-    """Weights with sparse gradients are updated by the optimizer itself, beside its twin."""
+    """Refuse a sparse gradient, which the optimizer applies beside its twin, if both keep scalars."""
     both = set(keras_optimizers.scalars_of(optimizer)) - {"_iterations", "_learning_rate"}
     if both:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Collectives as TensorFlow ops, as a user calls them inside a step: "with the other towers".
+"""Offer collectives as TensorFlow ops, for a user to call inside a step: "with the other towers".
 
 While a step is traced for towers they are marks (`Context`), and nothing but the tensor itself where a step
 runs
@@ -21,7 +21,7 @@ REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One tensor's meeting with its counterparts on the other towers.
+    """Describe how one tensor meets its counterparts on the other towers.
 
     Attributes:
         kind: "all_reduce"; "broadcast" (all get the root's); "all_gather" (all get all towers' rows, in
@@ -39,22 +39,22 @@ class Collective:
 
     @property
     def concatenates(self) -> bool:
-        """Whether the result holds the rows of all towers."""
+        """Return whether the result holds the rows of all towers."""
         return self.kind in ("all_gather", "stack")
 
     @property
     def changes_rows(self) -> bool:
-        """Whether the result has other rows than what each tower has given."""
+        """Return whether the result has other rows than what each tower has given."""
         return self.concatenates or self.kind == "reduce_scatter"
 
     @property
     def divides(self) -> bool:
-        """Whether it divides a tensor among towers, one row for each, or puts such rows together again."""
+        """Return whether it divides a tensor among towers, a row for each, or joins such rows again."""
         return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
 
     @property
     def differs(self) -> bool:
-        """Whether each tower gets something else."""
+        """Return whether each tower gets something else."""
         return self.kind == "reduce_scatter"
 
     def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
@@ -70,7 +70,7 @@ SCATTERED = Collective("reduce_scatter")
 
 
 class Share(NamedTuple):
-    """What part of the batch a tower has.
+    """Hold which part of the batch a tower has.
 
     Attributes:
         fraction: its share of the batch's samples, a float64 scalar; 0 for a tower without samples.
@@ -95,7 +95,7 @@ class Share(NamedTuple):
 
 
 class Context(Protocol):
-    """Whoever traces a step for towers; decides what a collective in it becomes.
+    """Decide what a collective becomes in a step that is traced for towers.
 
     Attributes:
         share: the tower's part of the batch.
@@ -120,7 +120,7 @@ class Context(Protocol):
         ...
 
     def can_exchange(self) -> bool:
-        """Whether a collective can be had here: not inside a loop or a branch of a traced step."""
+        """Return whether a collective can be had here: not inside a loop or a branch of a traced step."""
         ...
 
 
@@ -260,7 +260,7 @@ def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> Any:
-    """A mark that is another mark for what flows back, to any order."""
+    """Return a function that marks tensors, and marks what flows back to them otherwise, to any order."""
 
     @tf.custom_gradient
     def marked(tensor):

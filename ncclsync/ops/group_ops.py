@@ -1,4 +1,4 @@
-"""Collectives between the tensors of all towers in one graph: py ops over a communicator."""
+"""Join the tensors of all towers in one graph, by py ops over a communicator."""
 
 import threading
 import weakref

@@ -21,7 +21,7 @@ logger = logging.getLogger("ncclsync")
 
 @functools.cache
 def available() -> bool:
-    """Whether the ops can be used with this TensorFlow; decided once, and logged if not."""
+    """Return whether the ops can be used with this TensorFlow; decided once, and logged if not."""
     library = next(flag.partition(":")[2] for flag in tf.sysconfig.get_link_flags() if flag.startswith("-l:"))
     try:
         native.register_tensorflow(os.path.join(tf.sysconfig.get_lib(), library))

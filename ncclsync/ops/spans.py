@@ -28,7 +28,7 @@ STEP, WAIT = "step", "wait_for_data"  # spans of the first
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A part of a step.
+    """Name a part of a step.
 
     Attributes:
         row: the number of the tower that is at work, or `STEPS` or `COMMUNICATION`.
@@ -42,12 +42,12 @@ class Span:
 
     @property
     def full_name(self) -> str:
-        """The name, with the tower's before it; what a timeline and TensorFlow's profiler call it."""
+        """Return the name, with the tower's before it; what a timeline and TensorFlow's profiler call it."""
         return self.name if isinstance(self.row, str) else f"tower_{self.row}/{self.name}"
 
 
 class TimedSpan(NamedTuple):
-    """A span that has ended; times are in ns, of `time.monotonic_ns()`."""
+    """Hold a span that has ended; times are in ns, of `time.monotonic_ns()`."""
 
     span: Span
     begin_ns: int
@@ -56,7 +56,7 @@ class TimedSpan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """What was recorded of one step.
+    """Hold what was recorded of one step.
 
     Attributes:
         complete: whether it ended; not so if it failed, or if there was no batch for it.
@@ -71,7 +71,7 @@ class MeasuredStep:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was recorded of one call of a step's graph.
+    """Hold what was recorded of one call of a step's graph.
 
     Attributes:
         traced: whether the graph was made for this call, which is most of what the call took.
@@ -94,13 +94,13 @@ class Measured:
 
     @functools.cached_property
     def steps(self) -> tuple[MeasuredStep, ...]:
-        """All that was recorded, step by step; made when it is first asked for, since it takes its time."""
+        """Return all that was recorded, step by step; computed on first use, since it takes its time."""
         return self._expand()
 
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A span that has begun, in a graph.
+    """Hold a span that has begun, in a graph.
 
     Attributes:
         ops: what belongs to the span waits for these.
@@ -135,7 +135,7 @@ def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
 
 
 class Meter:
-    """The spans of a step's graphs, and the timestamps of them. It must live as long as these."""
+    """Hold the spans of a step's graphs, and their timestamps. It must live as long as these."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -150,7 +150,7 @@ class Meter:
     def begin(
         self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any
     ) -> Begun:
-        """See the function `begin`."""
+        """Begin a span; see the function `begin`."""
         number, of_any = len(self._spans), tf.is_tensor(row)
         self._spans.append(Span(0 if of_any else row, name, details))
         kinds = {STEPS: name, COMMUNICATION: COMMUNICATION}
@@ -272,7 +272,7 @@ class Meter:
         return dataclasses.replace(span, row=value) if number in self._of_any_tower else span
 
     def _show(self, number: int, ends: bool, value: int) -> None:
-        """Called on the thread that records; the profiler shows a span on the row of the one that ends it."""
+        """Show a span to the profiler, on the row of the thread that ends it; C calls this."""
         span = self._span(number, value)
         shown = self._profiled[number, span.row]
         if not ends:
@@ -283,7 +283,7 @@ class Meter:
 
 @dataclasses.dataclass
 class _Step:
-    """A `MeasuredStep` that is not known to the end."""
+    """Collect the spans of a `MeasuredStep`."""
 
     began: bool = False
     complete: bool = False

@@ -1,4 +1,4 @@
-"""What makes N shards equal one batch: the one-device program, partitioned.
+"""Make N shards equal one batch: partition the one-device program.
 
 A traced step means the program of one device on the whole batch. `placements` says what a tower's tensor is
 of the batch's; `rules` says, op by op, which placements an op takes and gives; `partition` walks a traced

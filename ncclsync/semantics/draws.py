@@ -1,4 +1,4 @@
-"""Random numbers whose state TensorFlow hides: no seed tells what they are."""
+"""Find random draws whose state TensorFlow hides: no seed repeats them."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""What in a Keras model cannot train on towers exactly as on one device, as far as its objects tell.
+"""Find what in a Keras model cannot train on towers exactly as on one device, by its objects alone.
 
 Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are
 choices.
@@ -17,7 +17,7 @@ _NAMED = 3  # so many layers are named where the same holds for many
 
 @dataclasses.dataclass(frozen=True)
 class Inexact:
-    """One reason why N towers and one device part.
+    """Hold one reason why N towers and one device part.
 
     Attributes:
         where: the layer or loss, or whatever it is, by class and name.
@@ -80,7 +80,7 @@ def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[An
 
 
 def _draws(layer: Any) -> bool:
-    """Whether a layer draws random numbers in training.
+    """Return whether a layer draws random numbers in training.
 
     A layer of Keras makes a generator only if its rate is above 0; but a recurrent cell makes one always.
     """

@@ -1,4 +1,4 @@
-"""The functions that loops, branches and calls run: placed as a whole, since nothing can be put into them."""
+"""Place the functions that loops, branches and calls run: as a whole, since nothing can be put into them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from ncclsync.compat import tensorflow as tf_compat
 
 
 class Functions:
-    """The functions of one traced step, by name, as graphs."""
+    """Hold the functions of one traced step, by name, as graphs."""
 
     def __init__(self, definitions: dict[str, Any], outer: Any) -> None:
         """Know the definitions.
@@ -33,11 +33,11 @@ class Functions:
         return self._graphs[name, shapes]
 
     def calls(self, op_type: str) -> bool:
-        """Whether an op of that type is a call of a function itself."""
+        """Return whether an op of that type is a call of a function itself."""
         return op_type in self._definitions
 
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
-        """Whether an op, or what it calls, draws from a state that no variable holds, or runs Python."""
+        """Return whether an op, or what it calls, draws from a state in no variable, or runs Python."""
         return any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
 
     def op_types(self, op: tf.Operation) -> Iterator[str]:

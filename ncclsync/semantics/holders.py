@@ -1,4 +1,4 @@
-"""Who holds copies or parts of a variable, of all towers in the process: each is told what another writes.
+"""Keep all holders of a variable's copies or parts, in the process, aware of what another one writes.
 
 A variable may belong to several models, each on towers of its own: a GAN's discriminator trains by itself and
 as part of another model. `replicas` and `partitions` are the holders; a variable has one tracker for all.
@@ -16,7 +16,7 @@ from ncclsync.ops import current_context
 
 
 class Holder(abc.ABC):
-    """What some towers hold of one variable, beside the variable itself."""
+    """Hold what some towers have of one variable, beside the variable itself."""
 
     def __init__(self, variable: tf.Variable, forget: Callable[[], None] | None = None) -> None:
         """Prepare; nothing is tracked yet.
@@ -29,12 +29,12 @@ class Holder(abc.ABC):
 
     @property
     def held(self) -> tf.Variable | None:
-        """The variable; None once it was deleted."""
+        """Return the variable; None once it was deleted."""
         return self._variable()
 
     @abc.abstractmethod
     def before_access(self) -> None:
-        """Before Python reads or writes the variable: let it hold its whole value."""
+        """Let the variable hold its whole value, before Python reads or writes it."""
 
     @abc.abstractmethod
     def mark_stale(self) -> None:
@@ -45,24 +45,24 @@ class Holder(abc.ABC):
         """Prepare for another holder of the variable, whose steps write it too."""
 
     def track(self) -> None:
-        """Be told of writes from now on. The variable does not keep the holder alive."""
+        """Track writes of the variable from now on. The variable does not keep the holder alive."""
         self._tracker().add(self, weakref.ref(self))
 
     def track_reads(self) -> None:
-        """Be told of reads as well. Since it holds what the variable does not, it lives as long as that."""
+        """Track reads as well. Since it holds what the variable does not, it lives as long as that."""
         tracker = self._tracker()
         tracker.add(self, lambda: self)
         tracker.track_reads(self.held)
 
     def untrack(self) -> None:
-        """Be told no more. Others still are; if there are none, the variable gets its own methods back."""
+        """Stop tracking. Others go on; if there are none, the variable gets its own methods back."""
         variable = self.held
         if variable is not None and self._tracker().remove(self):
             tf_compat.untrack(variable)
             tf_compat.set_tracker(variable, None)
 
     def mark_others_stale(self) -> bool:
-        """Tell other holders that these towers have written the variable; return whether there are any."""
+        """Mark other holders stale: these towers wrote the variable. Return whether there are any."""
         others = [holder for holder in self._tracker().holders() if holder is not self]
         for holder in others:
             holder.mark_stale()
@@ -78,7 +78,7 @@ class Holder(abc.ABC):
 
 
 class _Tracker:
-    """The holders of one variable, and how they hear of writes.
+    """Keep the holders of one variable, and mark them stale when it is written.
 
     The tracker replaces the variable's own methods, on this one object, so that it costs nothing between
     writes and a step need not compare anything.
@@ -107,7 +107,7 @@ class _Tracker:
         return [holder for one in self._holders if (holder := one()) is not None]
 
     def track_reads(self, variable: tf.Variable) -> None:
-        """Let holders be told of reads; idempotent."""
+        """Let holders hear of reads; idempotent."""
         if not self._reads:
             self._reads = True
             tf_compat.track_reads(variable, self._before_access)

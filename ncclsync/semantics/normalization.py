@@ -1,4 +1,4 @@
-"""BatchNormalization: by each tower's own rows, as a choice; or by the batch's, in one exchange each way.
+"""Run BatchNormalization by each tower's own rows, as a choice; or by the batch's, in one exchange each way.
 
 Without a hook its moments would be the batch's anyway, in two exchanges each way.
 """

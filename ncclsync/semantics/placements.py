@@ -1,4 +1,4 @@
-"""Placements: what a tower's tensor is of the batch's.
+"""Define placements: how the batch's tensor follows from the towers'.
 
 The algebra of PyTorch's DTensor and of GSPMD (Xu et al., 2021, arXiv:2105.04663), for one axis of towers and
 shards of any number of rows.
@@ -9,7 +9,7 @@ import enum
 
 
 class Kind(enum.Enum):
-    """How the batch's value follows from the towers'; see `Placement`."""
+    """Name the ways in which the batch's value follows from the towers'; see `Placement`."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -24,25 +24,24 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What one tensor of a tower is of the batch's tensor.
+    """Describe how the batch's tensor follows from those of the towers.
 
     Attributes:
         kind:
             REPLICATE: it is the batch's.
-            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one behind the
+            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
                 other, and each block has `each` rows for every sample (0: as many for each sample, not known
                 how many). If all rows are alike, `blocks` is 0: their order does not matter.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
             ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
-                `counts`
-                has an entry per element: how many for each sample, -1 where that is not known, and 0 for an
-                element that counts no rows and is the same on all towers.
+                `counts` has an entry per element: how many for each sample, -1 where that is not known, and
+                0 for an element that counts no rows and is the same on all towers.
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
                 it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0".
             AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
                 operand, and `axis` that of the gradient's rows.
-            PENDING: rows in a shape that the next reshape tells; then it is placed as `of`.
+            PENDING: rows in a shape that the next reshape gives; then it is placed as `of`.
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
                 the shape `counts`, in which -1 is any length.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
@@ -71,7 +70,7 @@ class Placement:
 
     @property
     def whole(self) -> bool:
-        """Whether every tower has the batch's value."""
+        """Return whether every tower has the batch's value."""
         return self.kind is Kind.REPLICATE
 
 
@@ -83,30 +82,30 @@ MEAN = Placement(Kind.PARTIAL, op="mean")
 
 
 def shard(axis: int = 0, blocks: int = 1, each: int = 1) -> Placement:
-    """Rows along `axis`; see `Placement`."""
+    """Return the placement of rows along `axis`; see `Placement`."""
     return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each)
 
 
 def partial(op: str) -> Placement:
-    """What the towers' values are to be reduced by."""
+    """Return the placement of parts that `op` reduces."""
     return Placement(Kind.PARTIAL, op=op)
 
 
 def rows(counts: tuple[int, ...]) -> Placement:
-    """Counts of rows; REPLICATE if no element counts any."""
+    """Return the placement of counts of rows; REPLICATE if no element counts any."""
     return Placement(Kind.ROWS, counts=counts) if any(counts) else REPLICATE
 
 
 def axes(of: Placement, axis: int) -> Placement:
-    """The axes that an operand of this placement was broadcast along, to rows along `axis`."""
+    """Return the axes that an operand of this placement was broadcast along, to rows along `axis`."""
     return Placement(Kind.AXES, of=of, axis=axis)
 
 
 def pending(of: Placement) -> Placement:
-    """What the next reshape brings into the shape of a tensor of this placement."""
+    """Return a placement that the next reshape brings into the shape of a tensor of this one."""
     return Placement(Kind.PENDING, of=of)
 
 
 def items(of: Placement | None, shape: tuple[int, ...] = ()) -> Placement:
-    """A list of tensors of this placement, or an empty one for tensors of a shape."""
+    """Return the placement of a list of such tensors, or of an empty one for tensors of a shape."""
     return Placement(Kind.ITEMS, of=of, counts=shape)

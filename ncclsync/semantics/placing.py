@@ -47,12 +47,12 @@ BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
 class Refused(Exception):
-    """A function cannot be run by each tower for its own rows; says why."""
+    """Report why a function cannot be run by each tower for its own rows."""
 
 
 @dataclasses.dataclass
 class Call(rules.Call):
-    """An op that is being placed; see `rules.Call`."""
+    """Hold an op that is being placed; see `rules.Call`."""
 
     op: tf.Operation
     tensors: list[tf.Tensor]  # what the op will get
@@ -84,7 +84,7 @@ class Call(rules.Call):
 
 
 class Placer(abc.ABC):
-    """Places ops one by one: what a step and a function have in common.
+    """Place ops one by one: what a step and a function have in common.
 
     Attributes:
         functions: of the step.
@@ -161,7 +161,7 @@ class Placer(abc.ABC):
         return list(made)
 
     def is_function(self, op: tf.Operation) -> bool:
-        """Whether an op is a loop, a branch or a call."""
+        """Return whether an op is a loop, a branch or a call."""
         return op.type in {*LOOPS, *BRANCHES, *CALLS} or self.functions.calls(op.type)
 
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
@@ -239,7 +239,7 @@ class Placer(abc.ABC):
         return made
 
     def _function(self, call: Call) -> list[Placement]:
-        """A loop, a branch or a call: for each tower's own rows if all that it does has rules; else whole."""
+        """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
         kinds = {placed.kind for placed in call.inputs}
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
@@ -292,7 +292,7 @@ class Placer(abc.ABC):
         placed = list(call.inputs)
         body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
         for _ in range(8):
-            # A state that is whole when the loop begins may have to be divided: the body tells.
+            # A state that is whole when the loop begins may have to be divided: the body shows it.
             made = self._body(body, call.op.inputs, placed, lenient=True)
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
@@ -326,7 +326,7 @@ def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:
-    """How a loop variable is placed that begins so, and that the body makes so."""
+    """Return the placement of a loop variable that begins so, and that the body makes so."""
     if begin == made:
         return begin
     kinds = begin.kind, made.kind
@@ -342,7 +342,7 @@ def _joined(begin: Placement, made: Placement) -> Placement:
 
 
 def serves(before: Placement, after: Placement) -> bool:
-    """Whether a tensor of one placement is, as it stands, also of the other."""
+    """Return whether a tensor of one placement is, as it stands, also of the other."""
     if before.kind is after.kind is Kind.SHARD:
         return before.axis == after.axis and rules.same_rows(before, after)
     return before == after or (before.whole and after == MEAN) or after.kind is Kind.LOCAL
@@ -354,7 +354,7 @@ def _local_of(inputs: Sequence[Placement]) -> Placement:
 
 
 def _either(one: Placement, two: Placement) -> Placement:
-    """How the result of two branches is placed."""
+    """Return the placement of the result of two branches."""
     if one == two:
         return one
     if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
@@ -367,7 +367,7 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class FunctionPlacer(Placer):
-    """Places a function's tensors, where nothing can be put in between: refuses what would need it.
+    """Place a function's tensors, where nothing can be put in between: refuse what would need it.
 
     If `lenient`, what is whole may be taken for anything: to see what it would have to be.
     """

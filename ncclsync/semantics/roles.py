@@ -1,4 +1,4 @@
-"""What a variable means on several towers, and how a tower's copy of it starts.
+"""Name the role of a variable on several towers, and compute what a tower's copy of it starts from.
 
 A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
 *sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
@@ -17,7 +17,7 @@ SEED_STRIDE = 1327217885
 
 
 class Role(enum.Enum):
-    """How the copies of one variable relate; see the module's docstring."""
+    """Name how the copies of one variable relate; see the module's docstring."""
 
     SAME = "same"
     SUM = "sum"

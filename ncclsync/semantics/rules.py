@@ -1,4 +1,4 @@
-"""The rules: which placements an op takes, and which it gives.
+"""List, op by op, which placements it takes, and which it gives.
 
 One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a
 `Call`, may ask for other placements of its inputs, and returns those of its outputs; or None: then all inputs
@@ -33,7 +33,7 @@ from ncclsync.semantics.placements import (
 
 
 class Call(Protocol):
-    """An op that is being placed.
+    """Hold an op that is being placed.
 
     Attributes:
         op: as it was traced.
@@ -67,7 +67,7 @@ COUNTING: set[str] = set()
 
 
 def has_rule(op_type: str) -> bool:
-    """Whether an op of that type has a rule: else its inputs are made whole."""
+    """Return whether an op of that type has a rule: else its inputs are made whole."""
     return op_type in RULES or op_type in LINEAR
 
 
@@ -107,7 +107,7 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 
 def same_rows(one: Placement, other: Placement) -> bool:
-    """Whether two shards have the same rows along their axes."""
+    """Return whether two shards have the same rows along their axes."""
     return together(one, other) is not None
 
 
@@ -161,7 +161,7 @@ ALIKE = names(
 )
 
 
-# What keeps rows that are all alike so.
+# These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 
 
@@ -192,7 +192,7 @@ def align(
         tails: how many of the last axes are not broadcast, and must not be sharded.
 
     Returns:
-        How the result is placed, along its axes of `rank`; None: it has no rows.
+        The placement of the result, along its axes of `rank`; None: it has no rows.
     """
     chosen: Placement | None = None
     for i in heads:
@@ -304,7 +304,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
 
 
 def _is_read(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is what a variable holds, cast or not."""
+    """Return whether a tensor is what a variable holds, cast or not."""
     while tensor.op.type in ("Cast", "Identity"):
         tensor = tensor.op.inputs[0]
     return tensor.op.type == "ReadVariableOp"
@@ -374,7 +374,7 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
 
 
 def _count_of(call: Call) -> Sequence[Placement] | None:
-    """The product of a shape in which one element counts rows counts them too."""
+    """Place the product of a shape: if one element counts rows, so does the product."""
     counts = call.inputs[0].counts
     if call.op.type != "Prod" or sum(map(bool, counts)) != 1 or call.op.get_attr("keep_dims"):
         return None
@@ -400,7 +400,7 @@ def _known_elements(vector: tf.Tensor) -> list[Any]:
 
 
 def _known_shape(vector: tf.Tensor) -> list[int | None] | None:
-    """Of a vector that is a tensor's shape."""
+    """Return what is known of a vector that is a tensor's shape."""
     while vector.op.type in ("Cast", "Identity"):
         vector = vector.op.inputs[0]
     if vector.op.type in ("Shape", "ShapeN"):
@@ -692,7 +692,7 @@ def _pool(call: Call) -> Sequence[Placement] | None:
 
 
 def _sizes(call: Call, index: int) -> bool:
-    """Whether input `index` is the shape of a tensor that has the rows along its first axis."""
+    """Return whether input `index` is the shape of a tensor that has the rows along its first axis."""
     placed = call.inputs[index]
     return placed.kind is Kind.ROWS and bool(placed.counts[0]) and not any(placed.counts[1:])
 
@@ -850,7 +850,7 @@ def _slice_spec(call: Call) -> list[Any] | None:
 
 
 def _sliced_axis(spec: list[Any], axis: int) -> Any:
-    """Where an axis of the operand ends up; None: it is not there as a whole."""
+    """Return where an axis of the operand ends up; None: it is not there as a whole."""
     place = seen = 0
     for one in spec:
         if one == "new":
@@ -947,7 +947,7 @@ def _concat(call: Call) -> Sequence[Placement] | None:
         for i in range(len(parts)):
             call.require(i, placed)
         return [placed]
-    # One batch behind another: blocks of as many rows each.
+    # One batch after another: blocks of as many rows each.
     if len(shards) < len(parts) or any(not p.each or p.each != placed.each for p in shards):
         return None
     return [shard(placed.axis, sum(p.blocks for p in shards), placed.each)]
@@ -1069,7 +1069,7 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     place = next(place for place in found if place is not None)
     for i, (placed, length) in enumerate(zip(call.inputs, lengths, strict=True)):
         if placed.kind is Kind.REPLICATE and length + place >= 0:
-            # Whether it was broadcast along the rows must be known.
+            # It must be known whether it was broadcast along the rows.
             element = _known_elements(call.op.inputs[i])[length + place]
             if element != 1:
                 return None
@@ -1404,12 +1404,12 @@ def _counting_product(call: Call) -> Sequence[Placement] | None:
 
 def _counting_cast(call: Call) -> Sequence[Placement] | None:
     before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
-    # A count that wraps does not tell any more how many each sample has.
+    # A count that wraps does not show any more how many each sample has.
     fits = after == before or (before, after) == (tf.int32, tf.int64) or min(call.inputs[0].counts) >= 0
     return [call.inputs[0]] if fits and after in (tf.int32, tf.int64) else None
 
 
-# What counts rows and is no row itself: by op type.
+# By op type: these count rows and are no rows themselves.
 COUNTS: dict[str, Rule] = {
     "Cast": _counting_cast,
     "Identity": lambda call: [call.inputs[0]],
@@ -1472,7 +1472,7 @@ def _list_begin(call: Call) -> Sequence[Placement] | None:
 
 
 def _shapes_item(call: Call, index: int, of: Placement) -> bool:
-    """Whether input `index`, the shape of a list's items, is that of a tower's rows, or leaves them open."""
+    """Return whether input `index`, the shape of a list's items, is that of a tower's rows or open."""
     shape = call.inputs[index]
     if of.kind is not Kind.SHARD:
         return shape.whole

@@ -42,7 +42,7 @@ def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """One batch, split.
+    """Hold one batch, split.
 
     Attributes:
         batches: [towers] the batch's structure, with the tower's rows.
@@ -65,7 +65,7 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         towers: how many shards.
 
     Raises:
-        ValueError: while the graph is built, if static shapes tell that the rows differ in number, or that
+        ValueError: while the graph is built, if static shapes show that the rows differ in number, or that
             there is no tensor with rows.
         InvalidArgumentError: when the graph runs, if the rows differ in number.
     """
@@ -111,7 +111,7 @@ def rowed_leaves(batch: Any) -> list[Any]:
     """Return the leaves of a batch, or their specs, that have rows.
 
     Raises:
-        ValueError: none has; or static shapes tell that the rows differ in number.
+        ValueError: none has; or static shapes show that the rows differ in number.
     """
     rowed = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
     if not rowed:

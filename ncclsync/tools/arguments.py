@@ -1,4 +1,4 @@
-"""Types of command-line arguments that several commands have."""
+"""Parse command-line arguments that several commands have."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The command line: `python -m ncclsync verify`, `bench`, `doctor`, `plan`.
+"""Run the command line: `python -m ncclsync verify`, `bench`, `doctor`, `plan`.
 
 TensorFlow is imported to do the work.
 """

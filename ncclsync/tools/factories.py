@@ -1,4 +1,4 @@
-"""The user's model factory, named on the command line: import it, build its model, make data for it."""
+"""Import the user's model factory, named on the command line, build its model, make data for it."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """What the user can set right in the command; told without a traceback."""
+    """Report what the user can set right in the command; shown without a traceback."""
 
 
 def load(name: str) -> Callable:
@@ -74,7 +74,7 @@ def _load_file(path: str) -> types.ModuleType:
 
 
 def _is_taken(name: str, path: str) -> bool:
-    """Whether another file, or what has none, is imported by this name."""
+    """Return whether another file, or a module without a file, is imported by this name."""
     spec = importlib.util.find_spec(name)
     return spec is not None and (spec.origin is None or os.path.realpath(spec.origin) != path)
 

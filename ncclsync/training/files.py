@@ -1,4 +1,4 @@
-"""Write a file so that it is there whole, or as it was before: also behind a crash of the machine."""
+"""Write a file so that it is there whole, or as it was before: also after a crash of the machine."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield another path of the same folder and suffix, to be written; then let that take `path`'s place.
 
-    The file is flushed to the disk before it takes the name, and its folder behind that: after a crash of the
+    The file is flushed to the disk before it takes the name, and its folder after that: after a crash of the
     machine the name stands for the old content or for the new one, never for a part. If the body raises, the
     old file stays, and what was written is removed.
 
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         _sync(part)
         os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to be told
+        with contextlib.suppress(OSError):  # the first error is the one to be raised
             part.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

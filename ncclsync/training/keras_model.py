@@ -1,4 +1,4 @@
-"""Keras on towers: the functions that `fit`, `evaluate`, `predict` and the `_on_batch` methods call.
+"""Run Keras on towers: the functions that `fit`, `evaluate`, `predict` and the `_on_batch` methods call.
 
 A model keeps its class and its loops. Only what makes its train, test and predict functions is replaced,
 on the one object, by functions that run the model's own step on all towers.
@@ -88,7 +88,7 @@ def attach(
 
 
 def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
-    """See `Towers.explain`."""
+    """Explain a step on `batch`; see `Towers.explain`."""
     if not model.compiled or model.optimizer is None:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
@@ -133,7 +133,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
 
 
 class ModelStep(TowerStep):
-    """One of a Keras model's steps, on all towers."""
+    """Run one of a Keras model's steps on all towers."""
 
     def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
         """Prepare; nothing is traced before the first batch.
@@ -151,7 +151,7 @@ class ModelStep(TowerStep):
 
     @property
     def steps_per_execution(self) -> int:  # type: ignore[override]
-        """What the model was compiled with."""
+        """Return the number that the model was compiled with."""
         return self._model.steps_per_execution
 
     def run(self, iterator: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
+"""Run a user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
 
 import collections
 import logging
@@ -22,7 +22,7 @@ _TRACES_BEFORE_WARNING = 8
 
 
 class Towers(TowerState):
-    """N replicas of a model's state, one per device, and what joins them.
+    """Train a model on N replicas of its state, one per device, and what joins them.
 
     A context manager; `close` ends it. Tower 0 is the user's own model.
 
@@ -110,7 +110,7 @@ class Towers(TowerState):
         return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
 
     def explain(self, batch: Any = None) -> Explanation:
-        """Tell what a training step is on these towers: before the first one, or of the last that ran.
+        """Explain what a training step is on these towers: before the first one, or of the last that ran.
 
         Per variable its bytes, and in which bucket and how the towers' parts of its update become one; where
         the step is cut, and which line asks for it; the rows of a batch that each tower gets. Nothing is
@@ -167,7 +167,7 @@ class Towers(TowerState):
 
 
 class _FunctionStep(TowerStep):
-    """A user's function, on all towers."""
+    """Run a user's function on all towers."""
 
     def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
         super().__init__(towers, trains=True)

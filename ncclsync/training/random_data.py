@@ -1,4 +1,4 @@
-"""Random inputs and targets for a model, from the shapes and dtypes that it declares and from its losses."""
+"""Make random inputs and targets for a model, from the shapes and dtypes it declares and its losses."""
 
 import re
 from typing import Any
@@ -29,7 +29,7 @@ def random_data(
     Args:
         model: compiled, with known input shapes.
         rows: samples to make.
-        batch_size: samples that the model predicts here to tell the shapes of its outputs.
+        batch_size: samples that the model predicts here to get the shapes of its outputs.
         seed: of the numbers.
         open_size: of each dimension that an input leaves open.
 
@@ -93,7 +93,7 @@ def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rn
 
 
 def _ids(model: keras.Model, tensor: Any) -> int | None:
-    """How many ids an input may have: of the Embedding that it feeds; of any, where the way is not plain."""
+    """Return how many ids an input may have: of the Embedding it feeds, or of any if the way is not plain."""
     embeddings = [one for one in keras_compat.layers_of(model) if isinstance(one, keras.layers.Embedding)]
     direct = [one.input_dim for one in embeddings if _first_input(one) is tensor]
     if not direct and "int" in tensor.dtype and tensor.dtype != "uint8":
@@ -109,7 +109,7 @@ def _first_input(layer: keras.Layer) -> Any:
 
 
 def _losses_by_output(model: keras.Model, outputs: Any) -> list[Any]:
-    """The loss of each flat output, None where there is none."""
+    """Return the loss of each flat output, None where there is none."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     if isinstance(model.loss, dict):
         names = getattr(model, "output_names", None) or [None] * len(paths)
@@ -123,7 +123,7 @@ def _losses_by_output(model: keras.Model, outputs: Any) -> list[Any]:
 
 
 def _random_target(loss: Any, shape: tuple[int, ...], rows: int, rng: Any) -> np.ndarray:
-    """Targets [rows, ...] for an output of this `shape`, without that of the batch."""
+    """Return targets [rows, ...] for an output of this `shape`, without that of the batch."""
     names = _names(loss)
     if names & _CLASS_IDS:
         return rng.integers(0, shape[-1], (rows, *shape[:-1]))
@@ -139,7 +139,7 @@ def _random_target(loss: Any, shape: tuple[int, ...], rows: int, rng: Any) -> np
 
 
 def _names(loss: Any) -> set[str]:
-    """What a loss is called: its function, or its classes, so that a subclass of Keras' own is told too."""
+    """Return the names of a loss: its function's, or its classes', for subclasses of Keras' own."""
     loss = keras.losses.get(loss)
     found = [cls.__name__ for cls in type(loss).__mro__] if isinstance(loss, keras.Loss) else []
     found += [getattr(one, "__name__", "") for one in (loss, getattr(loss, "fn", None))]

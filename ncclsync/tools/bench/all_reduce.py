@@ -1,4 +1,4 @@
-"""`bench all-reduce`: ncclsync's all-reduce, a copy of the same bytes and other libraries, in turns, checked.
+"""Run `bench all-reduce`: ncclsync's, a copy of the same bytes and other libraries, in turns, checked.
 
 Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
 number of ranks n where the bus is the limit.
@@ -68,7 +68,7 @@ def _show_case(show: Callable[[str], None], towers: int, size: int, text: str) -
 
 
 def missing(given: argparse.Namespace) -> Iterator[str]:
-    """Tell of peers that were asked for and are not here."""
+    """Yield a sentence for each peer that was asked for and is not here."""
     for peer in given.against:
         if given.backend == "nccl":
             yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
@@ -134,7 +134,7 @@ def _time_case(
 
 
 def _iterations(side: Side, library: str) -> int:
-    """How many collectives fill a turn; after one that warms up."""
+    """Return how many collectives fill a turn; after one that warms up."""
     side.ask("run", library=library, iterations=1)
     once = side.ask("run", library=library, iterations=1)["seconds"]
     return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))

@@ -1,4 +1,4 @@
-"""`python -m ncclsync bench`: what each benchmark is asked by, and what becomes of its result.
+"""Parse the arguments of `python -m ncclsync bench`, run a benchmark, and print its result.
 
 The benchmarks stand in `bench.all_reduce` and `bench.training`; nothing here imports TensorFlow.
 """

@@ -1,4 +1,4 @@
-"""A process that trains for a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
+"""Train in a process of a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
 
 import contextlib
 import re
@@ -51,7 +51,7 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
 
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
     `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
-    Answers tell the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
+    Answers give the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
     cores worked for it.
     """
     keras.utils.set_random_seed(0)
@@ -76,7 +76,7 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
 
 
 class _Turns(keras.callbacks.Callback):
-    """Holds `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
+    """Hold `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
 
     def __init__(self, requests: Requests, model: keras.Model, batch: Any) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def peak_memory(requests: Requests, library: str, model: str, towers: int, steps
 
 
 def status_bytes(name: str, process: int | str = "self") -> int:
-    """Read a size of a process as Linux tells it: VmRSS is held now, VmHWM was held at most."""
+    """Read a size of a process as Linux gives it: VmRSS is held now, VmHWM was held at most."""
     with open(f"/proc/{process}/status", encoding="utf-8") as file:
         found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The models that benchmarks train, with random data of their shapes; each is limited by something else."""
+"""Build the models that benchmarks train, with random data; each is limited by something else."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from keras import layers
 
 @dataclasses.dataclass(frozen=True)
 class BenchModel:
-    """A model and its data.
+    """Hold a model and its data.
 
     Attributes:
         build: makes and compiles it.

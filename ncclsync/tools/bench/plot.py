@@ -1,4 +1,4 @@
-"""A benchmark's result as a picture, by matplotlib."""
+"""Draw a benchmark's result as a picture, by matplotlib."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ def _bandwidths(plt: Any, result: Result) -> Any:
 
 
 def _bars(plt: Any, result: Result) -> Any:
-    """One panel per model, since steps of different models have no common scale."""
+    """Draw one panel per model, since steps of different models have no common scale."""
     models = list(dict.fromkeys(row.case["model"] for row in result.rows))
     sides = _sides(result.rows)
     figure, axes = plt.subplots(1, len(models), squeeze=False, figsize=(2.2 * len(models) + 1.5, 3.4))

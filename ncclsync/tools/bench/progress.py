@@ -1,10 +1,10 @@
-"""What is being done, told while a user waits."""
+"""Show what is being done, while a user waits."""
 
 import sys
 
 
 class Progress:
-    """One line on standard error that is written over; only new lines where that is no terminal."""
+    """Write over one line on standard error; write new lines where that is no terminal."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

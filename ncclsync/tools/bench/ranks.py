@@ -1,4 +1,4 @@
-"""Libraries that all-reduce between processes, one per rank, for `bench all-reduce` to compare with."""
+"""Run libraries that all-reduce between processes, one per rank, for `bench all-reduce` to compare with."""
 
 import abc
 import socket
@@ -13,7 +13,7 @@ from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern
 
 
 class RankReducer(Reducer):
-    """One rank of N processes. Rank 0 is driven; it has the others do the same."""
+    """Be one rank of N processes. Rank 0 is driven; it has the others do the same."""
 
     rank: int
 
@@ -34,7 +34,7 @@ class RankReducer(Reducer):
         """Return the sum of all ranks' numbers."""
 
     def run(self, library: str, iterations: int) -> float:
-        """As `Reducer.run`: until the last rank has its result."""
+        """See `Reducer.run`; returns when the last rank has its result."""
         self.barrier()
         began = time.perf_counter()
         for _ in range(iterations):
@@ -43,17 +43,17 @@ class RankReducer(Reducer):
         return time.perf_counter() - began
 
     def wrong(self, library: str) -> int:
-        """As `Reducer.wrong`."""
+        """See `Reducer.wrong`."""
         self.prepare(self._count, self._dtype)
         return self.total(count_wrong([self.reduce()], self.towers))
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         self._count, self._dtype = count, dtype
         self._send = pattern(self.rank, count, dtype)
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As `Reducer.serve`, on all ranks."""
+        """See `Reducer.serve`; serves on all ranks."""
         self.share(request)
         return super().serve(request)
 
@@ -64,7 +64,7 @@ class RankReducer(Reducer):
 
 
 class GlooReducer(RankReducer):
-    """PyTorch's gloo, in place. Rank 0 starts the others, which end with it."""
+    """Run PyTorch's gloo, in place. Rank 0 starts the others, which end with it."""
 
     libraries = ("gloo",)
 
@@ -91,34 +91,34 @@ class GlooReducer(RankReducer):
         )
 
     def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """As `RankReducer.share`; a rank whose rank 0 has ended ends with an error."""
+        """See `RankReducer.share`; a rank whose rank 0 has ended ends with an error."""
         box: list[Any] = [request]
         self._torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
-        """As `RankReducer.barrier`."""
+        """See `RankReducer.barrier`."""
         self._torch.distributed.barrier()
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         super().prepare(count, dtype)
         self._tensor = self._torch.from_numpy(self._send)
 
     def reduce(self) -> np.ndarray:
-        """As `RankReducer.reduce`."""
+        """See `RankReducer.reduce`."""
         self._torch.distributed.all_reduce(self._tensor)
         return self._send
 
     def total(self, number: int) -> int:
-        """As `RankReducer.total`."""
+        """See `RankReducer.total`."""
         box = self._torch.tensor([number])
         self._torch.distributed.all_reduce(box)
         return int(box[0])
 
 
 class MpiReducer(RankReducer):
-    """MPI by mpi4py, started by mpirun."""
+    """Run MPI by mpi4py, started by mpirun."""
 
     libraries = ("mpi",)
 
@@ -131,7 +131,7 @@ class MpiReducer(RankReducer):
         self.rank = self._world.Get_rank()
 
     def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """As `RankReducer.share`: MPI waits by looking again and again, so this sleeps between two looks."""
+        """See `RankReducer.share`. MPI waits by looking again and again, so this sleeps between two looks."""
         if request is not None:
             for other in range(1, self.towers):
                 self._world.send(request, dest=other)
@@ -141,19 +141,19 @@ class MpiReducer(RankReducer):
         return self._world.recv(source=0)
 
     def barrier(self) -> None:
-        """As `RankReducer.barrier`."""
+        """See `RankReducer.barrier`."""
         self._world.Barrier()
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         super().prepare(count, dtype)
         self._recv = np.full_like(self._send, 99)
 
     def reduce(self) -> np.ndarray:
-        """As `RankReducer.reduce`."""
+        """See `RankReducer.reduce`."""
         self._world.Allreduce(self._send, self._recv)
         return self._recv
 
     def total(self, number: int) -> int:
-        """As `RankReducer.total`."""
+        """See `RankReducer.total`."""
         return self._world.allreduce(number)

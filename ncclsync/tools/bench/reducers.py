@@ -1,4 +1,4 @@
-"""All-reduces that `bench all-reduce` times, in one process: each class is one process' worth of libraries.
+"""Time all-reduces for `bench all-reduce`, in one process: each class is one process' worth of libraries.
 
 Input and result are known in closed form and exact in every dtype, so that results are checked by element.
 TensorFlow is imported by the classes that use it. Libraries with a process per rank are `bench.ranks`.
@@ -36,7 +36,7 @@ def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
 
 
 class Reducer(abc.ABC):
-    """Some libraries' all-reduces over the same input. `towers` ranks; `prepare` comes first.
+    """Run some libraries' all-reduces over the same input. `towers` ranks; `prepare` comes first.
 
     Attributes:
         libraries: their names.
@@ -79,7 +79,7 @@ def timed(function: Callable[[], Any], iterations: int) -> float:
 
 
 class HostReducer(Reducer):
-    """In this process' memory: ncclsync, a copy of the same bytes, and NumPy on one thread."""
+    """Reduce in this process' memory: by ncclsync, a copy of the same bytes, and NumPy on one thread."""
 
     libraries = ("ncclsync", "memcpy", "numpy")
 
@@ -93,7 +93,7 @@ class HostReducer(Reducer):
         self._recvs: list[np.ndarray] = []
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         self._sends, self._recvs = [], []
         for rank in range(self.towers):
             for buffers in (self._sends, self._recvs):
@@ -101,11 +101,11 @@ class HostReducer(Reducer):
                 buffers[-1][:] = pattern(rank, count, dtype)
 
     def run(self, library: str, iterations: int) -> float:
-        """As `Reducer.run`."""
+        """See `Reducer.run`."""
         return timed(self._function(library), iterations)
 
     def wrong(self, library: str) -> int:
-        """As `Reducer.wrong`; of a copy, elements that differ from their source."""
+        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
         for recv in self._recvs:
             recv[:] = 99
         self._function(library)()
@@ -146,7 +146,7 @@ class HostReducer(Reducer):
 
 
 class NcclReducer(Reducer):
-    """In the memory of N GPUs, by NCCL. TensorFlow, which is always installed, allocates the buffers."""
+    """Reduce in the memory of N GPUs, by NCCL. TensorFlow, always installed, allocates the buffers."""
 
     libraries = ("ncclsync",)
 
@@ -170,7 +170,7 @@ class NcclReducer(Reducer):
         self._recvs: list[Any] = []
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         import tensorflow as tf
 
         self._sends, self._recvs = [], []
@@ -180,17 +180,17 @@ class NcclReducer(Reducer):
                 self._recvs.append(tf.fill([count], tf.cast(99, dtype)))
 
     def run(self, library: str, iterations: int) -> float:
-        """As `Reducer.run`: a collective has happened when it returns."""
+        """See `Reducer.run`; a collective has happened when it returns."""
         return timed(lambda: self._communicator.all_reduce(self._sends, self._recvs), iterations)
 
     def wrong(self, library: str) -> int:
-        """As `Reducer.wrong`."""
+        """See `Reducer.wrong`."""
         self.run(library, 1)
         return count_wrong([recv.numpy() for recv in self._recvs], self.towers)
 
 
 class TensorFlowReducer(Reducer):
-    """In a graph: ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
+    """Reduce in a graph: by ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
 
     `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
     others work on one, where all towers get the same result, many times in each call of their graph. The
@@ -272,7 +272,7 @@ class TensorFlowReducer(Reducer):
         self._on_one: list[Any] = []
 
     def prepare(self, count: int, dtype: str) -> None:
-        """As `Reducer.prepare`."""
+        """See `Reducer.prepare`."""
         import tensorflow as tf
 
         self._inputs, self._on_one = [], []
@@ -288,7 +288,7 @@ class TensorFlowReducer(Reducer):
         return self._functions[library](*inputs)
 
     def run(self, library: str, iterations: int) -> float:
-        """As `Reducer.run`."""
+        """See `Reducer.run`."""
         if library not in self._chains or iterations < _WORTH_A_CHAIN:
             return timed(lambda: self._reduce(library), iterations)
         calls = -(-iterations // _CHAINED)
@@ -296,7 +296,7 @@ class TensorFlowReducer(Reducer):
         return seconds * iterations / (calls * _CHAINED)
 
     def wrong(self, library: str) -> int:
-        """As `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
+        """See `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
         results = [tensor.numpy() for tensor in self._reduce(library)]
         if library == "empty py op":
             pairs = zip(results, self._on_one, strict=True)

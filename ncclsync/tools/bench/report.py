@@ -1,4 +1,4 @@
-"""What a benchmark found, as data, as a table and as JSON. Knows nothing of how it was measured."""
+"""Show what a benchmark found, as data, as a table and as JSON. Knows nothing of how it was measured."""
 
 import dataclasses
 import datetime
@@ -20,12 +20,12 @@ _PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "torch", "mpi4py")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One side of what is compared, in one case.
+    """Hold one side of what is compared, in one case.
 
     Attributes:
         case: what was varied, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are
             compared.
-        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data, behind
+        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data, after
             the name of another library.
         value: seconds, or bytes in `bench memory`.
         ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this one
@@ -42,7 +42,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a benchmark found.
+    """Hold what a benchmark found.
 
     Attributes:
         benchmark: its name on the command line.
@@ -59,7 +59,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column of a table: a heading of one or two lines, and the text of a row; "" where it has none."""
+    """Describe a column: a heading of one or two lines, and the text of a row; "" where it has none."""
 
     head: str
     text: Callable[[Row], str]
@@ -68,7 +68,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """A table: its columns, and which rows it shows."""
+    """Describe a table: its columns, and which rows it shows."""
 
     columns: Sequence[Column]
     has: Callable[[Row], bool] = lambda row: True

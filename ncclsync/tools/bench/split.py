@@ -1,11 +1,11 @@
-"""Where the time of a step goes: the same step on towers with parts of it left out, timed beside the whole.
+"""Split the time of a step: the same step on towers with parts left out, timed beside the whole.
 
     whole       on a batch that is in memory already
     local       without the exchanges: each tower, or tower 0 for all, goes on with its own gradients
     compute     without the exchanges and what follows the last of them: forward and backward, no update
 
-What they leave out is the difference. The step is traced once for all three; towers drift apart in the last
-two, which changes no time.
+The difference is the time of the part left out. The step is traced once for all three; towers drift apart in
+the last two, which changes no time.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _NEVER = "bench/never"
 
 
 class StepParts:
-    """The variants of a model's step, to be timed."""
+    """Time the variants of a model's step."""
 
     def __init__(self, model: keras.Model, batch: Any) -> None:
         """Prepare; each variant is traced when it is first run.
@@ -52,7 +52,7 @@ class StepParts:
 
 
 class _Variant(ModelStep):
-    """A model's train step, changed after it was cut."""
+    """Change a model's train step after it was cut."""
 
     def __init__(
         self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]

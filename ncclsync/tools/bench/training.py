@@ -1,4 +1,4 @@
-"""`bench step`, `start`, `feed` and `memory`: drives processes that train, and reads what they measured."""
+"""Run `bench step`, `start`, `feed` and `memory`: drive processes that train, and read what they measured."""
 
 import argparse
 import collections
@@ -124,7 +124,7 @@ def _fit_in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step.
 
-    And the seconds that the host's cores worked for it, where a side tells.
+    And the seconds that the host's cores worked for it, where a side reports them.
     """
     cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:

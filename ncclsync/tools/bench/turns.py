@@ -1,7 +1,7 @@
-"""Processes that take turns: what is compared runs interleaved, so that other load meets all sides alike.
+"""Run processes in turns: what is compared runs interleaved, so that other load meets all sides alike.
 
 The driver's end is `Side`, the process' own end `Requests`; between them go lines of JSON over standard input
-and output. Only one side works at any time. `Spread` is what is told of its samples.
+and output. Only one side works at any time. `Spread` sums up its samples.
 """
 
 import collections
@@ -21,12 +21,12 @@ _STDERR_LINES = 12  # of a side that failed
 
 
 class BenchError(Exception):
-    """A benchmark cannot be run; told without a traceback."""
+    """Report that a benchmark cannot be run; shown without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of some samples, in their unit.
+    """Hold median and quartiles of some samples, in their unit.
 
     Attributes:
         median, q1, q3: the quartiles; all the same for one sample.
@@ -53,7 +53,7 @@ def ratio(samples: Sequence[float], base: Sequence[float]) -> Spread:
 
 
 class Side:
-    """A process of its own that works when it is asked to. A context manager; `close` ends the process.
+    """Drive a process that works when it is asked to. A context manager; `close` ends the process.
 
     Attributes:
         name: for messages.
@@ -137,7 +137,7 @@ class Side:
 
 
 class Requests:
-    """What the driver asks of this process. Whatever else it prints goes to standard error."""
+    """Receive the driver's requests in this process. Whatever else it prints goes to standard error."""
 
     def __init__(self) -> None:
         """Take standard output over."""

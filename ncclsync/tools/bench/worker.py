@@ -1,4 +1,4 @@
-"""A process that a benchmark drives: `python -m ncclsync.tools.bench.worker KIND ARGUMENTS`; see `turns`."""
+"""Serve a benchmark's driver: `python -m ncclsync.tools.bench.worker KIND ARGUMENTS`; see `turns`."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ REDUCERS = {
 
 
 def main(kind: str, arguments: dict[str, Any]) -> None:
-    """Serve until the driver closes standard input, or until an error, which it is told."""
+    """Serve until the driver closes standard input, or until an error, which it receives."""
     requests = Requests()
     try:
         if kind in FUNCTIONS:
@@ -35,7 +35,7 @@ def main(kind: str, arguments: dict[str, Any]) -> None:
             reducer.follow()
         while True:
             requests.answer(**reducer.serve(requests.next()))
-    except Exception as error:  # of any kind: the driver is told, and raises it
+    except Exception as error:  # of any kind: the driver receives it, and raises it
         requests.fail(error)
 
 

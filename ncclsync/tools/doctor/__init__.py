@@ -1,1 +1,1 @@
-"""`python -m ncclsync doctor`: what stands between a host and training, found out without a hang."""
+"""Run `python -m ncclsync doctor`: find what stands between a host and training, without a hang."""

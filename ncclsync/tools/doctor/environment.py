@@ -1,4 +1,4 @@
-"""What surrounds the process: variables that matter, NVIDIA devices known to the kernel, shared memory."""
+"""Read what surrounds the process: variables that matter, NVIDIA devices of the kernel, shared memory."""
 
 import os
 import pathlib

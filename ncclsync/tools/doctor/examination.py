@@ -134,7 +134,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
     elif host.choice.backend is None and visible_gpus(host) and host.libraries.nccl.version:
         backend, devices = "nccl", list(range(len(visible_gpus(host))))
-    # NCCL's own limit comes first: it tells which ranks are missing.
+    # NCCL's own limit comes first: its error names the ranks that are missing.
     arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
@@ -154,7 +154,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 
 
 def _versions(host: Host) -> list[Version]:
-    """The table of versions: what was found, and where it comes from."""
+    """Return the table of versions: what was found, and where it comes from."""
     driver, libraries, frameworks = host.driver, host.libraries, host.frameworks
     built_for = f"TensorFlow was built for {frameworks.build_cuda}" if frameworks.build_cuda else ""
     nccl = libraries.nccl

@@ -1,4 +1,4 @@
-"""What `doctor` tells of a host, as plain data: its screen and its `--json` show this and nothing else."""
+"""Hold what `doctor` finds of a host, as plain data: screen and `--json` show this and nothing else."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ ERROR, WARNING = "error", "warning"
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver tells of it, whether or not this process may use it. None: the driver does not say.
+    """Describe a GPU by its driver, whether or not this process may use it. None: the driver does not say.
 
     Attributes:
         index: the driver's, as in nvidia-smi.
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins two GPUs.
+    """Describe what joins two GPUs.
 
     Attributes:
         gpus: their indices, the lower one first.
@@ -53,7 +53,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """What NVML tells.
+    """Hold what NVML reports.
 
     Attributes:
         version: of the driver, such as "550.54.15".
@@ -73,7 +73,7 @@ class Driver:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A shared library as the loader finds it for this process.
+    """Describe a shared library as the loader finds it for this process.
 
     Attributes:
         version: its own word; None if it cannot be loaded or does not say.
@@ -90,7 +90,7 @@ class Library:
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """NCCL, CUDA and cuDNN.
+    """Describe NCCL, CUDA and cuDNN.
 
     Attributes:
         nccl: the one that ncclsync would use.
@@ -112,7 +112,7 @@ class Libraries:
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks:
-    """TensorFlow and Keras, and what `nccl_parallel` makes of them.
+    """Describe TensorFlow and Keras, and what `nccl_parallel` makes of them.
 
     Attributes:
         tensorflow, keras: version; None if not installed or not to be imported.
@@ -147,7 +147,7 @@ class Frameworks:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What `@nccl_parallel` without arguments would choose.
+    """Hold what `@nccl_parallel` without arguments would choose.
 
     Attributes:
         backend: "nccl", "cpu", or None where it would raise.
@@ -162,7 +162,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce whose result is known beforehand.
+    """Hold the outcome of one all-reduce whose result is known beforehand.
 
     Attributes:
         backend: "nccl" or "cpu".
@@ -187,7 +187,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """An environment variable that is set and matters, or the same setting in a file that NCCL reads.
+    """Describe an environment variable that is set and matters, or the same setting in a file of NCCL's.
 
     Attributes:
         source: "environment", or the file.
@@ -202,7 +202,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """A row of the table of versions; `version` None: there is none, and `source` says why."""
+    """Hold a row of the table of versions; `version` None: there is none, and `source` says why."""
 
     component: str
     version: str | None
@@ -211,7 +211,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is wrong, and what mends it.
+    """Describe what is wrong, and what mends it.
 
     Attributes:
         severity: "error": training would fail; "warning": it would run, but slow or at risk.
@@ -228,7 +228,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """A question whose process did not end well.
+    """Describe a question whose process did not end well.
 
     Attributes:
         question: "driver", "libraries" or "frameworks".
@@ -245,7 +245,7 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """All that was found out, before it is judged.
+    """Hold all that was found out, before it is judged.
 
     Attributes:
         python, python_path: version and interpreter.
@@ -281,13 +281,13 @@ class Host:
 
     @property
     def gpu_count(self) -> int:
-        """How many GPUs the host has, by whoever knows most."""
+        """Return how many GPUs the host has, by whoever knows most."""
         return max(len(self.driver.gpus), self.present, len(self.frameworks.gpus))
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What doctor found, judged."""
+    """Hold what doctor found, judged."""
 
     host: Host
     versions: tuple[Version, ...]
@@ -296,7 +296,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether training would run."""
+        """Return whether training would run."""
         return not any(one.severity == ERROR for one in self.problems)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is wrong with a host's GPUs, their driver and their links, and what mends it."""
+"""Find what is wrong with a host's GPUs, their driver and their links, and what mends it."""
 
 from collections.abc import Callable, Iterator
 
@@ -59,7 +59,7 @@ def _driver(host: Host) -> Iterator[Problem]:
             "The driver's libraries and its kernel module differ in version: no program can use a GPU.",
             "Restart the machine: the driver was updated while it was loaded.",
         )
-    elif error is not None and error != "NoAnswer":  # which is told of as a trouble
+    elif error is not None and error != "NoAnswer":  # which is shown as a trouble
         yield Problem(
             WARNING,
             "nvml-error",
@@ -69,7 +69,7 @@ def _driver(host: Host) -> Iterator[Problem]:
 
 
 def _unseen(host: Host) -> Iterator[Problem]:
-    """GPUs that the driver has and TensorFlow has not."""
+    """Find GPUs that the driver has and TensorFlow has not."""
     found, visible = host.frameworks, len(visible_gpus(host))
     everyone = len(host.driver.gpus)
     if not everyone or found.cuda_build is None or any(one.question == "frameworks" for one in host.troubles):

@@ -1,4 +1,4 @@
-"""NCCL, CUDA and cuDNN as the loader finds them here. Loads them: best done in a process of its own."""
+"""Find NCCL, CUDA and cuDNN as the loader does. Loads them: best done in a process of its own."""
 
 import ctypes
 import importlib.metadata
@@ -132,7 +132,7 @@ def _read(path: str, part: str, function: str, version: Callable[[int], str]) ->
 
 
 def _call(path: str, function: str) -> int | None:
-    """Call a library's function that tells a version: all write it to a pointer, but cuDNN's returns it."""
+    """Call a library's function that gives a version: all write it to a pointer, but cuDNN's returns it."""
     try:
         call = getattr(ctypes.CDLL(path), function)
     except (OSError, AttributeError):

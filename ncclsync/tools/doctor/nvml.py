@@ -1,4 +1,4 @@
-"""GPUs and their links as the driver tells of them, by NVML. All use of pynvml (nvidia-ml-py) is here.
+"""Read GPUs and their links from the driver, by NVML. All use of pynvml (nvidia-ml-py) is here.
 
 A query that this driver, GPU or nvidia-ml-py does not know gives None, never an exception.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 from ncclsync.tools.doctor.facts import Driver, Gpu, Link
 
-_MOST_NVLINKS = 36  # where pynvml does not tell; a GPU answers for those that it has
+_MOST_NVLINKS = 36  # where pynvml does not say; a GPU answers for those that it has
 
 # nvmlGpuTopologyLevel_t, by nvidia-smi's names. A board with two GPUs (0) has a switch of its own.
 _PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -49,7 +49,7 @@ def read_driver() -> Driver:
 
 
 class _Nvml:
-    """pynvml, with None for what is not known."""
+    """Wrap pynvml, with None for what is not known."""
 
     def __init__(self, pynvml: Any) -> None:
         self.pynvml = pynvml

@@ -1,4 +1,4 @@
-"""Questions whose answer may crash, hang or fill a GPU's memory, each asked in a process of its own.
+"""Ask questions whose answer may crash, hang or fill a GPU's memory, each in a process of its own.
 
 `ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes what it has found so
 far, as JSON, after each stage: what a process knew before it died is known.
@@ -27,10 +27,10 @@ _LINES = 40  # of a probe's output, the last ones
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back from a probe.
+    """Hold what came back from a probe.
 
     Attributes:
-        facts: what it told.
+        facts: what it found.
         stage: what it was about when it ended.
         ended: "well", "hang" (it was killed at the time limit) or "crash".
         how: of a crash, such as "killed by SIGSEGV".
@@ -101,7 +101,7 @@ def _how(code: int) -> str:
 
 
 class _Facts:
-    """What a probe has found, kept in a file."""
+    """Keep what a probe has found in a file."""
 
     def __init__(self, file: str) -> None:
         self._file = pathlib.Path(file)
@@ -129,7 +129,7 @@ def _libraries(facts: _Facts, _: Any) -> None:
 
 
 def _frameworks(facts: _Facts, _: Any) -> None:
-    """TensorFlow, Keras, and what `nccl_parallel` chooses."""
+    """Ask for TensorFlow, Keras, and what `nccl_parallel` chooses."""
     facts.add(stage="importing TensorFlow")
     usable = False
     try:
@@ -232,7 +232,7 @@ def _first_wrong(recvs: Sequence[Any], expected: Any) -> str:
 
 
 class _HostMemory:
-    """Buffers that a CpuCommunicator takes: the arrays themselves."""
+    """Hold buffers that a CpuCommunicator takes: the arrays themselves."""
 
     def put(self, rank: int, array: Any) -> Any:
         return array
@@ -242,7 +242,7 @@ class _HostMemory:
 
 
 class _DeviceMemory:
-    """Buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for the same."""
+    """Hold buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for them."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         from ncclsync.tools.doctor.libraries import mapped
@@ -278,7 +278,7 @@ class _DeviceMemory:
 
 
 def _configured_backend() -> str:
-    """Return the backend that Keras was told to take, as it reads it: known even if it cannot be imported."""
+    """Return the backend that Keras is set to, as it reads it: known even if it cannot be imported."""
     home = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
     try:
         configured = json.loads((home / "keras.json").read_text()).get("backend", "tensorflow")

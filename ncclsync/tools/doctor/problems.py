@@ -1,4 +1,4 @@
-"""What is wrong with a host, judged by the facts alone, and what mends it: software, drivers, libraries.
+"""Find what is wrong with a host's software, drivers and libraries by the facts alone, and what mends it.
 
 Each rule is a small generator over `Host`. What is about the GPUs themselves and about variables is in
 `hardware` and `settings`.
@@ -161,7 +161,7 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
 
 
 def _driver_age(host: Host) -> Iterator[Problem]:
-    """A driver serves programs of its own CUDA major version, and of older ones.
+    """Find a driver too old: it serves programs of its own CUDA major version, and of older ones.
 
     Source: CUDA compatibility, https://docs.nvidia.com/deploy/cuda-compatibility/
     """
@@ -203,7 +203,7 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     libraries = host.libraries
     unloaded = libraries.nccl.error or libraries.cuda_runtime.error
     if found.kind == "raised" and unloaded and (found.backend == "nccl" or _EXTENSION in found.error):
-        return  # told of already
+        return  # shown already
     what = f"all-reduce of {found.ranks} ranks by the {found.backend} backend"
     by_nccl = found.backend == "nccl"
     why = "Run it with NCCL_DEBUG=INFO to see why." if by_nccl else ""

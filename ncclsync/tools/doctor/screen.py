@@ -1,4 +1,4 @@
-"""doctor's report on one screen: the facts and problems of `facts.Report`, laid out by rich."""
+"""Show doctor's report on one screen: the facts and problems of `facts.Report`, laid out by rich."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is wrong with the variables that are set, and what mends it."""
+"""Find what is wrong with the variables that are set, and what mends it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def _slow(host: Host) -> Iterator[Problem]:
 
 
 def _interfaces(host: Host) -> Iterator[Problem]:
-    """NCCL needs an interface even within one host: that is how ranks find each other."""
+    """Find a setting that leaves no interface: even within one host, ranks find each other by one."""
     value = host.variable("NCCL_SOCKET_IFNAME")
     if not value or (host.choice.backend != "nccl" and not host.gpu_count):
         return

@@ -1,1 +1,1 @@
-"""`python -m ncclsync plan`: steps on N GPUs, from a measured model, links and collectives in closed form."""
+"""Run `python -m ncclsync plan`: predict steps on N GPUs, from a measured model, links and closed forms."""

@@ -1,4 +1,4 @@
-"""How long a collective takes, in closed form: rings, and double binary trees between hosts.
+"""Estimate how long a collective takes, in closed form: rings, and double binary trees between hosts.
 
 Checked against a simulation of every chunk on every link (`tests/plan_simulator.py`).
 """
@@ -15,7 +15,7 @@ TREE_CHUNK_BYTES = 64 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The time of a collective, and the algorithm that takes it.
+    """Hold the time of a collective, and the algorithm that takes it.
 
     Attributes:
         seconds: latency and transfer.
@@ -94,7 +94,7 @@ def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Est
 
 
 def _ring_latency(rounds: int, gpus: int, cluster: Cluster) -> float:
-    """Of `rounds` times n-1 hops, from the place in the ring from where most lead between hosts."""
+    """Return the latency of `rounds` times n-1 hops, from where in the ring most lead between hosts."""
     hops, hosts = rounds * (gpus - 1), cluster.hosts(gpus)
     if cluster.within is None:
         return hops * cluster.between.latency_s
@@ -103,7 +103,7 @@ def _ring_latency(rounds: int, gpus: int, cluster: Cluster) -> float:
 
 
 def _tree_latency(gpus: int, cluster: Cluster) -> float:
-    """Of one way: through the chain of a host and the levels of a tree."""
+    """Return the latency of one way: through the chain of a host and the levels of a tree."""
     latency_s = math.ceil(math.log2(cluster.hosts(gpus))) * cluster.between.latency_s
     if cluster.within is not None:
         latency_s += (min(gpus, cluster.gpus_per_host) - 1) * cluster.within.latency_s

@@ -1,4 +1,4 @@
-"""`python -m ncclsync plan`: what it is asked by, and what it says. TensorFlow is imported to measure."""
+"""Parse the arguments of `python -m ncclsync plan` and run it. TensorFlow is imported to measure."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ from ncclsync.tools.factories import UsageError, load, model_and_data
 from ncclsync.tools.plan.links import CLUSTERS, Link, cluster_of, parse_link
 from ncclsync.tools.plan.report import Found, cluster_text, listings, report
 
-PREDICTED = 0  # exit code; whatever prevents it is told by `cli`, with 2
+PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2
 
 _BATCH_SIZE = 32  # Keras' own
 _SIZES = (1, 2, 4)  # the batch is measured whole, halved, and in quarters
@@ -170,7 +170,7 @@ def _positive(text: str) -> float:
 
 
 def _step_ms(text: str) -> dict[int, float]:
-    """Milliseconds by batch size; 0 stands for that of --batch-size."""
+    """Return milliseconds by batch size; 0 stands for that of --batch-size."""
     if ":" not in text:
         return {0: _positive(text)}
     pairs = [part.partition(":") for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Links between GPUs by latency α and bandwidth β, and the clusters that are made of them."""
+"""Describe links between GPUs by latency α and bandwidth β, and the clusters that are made of them."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A full-duplex link: a message of S bytes arrives α + S/β after it was sent.
+    """Describe a full-duplex link: a message of S bytes arrives α + S/β after it was sent.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
     IJHPCA 19(1), 2005, section 3: the cost model.
@@ -29,7 +29,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts of GPUs: a link of each GPU's within its host, and one of each host's between them.
+    """Describe hosts of GPUs: a link of each GPU's within its host, and one of each host's between them.
 
     Attributes:
         between: of a host, all its network cards together; of a GPU, if a host has one.

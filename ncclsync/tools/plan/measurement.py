@@ -56,20 +56,20 @@ def step_seconds(
 
 
 def _first_rows(data: Any, batch: int) -> Any:
-    """As `fit` hands them to a step: tf.data would take a list for one tensor."""
+    """Return rows as `fit` hands them to a step: tf.data would take a list for one tensor."""
     rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
     return keras.tree.lists_to_tuples(rows)
 
 
 def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
-    """As `fit` has them, so that all sizes run the same graph."""
+    """Return a batch as `fit` has it, so that all sizes run the same graph."""
     return tf.nest.map_structure(
         lambda leaf: tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]]), batch
     )
 
 
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
-    """Mean time of a step in so many calls of the model's train function."""
+    """Return the mean time of a step in so many calls of the model's train function."""
     began = time.perf_counter()
     for _ in range(calls):
         model.train_function(iterator)
@@ -79,7 +79,7 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a step exchanges.
+    """Hold what a step exchanges.
 
     Attributes:
         stages: of the step, each with its messages.
@@ -91,7 +91,7 @@ class Traffic:
 
 
 def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[str, Any]) -> Traffic:
-    """Trace a model's train step as for several towers, run it once, and tell what it sends.
+    """Trace a model's train step as for several towers, run it once, and return what it sends.
 
     Args:
         model: on one tower, by `nccl_parallel`; it is trained by a step.
@@ -138,7 +138,7 @@ def _is_conditional(program: Program) -> bool:
 
 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
-    """A segment that, when it runs, adds its work and its messages to `runs`."""
+    """Return a segment that, when it runs, adds its work and its messages to `runs`."""
 
     def run(*arguments: Any) -> list[Any]:
         results = segment.function(*arguments)
@@ -157,7 +157,7 @@ def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Messag
 
 
 def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
-    """Of a segment's buckets and of itself, by its graph with the shapes that these arguments give it."""
+    """Return the shares of a segment's buckets and its work, by its graph for arguments of these shapes."""
     definition = function.graph.as_graph_def()
     given = [*arguments, *function.captured_inputs]
     names = [tensor.name for tensor in function.graph.outputs[skip:-1]]

@@ -26,7 +26,7 @@ _LARGEST_BATCH = 1 << 24  # of a GPU; what does not pay there never does
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A step on N GPUs, each with the same batch as one alone.
+    """Describe a step on N GPUs, each with the same batch as one alone.
 
     Attributes:
         gpus: N.
@@ -56,7 +56,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Samples per second over those of one GPU."""
+        """Return samples per second over those of one GPU."""
         return self.gpus * self.efficiency
 
 
@@ -124,13 +124,13 @@ def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> l
 
 
 def _wins(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> bool:
-    """Whether N GPUs finish their batches before one has all of them; by more than what is rounded off."""
+    """Return whether N GPUs finish their batches before one has all of them, by more than is rounded off."""
     alone_s = workload.compute.of(gpus * batch)
     return step_seconds(workload, gpus, batch, cluster) < alone_s * (1 - 1e-9)
 
 
 def _smallest(holds: Callable[[int], bool]) -> int | None:
-    """The smallest batch of which something holds, if it does of all larger ones too."""
+    """Return the smallest batch of which something holds, if it does of all larger ones too."""
     if not holds(_LARGEST_BATCH):
         return None
     low, high = 0, _LARGEST_BATCH

@@ -1,4 +1,4 @@
-"""What `plan` says: a row for each number of GPUs, and in words what the rows rest on and when not to."""
+"""Show what `plan` predicts: a row for each number of GPUs, what they rest on in words, and when not to."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was measured, or said, of the step on one GPU.
+    """Hold what was measured, or said, of the step on one GPU.
 
     Attributes:
         batch_size: of each GPU.
@@ -31,7 +31,7 @@ class Found:
     conditional: bool
 
     def workload(self, quartile: str) -> Workload:
-        """With a quartile of the seconds: "q1", "median" or "q3"."""
+        """Return the workload with a quartile of the seconds: "q1", "median" or "q3"."""
         seconds = {batch: getattr(spread, quartile) for batch, spread in self.seconds.items()}
         return Workload(fit_compute(seconds), self.stages)
 

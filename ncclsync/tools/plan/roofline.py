@@ -57,7 +57,7 @@ def _work(op: Any) -> float:
 
 
 def _operations(op: Any) -> float:
-    """Of a product: 2 for each pair of numbers that are multiplied and added."""
+    """Count the operations of a product: 2 for each pair of numbers that are multiplied and added."""
     if op.type in ("MatMul", "BatchMatMulV2", "Einsum") and len(op.inputs) == 2:
         # Each index of a product is in two of its three tensors, but that of a batch, which is in all.
         sizes = [_elements(t) for t in (*op.inputs, op.outputs[0])]
@@ -71,7 +71,7 @@ def _operations(op: Any) -> float:
 
 
 def _convolution(op: Any) -> float:
-    """Every number of the image that a convolution makes meets every number of a filter."""
+    """Count a convolution's: every number of the image that it makes meets every number of a filter."""
     if op.type.endswith(("BackpropFilter", "BackpropFilterV2")):
         kernel, made = op.outputs[0], op.inputs[2]
     elif "BackpropInput" in op.type:

@@ -1,4 +1,4 @@
-"""What a step of training asks of a GPU and of its links, as data; of any model, however it was found."""
+"""Describe what a step of training asks of a GPU and of its links; of any model, however it was found."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A bucket that all GPUs exchange.
+    """Describe a bucket that all GPUs exchange.
 
     Attributes:
         kind: of `ops.Collective`, such as "all_reduce".
@@ -28,7 +28,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the step behind which all messages must have arrived.
+    """Describe a part of the step after which all messages must have arrived.
 
     Attributes:
         share: of the step's compute; those of all stages add up to 1.
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Seconds of a step on one GPU by its batch: fixed_s + batch · per_sample_s."""
+    """Hold the seconds of a step on one GPU by its batch: fixed_s + batch · per_sample_s."""
 
     fixed_s: float
     per_sample_s: float
@@ -82,7 +82,7 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A step of training.
+    """Describe a step of training.
 
     Attributes:
         compute: of the whole step on one GPU.
@@ -94,5 +94,5 @@ class Workload:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Of all stages."""
+        """Return the messages of all stages."""
         return tuple(message for stage in self.stages for message in stage.messages)

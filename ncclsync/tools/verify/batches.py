@@ -1,4 +1,4 @@
-"""The first batches of whatever a user trains on: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
+"""Take the first batches of what a user trains on: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -67,7 +67,7 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
 
 
 def _defines(model: keras.Model, method: str) -> bool:
-    """Whether the model has a method of its own where `keras.Model` has but a default."""
+    """Return whether the model has a method of its own where `keras.Model` has but a default."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 

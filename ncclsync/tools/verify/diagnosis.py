@@ -1,4 +1,4 @@
-"""Why towers and one device may differ, judged from a comparison that was run; `exactness` needs none."""
+"""Find why towers and one device may differ, from a comparison that was run; `exactness` needs none."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -95,7 +95,7 @@ def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexac
 
 
 def _is_own(one: Any) -> bool:
-    """Whether somebody else than Keras wrote the class of an object, or a function."""
+    """Return whether somebody else than Keras wrote the class of an object, or a function."""
     if isinstance(one, str) or one is None:
         return False
     wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None

@@ -1,4 +1,4 @@
-"""What `verify` found, as data and as a table. Knows nothing of models or towers."""
+"""Hold what `verify` found, as data and as a table. Knows nothing of models or towers."""
 
 import dataclasses
 import io
@@ -23,7 +23,7 @@ _LEAST_MAGNITUDE_ELSE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one array on N towers is from the same array on one device, after one step.
+    """Measure how far one array on N towers is from the same array on one device, after one step.
 
     Attributes:
         step: from 1.
@@ -69,7 +69,7 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Whether N towers trained as one device. `print` shows it as a table, and so does a notebook.
+    """Report whether N towers trained as one device. `print` shows it as a table, and so does a notebook.
 
     Attributes:
         ok: no difference left the tolerance.
@@ -78,7 +78,7 @@ class Report:
         batch_sizes: [steps] samples in the batch of each step.
         differences: every variable and log after every step, in the order in which they were compared:
             what an optimizer holds as a scalar (its learning rate), weights, its slots, other state, logs.
-        reasons: why they may differ; a NaN is told of even where both have it.
+        reasons: why they may differ; a NaN is named even where both have it.
     """
 
     ok: bool
@@ -90,22 +90,22 @@ class Report:
 
     @property
     def towers(self) -> int:
-        """How many towers were compared with one device."""
+        """Return how many towers were compared with one device."""
         return len(self.devices)
 
     @property
     def steps(self) -> int:
-        """How many steps were trained."""
+        """Return how many steps were trained."""
         return len(self.batch_sizes)
 
     @property
     def first(self) -> Difference | None:
-        """The first difference that is out of tolerance: where to look."""
+        """Return the first difference that is out of tolerance: where to look."""
         return next((one for one in self.differences if not one.ok), None)
 
     @property
     def largest(self) -> tuple[Difference, ...]:
-        """The largest relative difference of each variable, log and output over all steps."""
+        """Return the largest relative difference of each variable, log and output over all steps."""
         worst: dict[tuple[str, str], Difference] = {}
         for one in self.differences:
             key = (one.kind, one.name)

@@ -1,7 +1,7 @@
-"""`verify`: does this model train on N towers as on one device? Both are run, side by side, and compared.
+"""Train a model on N towers and on one device, side by side, and compare them.
 
 The towers get what the one device holds before the first step; then both get the same batches, one step at a
-time, through the model's own train function. What can be told without a step is `exactness`.
+time, through the model's own train function. `exactness` finds what is known without a step.
 """
 
 import gc
@@ -99,7 +99,7 @@ def verify(
 
 
 class _Run:
-    """What is run on one device: beside the towers, and to tell why they differ."""
+    """Run one device: beside the towers, and to find why they differ."""
 
     def __init__(
         self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None
@@ -126,7 +126,7 @@ class _Run:
         return Report(ok, self._tolerance, tuple(model.towers.devices), sizes, tuple(found), tuple(reasons))
 
     def _reasons(self, model: keras.Model, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """What only running one device again can tell, and what is left to suspect."""
+        """Find what only running one device again can show, and what is left to suspect."""
         alone = list(disagreement(self._compare(*self._two())))
         yield from alone
         yield from missing_digits(self._dtype)
@@ -169,7 +169,7 @@ def _build(factory: Callable, seed: int) -> keras.Model:
 
 
 def _least_precise(model: keras.Model) -> str:
-    """The least precise dtype that a model computes or keeps weights in; losses and metrics have Keras'."""
+    """Return the least precise dtype in which a model computes or keeps weights, its losses and metrics aside."""
     dtypes = {keras.config.floatx()}
     dtypes |= {layer.compute_dtype for layer in (model, *keras_compat.layers_of(model))}
     dtypes |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_variables}

@@ -1,1 +1,1 @@
-"""Callbacks and helpers for `fit` on towers."""
+"""Offer callbacks and helpers for `fit` on towers."""

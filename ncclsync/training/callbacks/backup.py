@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: Keras' callback, which also knows at which sample of which pass the data stand.
+"""Back up training, with the sample of the pass at which the data stand: `BackupAndRestore`.
 
 Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
 the machine, so that weights and position cannot be of different moments. What Keras writes beside it is
@@ -29,14 +29,14 @@ _PASS_ENDED = object()
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
-    """Keras' callback of this name, with its arguments, that resumes in the middle of an epoch.
+    """Resume in the middle of an epoch: Keras' callback of this name, with its arguments.
 
     ```python
     data = ncclsync.Shuffled(x, y, batch_size=256, seed=1)
     model.fit(data, epochs=5, callbacks=[ncclsync.BackupAndRestore("backup", save_freq=100, data=data)])
     ```
 
-    A run that ended on its way, for whatever reason, is repeated by the same call: it goes on behind the
+    A run that ended on its way, for whatever reason, is repeated by the same call: it goes on after the
     last sample that the backup has seen, on as many towers as there are now, with the batch size that there
     is now. On the same towers it ends with the very weights of a run that was never interrupted.
 
@@ -55,7 +55,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         *,
         data: Shuffled | None = None,
     ) -> None:
-        """Prepare; see `keras.callbacks.BackupAndRestore` for the arguments that are not told here.
+        """Prepare; see `keras.callbacks.BackupAndRestore` for the arguments that are not described here.
 
         Args:
             backup_dir: a local folder.
@@ -83,7 +83,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._data = data
         self._epoch = 0  # of fit: that runs, or, between two, that comes next
         self._begun = Position(0, 0)  # where the data stood when that epoch began
-        self._expected: Position | None = None  # where they must stand now, as far as batches tell
+        self._expected: Position | None = None  # where they must stand now, as far as batches show
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore what a backup holds, if there is one.
@@ -114,7 +114,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Make a backup if one is due.
 
         Raises:
-            NcclSyncError: `fit` does not train on the data that was told.
+            NcclSyncError: `fit` does not train on the data that was given.
         """
         if self._data is not None:
             seen = self._begun.samples + (batch + 1) * self._data.batch_size
@@ -129,7 +129,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Make a backup if one is due after each epoch.
 
         Raises:
-            NcclSyncError: the epoch was not a pass over the data that was told.
+            NcclSyncError: the epoch was not a pass over the data that was given.
         """
         if self.model.stop_training is _PASS_ENDED:
             self.model.stop_training = False
@@ -149,7 +149,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
 
     def _save_model(self) -> None:
-        """Keras calls this to make a backup."""
+        """Make a backup; Keras calls this."""
         self._check()
         weights, previous, metadata = keras_compat.backup_files(self)
         make_folders(self.backup_dir)
@@ -181,7 +181,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return state
 
     def _load_model(self) -> None:
-        """Keras calls this to restore a backup, and again with the one before if it is an `OSError`."""
+        """Restore a backup; Keras calls this, and again with the one before if it is an `OSError`."""
         weights, _, metadata = keras_compat.backup_files(self)
         state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
@@ -216,13 +216,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
 
 def _seeds(model: keras.Model) -> list[Any]:
-    """The random states of a model's layers, which are no weights and in no file of them."""
+    """Return the random states of a model's layers, which are no weights and in no file of them."""
     variables = [tf_compat.backend_variable(variable) for variable in model.variables]
     return [variable for variable in variables if tf_compat.is_seed(variable)]
 
 
 def _read_state(path: str) -> dict[str, Any] | None:
-    """Read what a file of weights tells beside these; None: there is no such file."""
+    """Read what a file of weights holds beside these; None: there is no such file."""
     if not os.path.exists(path):
         return None
     try:
@@ -239,7 +239,7 @@ def _read_state(path: str) -> dict[str, Any] | None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Return what tells a state from a corrupted one: no check knows a wrong number of epochs by itself."""
+    """Return a digest that shows a corrupted state: no check finds a wrong number of epochs by itself."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What the callbacks that watch steps have in common: which models they can watch, and how."""
+"""Watch steps for a callback: which models it can watch, and how."""
 
 import abc
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ncclsync.training.loop import Towers
 
 
 class StepWatcher(keras.callbacks.Callback, abc.ABC):
-    """A callback that is told when the parts of training steps began and ended.
+    """Watch when the parts of training steps begin and end; a base of callbacks.
 
     One tower, which plain Keras trains, is trained by a step of towers while it is watched.
     """
@@ -46,12 +46,12 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
             self.model.train_function, self._plain = self._plain, None
 
     def watch_next(self) -> None:
-        """Let `measure` be told of the next call of the step."""
+        """Let `measure` receive what is recorded of the next call of the step."""
         self.model.towers.watch_next(self._measure)
 
     @abc.abstractmethod
     def measure(self, measured: Measured) -> None:
-        """Called behind each call that was watched, in the thread of `fit`, also if the call has failed."""
+        """Receive what was recorded of a watched call, in the thread of `fit`, also if the call failed."""
 
     def _measure(self, measured: Measured) -> None:
         self.measure(measured)

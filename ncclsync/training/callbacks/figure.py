@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, in a style that is read on white and on black."""
+"""Draw pictures by matplotlib, in a style that is read on white and on black."""
 
 import pathlib
 from collections.abc import Callable

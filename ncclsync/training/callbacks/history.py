@@ -1,4 +1,4 @@
-"""`plot_history`: what a training run's learning rate and gradient noise scale were, as a picture."""
+"""Draw a training run's learning rate and gradient noise scale: `plot_history`."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""`LargeBatch`: a recipe for large batches, as a callback or as `nccl_parallel(recipe=...)`."""
+"""Train with large batches by a recipe: `LargeBatch`, a callback or `nccl_parallel(recipe=...)`."""
 
 import functools
 import inspect

@@ -1,8 +1,8 @@
-"""The factor on a compiled model's learning rate, as part of the graph of each step.
+"""Multiply a compiled model's learning rate by a factor, in the graph of each step.
 
 The optimizer keeps the reference rate, for schedules, callbacks and files: nothing of the factor is ever
 written into a variable of Keras'. It is multiplied where a step uses the rate. Neighbours: `large_batch.py`,
-which says what the factor is to be; `private_keras.py`, which knows Keras' methods.
+which says what the factor is to be; `compat.keras_optimizers`, which knows Keras' methods.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _RATE, _VARIABLES = "_ncclsync_rate", "_ncclsync_rate_variables"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is traced into a step; see `LargeBatch`, whose arguments these are."""
+    """Hold what is traced into a step; see `LargeBatch`, whose arguments these are."""
 
     reference_batch_size: int
     rule: str
@@ -40,7 +40,7 @@ class Rule:
 
 
 class ScaledRate:
-    """Scales the rate of a model's optimizer, as long as it is `active`.
+    """Scale the rate of a model's optimizer, as long as it is `active`.
 
     With k for the batch size and W updates of warm-up, update t has the reference rate times
     k - (k - 1) * (W - t) / W, then k; for k < 1 there is no warm-up. t is the optimizer's own count, which
@@ -80,16 +80,16 @@ class ScaledRate:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Its own; no file holds them."""
+        """Return its own variables; no file holds them."""
         return [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
 
     @property
     def known(self) -> bool:
-        """Whether the length of the warm-up is known."""
+        """Return whether the length of the warm-up is known."""
         return self._known
 
     def is_for(self, optimizer: keras.Optimizer) -> bool:
-        """Whether it is this optimizer's."""
+        """Return whether it scales this optimizer's rate."""
         return keras_optimizers.innermost(optimizer) is self._optimizer
 
     def begin(self, warmup_epochs: float, steps_per_epoch: int, epoch: int = 0) -> None:

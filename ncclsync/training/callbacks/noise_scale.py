@@ -16,7 +16,7 @@ logger = logging.getLogger("ncclsync")
 
 
 class NoiseScale(keras.callbacks.Callback):
-    """A callback that puts the gradient noise scale into progress bar and logs, while `fit` trains on towers.
+    """Put the gradient noise scale into progress bar and logs, while `fit` trains on towers.
 
     `noise_scale`, in samples: the variance of one sample's gradient over the squared length of the true one,
     tr(covariance) / |gradient|^2. While batches are much smaller, twice the batch makes half the steps; once
@@ -25,7 +25,7 @@ class NoiseScale(keras.callbacks.Callback):
     rule both grow in the course of training.
 
     Both are NaN while the average of |gradient|^2 is not above 0, as it may be in the first steps, or where
-    noise is all there is. The keys are absent, and a warning is logged once, where nothing can be told: with
+    noise is all there is. The keys are absent, and a warning is logged once, where there is no estimate: with
     one tower, where one tower has all samples of every batch, or where no tape at the top level of a step
     differentiates with respect to variables. Steps whose gradient is not finite are left out.
 

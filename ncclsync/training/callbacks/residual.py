@@ -1,4 +1,4 @@
-"""`zero_last_gamma`: residual blocks that begin as the identity."""
+"""Begin residual blocks as the identity: `zero_last_gamma`."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]
     """Let each residual block begin as the identity: set gamma of its last `BatchNormalization` to zeros.
 
     Blocks are found by structure: where an `Add` (a layer, or `+`) joins a shortcut and a longer branch that
-    ends with a `BatchNormalization`, with nothing behind it but dropout. Longer is the one with more layers
-    since both forked; what normalises the shortcut, as behind a projection, stays. Branches of equal length
-    are no residual block, and a branch that ends with an activation is left alone: behind a ReLU a gamma of
+    ends with a `BatchNormalization`, with nothing after it but dropout. Longer is the one with more layers
+    since both forked; what normalises the shortcut, as after a projection, stays. Branches of equal length
+    are no residual block, and a branch that ends with an activation is left alone: after a ReLU a gamma of
     zero would never move. Models within the model are searched too. Call it on a new model, before training.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 5.1.

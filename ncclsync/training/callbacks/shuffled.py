@@ -1,4 +1,4 @@
-"""`Shuffled`: arrays in one random order per pass, which depends on the seed and on nothing else.
+"""Shuffle arrays in one order per pass, which depends on the seed and on nothing else: `Shuffled`.
 
 It knows where it stands, to the sample; `backup.py` stores that and brings it back.
 """
@@ -15,14 +15,14 @@ from ncclsync.compat import tensorflow as tf_compat
 
 
 class Position(NamedTuple):
-    """A place in the data: `samples` of pass `epoch` have been handed out, and not all of them."""
+    """Name a place in the data: `samples` of pass `epoch` have been handed out, and not all of them."""
 
     epoch: int
     samples: int
 
 
 class Shuffled(tf_compat.SameDataset):
-    """Arrays in batches, each pass over them in a random order of its own; a `tf.data.Dataset` for `fit`.
+    """Batch arrays, each pass over them in a random order of its own; a `tf.data.Dataset` for `fit`.
 
     ```python
     data = ncclsync.Shuffled(x, y, batch_size=256, seed=1)
@@ -97,17 +97,17 @@ class Shuffled(tf_compat.SameDataset):
 
     @property
     def position(self) -> Position:
-        """Where the data stand: what the last batch that was handed out has left."""
+        """Return where the data stand: what the last batch that was handed out has left."""
         return self._normalised(int(self._seen.numpy()))
 
     @property
     def upcoming(self) -> Position:
-        """Where the next iteration begins."""
+        """Return where the next iteration begins."""
         seen = int(self._seen.numpy())
         return self._normalised(seen if seen == self.rows else self._first)
 
     def seek(self, epoch: int, samples: int = 0) -> None:
-        """Let the next iteration begin in pass `epoch`, behind `samples` of its samples.
+        """Let the next iteration begin in pass `epoch`, after `samples` of its samples.
 
         Raises:
             ValueError: there is no such place.
@@ -143,7 +143,7 @@ class Shuffled(tf_compat.SameDataset):
                 return _map_arrays(tf.identity, batch)
 
         passes = tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
-        # Counted behind the prefetch: what that holds has not been handed out. TensorFlow is to add no other.
+        # Counted after the prefetch: what that holds has not been handed out. TensorFlow is to add no other.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         return passes.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options)

@@ -1,4 +1,4 @@
-"""`Throughput`: samples per second, and what the time of a step goes to, in Keras' logs."""
+"""Log samples per second, and what the time of a step goes to: `Throughput`."""
 
 import time
 from typing import Any
@@ -85,7 +85,7 @@ class Throughput(StepWatcher):
 
 
 class _Tally:
-    """What some calls of the step's graph add up to; times in ns."""
+    """Add up some calls of the step's graph; times in ns."""
 
     def __init__(self) -> None:
         self.samples = self.elapsed_ns = 0

@@ -1,4 +1,4 @@
-"""`Timeline`: what towers did when, as a trace that Perfetto and Chrome show."""
+"""Write what towers did when, as a trace that Perfetto and Chrome show: `Timeline`."""
 
 import json
 import logging
@@ -34,11 +34,11 @@ class Timeline(StepWatcher):
       sent and what was received; on CPU towers neither is done, and where XLA compiles, both are part of
       what it compiles;
     - `all-reduce/1.2`, and `reduce-scatter`, `gather`, `broadcast`, `reduce`: the call that joins bucket 2
-      behind segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
-      where shapes tell them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
+      after segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
+      where shapes give them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
 
     On GPUs work is queued. A span there ends, and a collective begins, when the tower's stream has done the
-    work before it and a scalar from behind it has arrived in the host's memory; a segment begins when its
+    work before it and a scalar from after it has arrived in the host's memory; a segment begins when its
     inputs are there, and may have to be launched still.
 
     The steps to record run a graph with ops that record the time; it is traced when the first of them begins.
@@ -109,7 +109,7 @@ class Timeline(StepWatcher):
 
 
 class _Trace:
-    """The spans, and the file that is to hold them."""
+    """Hold the spans, and the file that is to have them."""
 
     def __init__(self, path: pathlib.Path, first: int, last: int) -> None:
         self.devices: Sequence[str] = ()
@@ -161,7 +161,7 @@ class _Trace:
                 number += step.complete
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Tell the rows' names and order."""
+        """Yield the rows' names and order."""
         towers: dict[Any, str] = {i: f"tower {i} ({device})" for i, device in enumerate(self.devices)}
         names = {STEPS: "steps", **towers, COMMUNICATION: "communication"}
         yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "ncclsync"}}

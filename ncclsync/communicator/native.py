@@ -290,7 +290,7 @@ def missing_runtime(tried: list[str]) -> str:
 
 
 class NcclLibrary:
-    """Hold a loaded libnccl. NCCL itself is never unloaded: it leaves threads behind."""
+    """Hold a loaded libnccl. NCCL itself is never unloaded: it leaves threads."""
 
     def __init__(self) -> None:
         """Load the first libnccl that can be loaded.

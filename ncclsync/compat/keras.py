@@ -66,7 +66,7 @@ class Call:
 
     def inputs(self) -> "list[Call]":
         """Return the calls whose results it gets, in order."""
-        return _calls_behind(self.layer._inbound_nodes[self.index].input_tensors)
+        return _calls_that_make(self.layer._inbound_nodes[self.index].input_tensors)
 
     @property
     def adds(self) -> bool:
@@ -78,10 +78,10 @@ def calls_at_end(layer: keras.Layer) -> list[Call]:
     """Return the calls whose results are the outputs of a functional model; none of any other layer."""
     # A Sequential is functional as well, within.
     graph = getattr(layer, "_functional", layer)
-    return _calls_behind(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
+    return _calls_that_make(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
 
 
-def _calls_behind(tensors: Sequence[Any]) -> list[Call]:
+def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
     histories = [tensor._keras_history for tensor in tensors]
     return [Call(history.operation, history.node_index) for history in histories]
 

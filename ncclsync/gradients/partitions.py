@@ -19,7 +19,7 @@ class Place(NamedTuple):
         begin: index in every tower's partition.
         length: elements that each tower holds of it: of N towers the N-th part, rounded up. Where that is
             more than there is, the last tower to hold any holds some that the one before it holds too, and
-            towers behind it hold the same.
+            towers after it hold the same.
         elements: of the whole weight.
         towers: N.
     """
@@ -93,9 +93,9 @@ class PartitionedSlot(Holder):
             for tower, partition in enumerate(self._partitions):
                 with tf.device(partition.device):
                     part = self._place.part(tf.identity(value), tower)
-                    before, behind = partition[: self._place.begin], partition[self._place.end :]
+                    before, after = partition[: self._place.begin], partition[self._place.end :]
                     # Not into a slice, after which TensorFlow would copy whatever it reads.
-                    partition.assign(tf.concat([before, part, behind], 0))
+                    partition.assign(tf.concat([before, part, after], 0))
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False

@@ -152,7 +152,7 @@ def _group_on_devices(
     One py op takes all its inputs on one device, so three kinds of op share the work, and none of them
     waits for another: per tower an op that takes the inputs and allocates the outputs; one op on the host
     that runs the group; per tower an op that hands the outputs out. The tokens between them are what makes
-    the order right: copying a tower's token to the host waits for that tower's compute stream, behind which
+    the order right: copying a tower's token to the host waits for that tower's compute stream, after which
     its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no limit. What is
     left for the communicator's own (`ncs_nccl_wait_for_devices`) is what other streams still do on its GPUs:
     little here, but all that orders the buffers of callers who have no tokens. The group blocks until it is

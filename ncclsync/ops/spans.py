@@ -304,8 +304,8 @@ def begin(
     Args:
         meter: of that graph, or None.
         row, name, details: see `Span`; in a function that runs on any tower, the row is an integer tensor.
-        after: tensors and ops that it begins behind.
-        tokens: float32 scalars that it begins behind, when they have arrived in the host's memory: where they
+        after: tensors and ops that it begins after.
+        tokens: float32 scalars that it begins after, when they have arrived in the host's memory: where they
             lie on a GPU, what computes them has ended by then, and not only been queued.
     """
     return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)

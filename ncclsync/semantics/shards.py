@@ -16,7 +16,7 @@ from ncclsync.ops import Share
 _SAME_ROWS = "Expected every tensor of a batch to have the same number of rows. Received:"
 _FIRST_AXIS = (
     "Towers divide a batch along the first axis of each of its tensors, which has to run over the samples. "
-    "An axis of roles, as in metric learning, goes behind it: (samples, 2, ...) for (2, samples, ...); or "
+    "An axis of roles, as in metric learning, goes after it: (samples, 2, ...) for (2, samples, ...); or "
     "make each role an input of its own."
 )
 _MERGED = (

@@ -239,7 +239,7 @@ def test_other_data_are_refused(folder):
     with pytest.raises(ValueError, match=r"same data, \{'seed': 5, 'rows': 61\}. Received: \{'seed': 4, "):
         other = Shuffled(X, Y, batch_size=8, seed=5)
         alone().fit(other, verbose=0, callbacks=[BackupAndRestore(folder, data=other)])
-    with pytest.raises(ValueError, match=r"in the middle of an epoch, behind 24 samples. Received: None"):
+    with pytest.raises(ValueError, match=r"in the middle of an epoch, after 24 samples. Received: None"):
         train(alone(), folder, data=None, save_freq="epoch")
     model = keras.Sequential([keras.Input([7]), Count(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -206,7 +206,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if stored is not None and stored["samples"]:
                 raise ValueError(
                     f"Expected data=, since the backup in {self.backup_dir} was made in the middle of an "
-                    f"epoch, behind {stored['samples']} samples. Received: None"
+                    f"epoch, after {stored['samples']} samples. Received: None"
                 )
             return
         ours = {"seed": self._data.seed, "rows": self._data.rows}

@@ -96,7 +96,7 @@ class Buffers:
             buffers: per rank a NumPy array, an object with ``__dlpack__`` or a tuple
                 ``(pointer, count, dtype)``. The same object may stand for several ranks.
             what: the argument's name, for messages.
-            devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not tell
+            devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not say
                 where it points to: for GPUs CUDA is asked, later, on which one it is.
             writable: refuse read-only buffers. DLPack's own form has no such mark.
 
@@ -219,7 +219,7 @@ def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
     if count < 0 or pointer < 0 or (pointer == 0 and count > 0):
         raise ValueError(f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}")
     code = _dtype_code(dtype, what, rank)
-    # What is cast to a pointer loses all bits above.
+    # A number cast to a pointer loses all bits above.
     if pointer + count * DTYPE_SIZES[code] > _ADDRESSES:
         bits = _ADDRESSES.bit_length() - 1
         raise ValueError(
@@ -291,6 +291,6 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
 
 def _raise_unshared(buffer: Any, what: str, rank: int, error: Exception) -> NoReturn:
     raise TypeError(
-        f"Expected {what}[{rank}] to tell its memory by __dlpack_device__ and __dlpack__. "
+        f"Expected {what}[{rank}] to give its memory by __dlpack_device__ and __dlpack__. "
         f"Received: {type(buffer).__name__} ({error})"
     ) from error

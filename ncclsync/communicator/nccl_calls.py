@@ -1,7 +1,7 @@
 """Call NCCL over the GPUs of this process: begin a call, wait for it in slices, end it.
 
 One function for each of the C library's; statuses become exceptions here, with advice where there is any.
-Nothing here waits for longer than it is told to: `timeouts` waits for the limit.
+Nothing here waits for longer than it is asked to: `timeouts` waits for the limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNIQUE_ID_BYTES = 128
 _FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
 _COLLECTIVES = ffi.typeof("ncs_collective[]")
 
-# What NCCL and CUDA say, and what helps.
+# Words of NCCL and CUDA, and what helps.
 _ADVICE = (
     (
         "driver version is insufficient",
@@ -28,7 +28,7 @@ _ADVICE = (
     ),
     (
         "out of memory",
-        "NCCL needs some hundred MB on each GPU: leave them to it (nvidia-smi tells who holds memory; "
+        "NCCL needs some hundred MB on each GPU: leave them to it (nvidia-smi shows who holds memory; "
         "tf.config.experimental.set_memory_growth keeps TensorFlow from taking all), or let it take less by "
         "NCCL_BUFFSIZE or NCCL_MAX_CTAS",
     ),
@@ -215,7 +215,7 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
     See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
 
     Raises:
-        NcclError: a call failed; it tells of which collective, if it was one's.
+        NcclError: a call failed; the error names the collective, if it was one's.
     """
     status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
     try:

@@ -1,6 +1,6 @@
 """Wait without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
 
-What cannot be waited for in slices runs aside.
+A task that cannot be waited for in slices runs aside.
 
 Python handles signals in the main thread only, and only where that thread runs Python. `interruptible` is for
 a main thread that goes into native code which waits for other threads: these see the Ctrl-C in its place.
@@ -157,7 +157,7 @@ def interruptible() -> Iterator[None]:
         _active = None
         signal.set_wakeup_fd(before)
         _kept.has_come()
-        if before != -1 and _kept.received:  # who was to be told, such as an event loop, still is
+        if before != -1 and _kept.received:  # whoever was to be woken, such as an event loop, still is
             os.write(before, _kept.received)
 
 

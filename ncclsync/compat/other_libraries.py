@@ -42,7 +42,7 @@ def check_undistributed(leaf: Any) -> None:
 
 def check_not_horovods(wrapped: Any) -> None:
     """Raise TypeError for an optimizer or a tape that Horovod has made from one of Keras' or TensorFlow's."""
-    # Such a class derives from the one it wraps and has its name; only its module tells.
+    # Such a class derives from the one it wraps and has its name; only its module shows it.
     # Source: horovod/_keras/__init__.py, create_distributed_optimizer.
     if any(cls.__module__.partition(".")[0] == "horovod" for cls in type(wrapped).__mro__):
         taken, given = "a keras.optimizers.Optimizer", "hvd.DistributedOptimizer"

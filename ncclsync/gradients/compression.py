@@ -13,8 +13,8 @@ from ncclsync.ops import Context
 class ErrorFeedback:
     """Add up gradients in bfloat16; every tower adds what it has not sent to what it sends next.
 
-    Rounding then delays a part of a gradient instead of losing it, and training converges as without. What is
-    kept is a float32 variable per gradient and tower (not saved with the model: a run that is resumed has
+    Rounding then delays a part of a gradient instead of losing it, and training converges as without. It
+    keeps a float32 variable per gradient and tower (not saved with the model: a run that is resumed has
     lost at most one step's rounding). Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
     2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019.
@@ -44,7 +44,7 @@ class ErrorFeedback:
             kept = self._kept_of(tf_compat.backend_variable(variables[i]))
             owed = context.share.of_samples(parts[i]) + kept
             rounded = tf.cast(owed, tf.bfloat16)
-            # What is infinite or NaN is so on the wire too; keeping it would make every later step so.
+            # An infinity or a NaN is one on the wire too; keeping it would make every later step so.
             rest = owed - tf.cast(rounded, tf.float32)
             kept.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
             sent.append(rounded)

@@ -16,7 +16,7 @@ _ELEMENTWISE = (
     "NotEqual Select SelectV2 "
     "Identity OnesLike ReadVariableOp StopGradient ZerosLike"
 )
-# What writes a variable, and what passes each of its inputs on.
+# Ops that write a variable, and one that passes each of its inputs on.
 _APART = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "IdentityN"})
 
 # Different lengths, so that no axis can be taken for another.

@@ -150,7 +150,7 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         @functools.wraps(call)
         def inlined(self, *args, **kwargs):
             context = ops.current_context()
-            # What its author has XLA compile may be what TensorFlow's own kernels cannot: a grouped Conv3D.
+            # XLA may compile for its author what TensorFlow's own kernels cannot do: a grouped Conv3D.
             if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
                 return call(self, *args, **kwargs)
             return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)

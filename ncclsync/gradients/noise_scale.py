@@ -32,7 +32,7 @@ def gradient_moments(observer: Observer) -> tf.Tensor | None:
     if not observer.gradients or context is None:
         return None
     share = context.share
-    # What the hooks have asked for already is exchanged once; `NoiseScale` says when they have not.
+    # Sums that the hooks have asked for already are exchanged once; `NoiseScale` says when they have not.
     sums = ops.whole(observer.gradients)
     part, whole = (
         tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, observer.scales, strict=True)])

@@ -105,7 +105,7 @@ def _save_rows(batch: Any, indices: np.ndarray) -> str:
         for path, leaf in keras.tree.flatten_with_path(batch)
         if leaf is not None
     }
-    # One folder for each user: errors tell of a file that is to be there when its process has ended.
+    # One folder for each user: errors name a file that is to be there when its process has ended.
     folder = pathlib.Path(tempfile.gettempdir(), f"ncclsync-nonfinite-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,6 +1,6 @@
 """Serve collectives, and time stamps, as TensorFlow ops.
 
-A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. What else stands here is for the other
+A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. All else here is for the other
 packages.
 """
 

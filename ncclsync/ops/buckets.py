@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
-# What PyTorch's DistributedDataParallel settled on (`bucket_cap_mb`): large enough to reach the link's
+# The size that PyTorch's DistributedDataParallel uses (`bucket_cap_mb`): large enough to reach the link's
 # bandwidth, small enough to start before back-propagation ends. Source: Li et al., "PyTorch Distributed:
 # Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024

@@ -1,9 +1,8 @@
 """Offer collectives as TensorFlow ops, for a user to call inside a step: "with the other towers".
 
-While a step is traced for towers they are marks (`Context`), and nothing but the tensor itself where a step
-runs
-alone, since a reduction over one tower is the identity: no step needs them to be right. What joins the
-towers' tensors in the end is `group_ops.py`.
+While a step is traced for towers they are marks (`Context`). Where a step runs alone they return the tensor
+itself, since a reduction over one tower is the identity. No step needs them to be right. In the end
+`group_ops.py` joins the towers' tensors.
 """
 
 import contextlib
@@ -249,7 +248,7 @@ def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[t
 def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
     """Let what each tower has computed of its own take part in the step; differentiable.
 
-    What flows back to a tower is its own addend of the batch's gradient.
+    The gradient that flows back to a tower is its own addend of the batch's gradient.
     """
     return [_both_ways("local", "addends", by_choice)(tensor) for tensor in tensors]
 

@@ -17,7 +17,7 @@ from ncclsync.communicator import (
 )
 from ncclsync.errors import NcclSyncError
 
-# What takes a tensor from each tower and gives each one.
+# These take a tensor from each tower and give each one.
 Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
@@ -153,8 +153,8 @@ def _group_on_devices(
     waits for another: per tower an op that takes the inputs and allocates the outputs; one op on the host
     that runs the group; per tower an op that hands the outputs out. The tokens between them are what makes
     the order right: copying a tower's token to the host waits for that tower's compute stream, after which
-    its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no limit. What is
-    left for the communicator's own (`ncs_nccl_wait_for_devices`) is what other streams still do on its GPUs:
+    its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no limit. The
+    communicator's own wait (`ncs_nccl_wait_for_devices`) is then for what other streams still do on its GPUs:
     little here, but all that orders the buffers of callers who have no tokens. The group blocks until it is
     complete, so that whatever follows it finds the results.
 

@@ -47,8 +47,8 @@ def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) ->
     """Find what cannot train exactly as on one device.
 
     Args:
-        model: nested models, wrappers, and layers in lists and dictionaries are searched too. What a layer
-            creates when it is built is found once it is.
+        model: nested models, wrappers, and layers in lists and dictionaries are searched too. Layers
+            that a layer creates when it is built are found once it is.
         batch_invariant_random: whether random layers draw on towers what they draw on one device.
 
     Returns:

@@ -123,7 +123,7 @@ class _Tracker:
             result = write(*args, **kwargs)
             eager = tf.executing_eagerly()
             if not eager and current_context() is not None:
-                return result  # in a step that is traced: whoever runs it tells
+                return result  # in a step that is traced: whoever runs it reports it
             if not eager:
                 tf_compat.set_written_by_graph(borrowed())  # somebody's tf.function, which will write again
             for holder in self.holders():

@@ -199,7 +199,7 @@ class Placer(abc.ABC):
         if made is None:
             call.begin_anew()
             return self.alike(call)
-        if seeded:  # of what draws from a state that TensorFlow hides, `draws.check_draws` tells
+        if seeded:  # `draws.check_draws` reports draws from a state that TensorFlow hides
             self.draws.append(user_line(call.op.traceback))
         return [made] * len(call.op.outputs)
 

@@ -227,8 +227,8 @@ def align(
 
 
 # Linear in what is partial: the sum of the towers' results is the result of their sum, if it is finite: where
-# one device has an infinity, such as 1 / 0, towers may have a NaN, of 0 / 0. What flows back to a tower's own
-# moments passes here too, and must stay that tower's.
+# one device has an infinity, such as 1 / 0, towers may have a NaN, of 0 / 0. Gradients of a tower's own
+# moments pass here too, and must stay that tower's.
 
 
 @_linear(
@@ -286,7 +286,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     ):
         return None
     ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
-    # What is whole may be added to a mean on every tower, and to a sum on one.
+    # A whole operand may be added to a mean on every tower, and to a sum on one.
     for i, placed in enumerate(call.inputs):
         if placed.kind is Kind.PARTIAL and _shape(call.op.inputs[i]) != shape:
             return None

@@ -127,7 +127,7 @@ def _verify(given: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="tell whether training would run on this machine, and what to mend",
+        help="find out whether training would run on this machine, and what to mend",
         description="Examine this machine: versions, GPUs and their links, the backend, an all-reduce whose "
         "result is known, environment variables. Exit code 0: healthy; 1: training would fail; 2: doctor "
         "itself failed.",

@@ -6,8 +6,8 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-# What file systems answer that cannot sync a folder, such as some of a network's, and what a folder answers
-# that may be written, not read. All others are errors: the disk's own.
+# Errors of file systems that cannot sync a folder, such as some of a network's, and of a folder that may be
+# written, not read. All others are errors: the disk's own.
 _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 

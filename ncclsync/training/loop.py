@@ -76,8 +76,8 @@ class Towers(TowerState):
             per_tower: whether to return what each tower's step returned, uncombined.
 
         Returns:
-            What `step` returns on one device for the whole batch. With `per_tower` a list of what each of the
-            N towers has of it, its rows or its part of a sum; None for a tower that had no sample.
+            The results of `step` on one device for the whole batch. With `per_tower` a list of what each
+            of the N towers has of it, its rows or its part of a sum; None for a tower that had no sample.
 
         Raises:
             TypeError: `step` cannot be called.

@@ -217,7 +217,7 @@ def test_nothing_to_tell(towers, caplog):
                 callback.on_epoch_end(epoch, logs)
             callback.on_train_end()
     assert not {"noise_scale", "suggested_batch_size"} & {*logs}
-    assert [r.getMessage()[:29] for r in caplog.records].count("NoiseScale can tell nothing. ") == 1
+    assert [r.getMessage()[:28] for r in caplog.records].count("NoiseScale has no estimate. ") == 1
 
 
 def test_refused():

@@ -145,7 +145,7 @@ def show(result: Result, listings: Sequence[Listing]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # What is not read on a terminal is not folded.
+    # Lines are folded for a terminal only.
     console = Console(width=None if sys.stdout.isatty() else 200)
     for listing in listings:
         table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)

@@ -101,7 +101,7 @@ class Side:
             self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; why is told below
+            pass  # it has ended; the error below says why
         line = self._process.stdout.readline()
         if not line:
             raise BenchError(f"{self.name}: {self._last_words()}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ncclsync.tools.bench.turns import Requests
 
-# What each kind of process runs: a function of its requests, or a class whose `serve` answers each.
+# Each kind of process runs a function of its requests, or a class whose `serve` answers each.
 FUNCTIONS = {
     "fit": "fit.fit_in_turns",
     "start": "fit.first_step",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ncclsync.tools.doctor.facts import Variable
 
-# What the variables do that a user is likely to have set, and perhaps forgotten.
+# The effect of variables that a user is likely to have set, and perhaps forgotten.
 EFFECTS = {
     "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
     "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",

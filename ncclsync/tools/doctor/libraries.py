@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ncclsync.tools.doctor.facts import Libraries, Library
 
-# What TensorFlow loads before it uses a GPU, by the folder of NVIDIA's wheel; for CUDA 12.
+# Libraries that TensorFlow loads before it uses a GPU, by the folder of NVIDIA's wheel; for CUDA 12.
 TENSORFLOW_LOADS = {
     "cuda_runtime": "libcudart.so.12",
     "cublas": "libcublas.so.12",

@@ -1,6 +1,6 @@
 """Find what is wrong with a host's software, drivers and libraries by the facts alone, and what mends it.
 
-Each rule is a small generator over `Host`. What is about the GPUs themselves and about variables is in
+Each rule is a small generator over `Host`. Rules about GPUs themselves and about variables are in
 `hardware` and `settings`.
 """
 

@@ -48,7 +48,7 @@ def _gpus(report: Report) -> Iterator[Any]:
         why = f" (NVML: {driver.error}, {driver.detail})" if driver.error else ""
         count = report.host.gpu_count
         yield Text(
-            f"{count} GPU(s), of which NVML tells nothing{why}" if count else f"No GPU on this machine{why}"
+            f"{count} GPU(s), of which NVML says nothing{why}" if count else f"No GPU on this machine{why}"
         )
         return
     table = _table("GPU", "name", "memory", "in use", "compute capability", "PCI bus", "")

@@ -8,8 +8,8 @@ import math
 
 from ncclsync.tools.plan.links import Cluster
 
-# What travels through a tree at a time. NCCL takes up to 256 KiB, and less where its protocols for smaller
-# messages do.
+# Bytes that travel through a tree at a time. NCCL takes up to 256 KiB, and less with its
+# protocols for smaller messages.
 TREE_CHUNK_BYTES = 64 * 1024
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# What an accelerator computes while it moves a byte: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per
+# Operations of an accelerator while it moves a byte: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per
 # second of an H100 SXM (its data sheet), 19.5 and 1.56 of an A100: 20 and 12.5.
 _OPERATIONS_PER_BYTE = 16
 

@@ -169,7 +169,7 @@ def _build(factory: Callable, seed: int) -> keras.Model:
 
 
 def _least_precise(model: keras.Model) -> str:
-    """Return the least precise dtype in which a model computes or keeps weights, its losses and metrics aside."""
+    """Return the least precise dtype of a model's computations and weights, and of Keras for its losses."""
     dtypes = {keras.config.floatx()}
     dtypes |= {layer.compute_dtype for layer in (model, *keras_compat.layers_of(model))}
     dtypes |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_variables}

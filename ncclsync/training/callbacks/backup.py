@@ -1,8 +1,8 @@
 """Back up training, with the sample of the pass at which the data stand: `BackupAndRestore`.
 
 Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
-the machine, so that weights and position cannot be of different moments. What Keras writes beside it is
-written for Keras' own callback.
+the machine, so that weights and position cannot be of different moments. The metadata beside it is
+for Keras' own callback.
 """
 
 import hashlib

@@ -105,7 +105,7 @@ class LargeBatch(keras.callbacks.Callback):
         if self._steps() is None:
             raise ValueError(
                 "Expected data of a known number of batches, for a warm-up in epochs. Received: neither fit "
-                "nor the data tell it. Give steps_per_epoch= to fit or to LargeBatch, or warmup_epochs=0."
+                "nor the data give it. Give steps_per_epoch= to fit or to LargeBatch, or warmup_epochs=0."
             )
         scale_rate(self.model, self.traced)
         self._begins = True

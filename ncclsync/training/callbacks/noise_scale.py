@@ -76,7 +76,7 @@ class NoiseScale(keras.callbacks.Callback):
         if not self._log(logs) and not self._warned:
             self._warned = True
             logger.warning(
-                "NoiseScale can tell nothing. Expected two towers or more that have samples, and gradients "
+                "NoiseScale has no estimate. Expected two towers or more that have samples, and gradients "
                 "that a tape takes at the top level of the step. Received: %s",
                 getattr(self.model, "towers", "a model without towers"),
             )

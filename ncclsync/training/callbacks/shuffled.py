@@ -35,7 +35,7 @@ class Shuffled(tf_compat.SameDataset):
     that pass again, where that had begun. So `fit` trains a pass per epoch, and a second `fit` goes on with
     the next pass; `seek` goes to any other. It can be iterated by one consumer at a time.
 
-    Arrays are held in memory, as TensorFlow's tensors. What is to be done to the batches belongs into the
+    Arrays are held in memory, as TensorFlow's tensors. Changes to the batches belong into the
     model, or into `data.map(...)`, which keeps the order, but cannot be resumed in the middle of a pass; nor
     can `fit(class_weight=...)`, in whose place `sample_weight` can be given here. Data that do not fit into
     memory: let `x` be indices or file names, and read what they mean in `map`.

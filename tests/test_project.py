@@ -306,3 +306,51 @@ def test_build_without_a_compiler_says_so(tmp_path):
     )
     assert done.returncode != 0
     assert "Expected a C compiler to build ncclsync. Received: none ('no-such-compiler'" in done.stderr
+
+
+# Packages whose docstrings have been written anew; all of them in the end.
+WORDED = ("communicator", "compat", "errors", "gradients", "ops", "semantics", "tools", "training")
+# A docstring begins with what it does: with none of these, nor with Returns, Called, Waiting.
+NO_VERBS = """
+    a all an any are as at be both by each every for from how if in is it its many most no none of on one only
+    our some such that the their there these they this those to two what when where whether which who whose
+    why with
+"""
+
+
+def beginnings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each documented thing of a module, private ones too, with the first word of its docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
+            yield getattr(node, "name", "the module"), text.split()[0]
+
+
+def is_imperative(word: str) -> bool:
+    """Return whether a word may be a verb's plain form; most nouns are not told apart from one."""
+    word = word.rstrip(".,;")
+    plain = re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?", word) is not None
+    bent = re.search(r"([^s]s|\w{3}ed|\w{3}ing)$", word) is not None
+    return plain and not bent and word.lower() not in NO_VERBS.split()
+
+
+def test_docstrings_begin_with_a_verb():
+    """In the packages of `WORDED`."""
+    found = {
+        f"{module}: {name}: {word}"
+        for module, tree in sources().items()
+        if package_of(module) in WORDED
+        for name, word in beginnings(tree)
+        if not is_imperative(word)
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "text", ["What it is.", "Returns it.", "Those of it.", "N ranks.", "`f`: it.", "Rows."]
+)
+def test_other_beginnings_are_found(text):
+    """The check above can fail."""
+    ((_, word),) = beginnings(ast.parse(f"'''{text}'''"))
+    assert not is_imperative(word)

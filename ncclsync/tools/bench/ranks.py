@@ -13,7 +13,7 @@ from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern
 
 
 class RankReducer(Reducer):
-    """Be one rank of N processes. Rank 0 is driven; it has the others do the same."""
+    """Run one rank of N processes. Rank 0 is driven; it has the others do the same."""
 
     rank: int
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from ncclsync.tools.bench.report import significant, size_text
+from ncclsync.tools.bench.results import significant, size_text
 from strategies.conditions import EQUAL
 
 _INK = "#7d8590"  # is read on white and on black

@@ -24,7 +24,7 @@ from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
 from ncclsync.tools.bench.models import MODELS
 from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
-from ncclsync.tools.bench.report import SCHEMA, Result, Row, size_text, time_text
+from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 from ncclsync.tools.cli import main

@@ -13,7 +13,7 @@ from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
 from ncclsync.tools.plan.links import CLUSTERS
 from ncclsync.tools.plan.measurement import traced_traffic
-from ncclsync.tools.plan.report import Found, report
+from ncclsync.tools.plan.results import Found, result_of
 from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 
@@ -199,12 +199,12 @@ def test_what_is_said_of_a_prediction():
     """What only overlap makes worth it, rows that are gathered, buckets of certain steps, one batch size."""
     stages = (Stage(1.0, (Message("all_reduce", 0.0, 25e6), Message("all_gather", 0.1, 0, 100.0))),)
     found = Found(32, {32: Spread.of([2e-3])}, "as said", stages, True)
-    result = report("m:f", "pcie", [8], CLUSTERS["pcie"], found)
+    result = result_of("m:f", "pcie", [8], CLUSTERS["pcie"], found)
     notes = "\n".join(result.notes)
     assert result.rows[1].more["efficiency"] > 0.5 and result.rows[1].more["one_gpu_because"] == ""
     assert "taken as proportional" in notes and "Some buckets gather rows" in notes
     assert "Some buckets travel in certain steps only" in notes
     slower = Found(32, {32: Spread.of([1.5e-3])}, "as said", stages, False)
     assert "8 GPUs: only with overlap" in "\n".join(
-        report("m:f", "pcie", [8], CLUSTERS["pcie"], slower).notes
+        result_of("m:f", "pcie", [8], CLUSTERS["pcie"], slower).notes
     )

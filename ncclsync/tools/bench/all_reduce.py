@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ncclsync.tools.bench.report import (
+from ncclsync.tools.bench.results import (
     Column,
     Listing,
     Result,

@@ -16,7 +16,7 @@ from ncclsync.tools.arguments import at_least, listed
 from ncclsync.tools.bench import all_reduce, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
-from ncclsync.tools.bench.report import Listing, Result, show, write_json
+from ncclsync.tools.bench.results import Listing, Result, show, write_json
 from ncclsync.tools.bench.turns import BenchError
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from ncclsync.tools.bench.report import Result, Row, size_text
+from ncclsync.tools.bench.results import Result, Row, size_text
 from ncclsync.training.callbacks.figure import COLOURS, INK, save_figure
 
 

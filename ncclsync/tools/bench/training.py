@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclsync.tools.bench.report import (
+from ncclsync.tools.bench.results import (
     Column,
     Listing,
     Result,

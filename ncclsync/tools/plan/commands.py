@@ -11,11 +11,11 @@ from typing import Any
 
 from ncclsync.tools.arguments import at_least, listed
 from ncclsync.tools.bench.progress import Progress
-from ncclsync.tools.bench.report import show, significant, write_json
+from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.factories import UsageError, load, model_and_data
 from ncclsync.tools.plan.links import CLUSTERS, Link, cluster_of, parse_link
-from ncclsync.tools.plan.report import Found, cluster_text, listings, report
+from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
 
 PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2
 
@@ -92,7 +92,7 @@ def _plan(given: argparse.Namespace) -> int:
         found = _measure(given, progress.show)
     finally:
         progress.clear()
-    result = report(given.factory, given.link, given.gpus, cluster, found)
+    result = result_of(given.factory, given.link, given.gpus, cluster, found)
     show(result, listings())
     if given.json:
         write_json(result, sys.argv[1:], given.json)

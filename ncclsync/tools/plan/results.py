@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ncclsync.tools.bench.report import Column, Listing, Result, Row, significant, size_text, time_text
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.links import Cluster, Link
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY, POOR_EFFICIENCY, Prediction, predict, step_seconds
@@ -41,7 +41,7 @@ class Found:
         return Spread(median, q1, q3, min(spread.samples for spread in self.seconds.values()))
 
 
-def report(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
+def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
     """Predict steps on so many GPUs, and say what that rests on.
 
     Args:

@@ -12,7 +12,7 @@ _logger = logging.getLogger("ncclsync")
 
 
 def check_draws(function: Any, batch_invariant: bool) -> None:
-    """Look at the draws of a traced step for such as no seed repeats.
+    """Refuse, or warn of, random draws in a traced step that no seed repeats.
 
     Args:
         function: the ConcreteFunction.

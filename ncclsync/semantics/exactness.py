@@ -1,7 +1,7 @@
 """Find what in a Keras model cannot train on towers exactly as on one device, by its objects alone.
 
-Nothing is run or traced. All else that a step computes is partitioned exactly (`semantics`); these two are
-choices.
+Nothing is run or traced. BatchNormalization and random layers are inexact by choice; all else that a step
+computes is partitioned exactly.
 """
 
 import dataclasses

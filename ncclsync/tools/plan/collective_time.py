@@ -1,6 +1,6 @@
 """Estimate how long a collective takes, in closed form: rings, and double binary trees between hosts.
 
-Checked against a simulation of every chunk on every link (`tests/plan_simulator.py`).
+Checked against a simulation of every chunk on every link (`tests/support/plan_simulator.py`).
 """
 
 import dataclasses

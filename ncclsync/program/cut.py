@@ -163,7 +163,7 @@ def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ..
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
         Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is None)
-        for indices in plan_buckets(sizes, kinds, bucket_bytes)
+        for indices in fill_buckets(sizes, kinds, bucket_bytes)
     )
 
 

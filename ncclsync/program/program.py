@@ -115,7 +115,7 @@ class Target:
 
     Attributes:
         home_device: tower 0's, where the trace placed what must run on every tower's own.
-        bucket_bytes: see `buckets.plan_buckets`.
+        bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
         shares_memory: whether a tensor of one tower may be another's without a copy.
         passes: each makes a finished program cheaper, before its segments become functions.

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from ncclsync.ops.buckets import plan_buckets
+from ncclsync.ops.buckets import fill_buckets
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.program import Exchange
 from ncclsync.semantics.roles import Role

@@ -133,7 +133,7 @@ def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_se
     Args:
         devices: of the towers.
         backend: "nccl" or "cpu".
-        bucket_bytes: see `buckets.plan_buckets`.
+        bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
     """
     return Target(

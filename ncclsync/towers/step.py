@@ -127,13 +127,13 @@ class TowerStep(abc.ABC):
         if self._trains:
             found = self.find_inexact()
             for part in found:
-                self.tell_of(part)
-            self.tell_of_choices(program, {part.reason for part in found})
+                self.warn_of(part)
+            self.warn_of_choices(program, {part.reason for part in found})
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
         readers = self._readers()
-        watch = Watch() if readers else None
+        observer = Observer() if readers else None
         step = python_step(source.function)
         with contextlib.ExitStack() as stack:
             if observer is not None:

@@ -110,7 +110,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     )
     for _, variable in program.variables:
         model.towers.copies(variable)
-    lay_out(watched, model.towers, rows, Rollback(watched, model.towers))
+    lay_out(recorded, model.towers, rows, Rollback(recorded, model.towers))
     runs = _joined(program, runs)
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)

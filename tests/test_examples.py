@@ -300,4 +300,4 @@ def test_compare_parity_needs_the_tables(tmp_path):
     command = [sys.executable, str(tmp_path / "compare_parity.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert re.match(r"Expected the tables in .*tests\. Run this from a clone", done.stderr)
+    assert re.match(r"Expected the tables in .*parity\. Run this from a clone", done.stderr)

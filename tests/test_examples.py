@@ -298,6 +298,6 @@ def test_compare_parity_needs_the_tables(tmp_path):
     for name in ("compare_parity.py", "parity_runs.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
     command = [sys.executable, str(tmp_path / "compare_parity.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     assert re.match(r"Expected the tables in .*parity\. Run this from a clone", done.stderr)

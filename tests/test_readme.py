@@ -1,6 +1,7 @@
 """What documents say is true as far as a test can read: blocks parse, names exist, links lead somewhere.
 
-Programs of documents run in `test_examples.py`, `diff` blocks in `test_coming_from.py`.
+Programs of documents run in `test_examples.py`, `diff` blocks in `test_coming_from.py`; `test_options.py`
+compares README's table of options.
 """
 
 import argparse
@@ -44,18 +45,6 @@ def is_there(dotted):
     return False
 
 
-def cells(line):
-    """Return the cells of a table's line."""
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def option_table():
-    """Return the README's table of options: name to default, as Python text."""
-    section = read("README.md").partition("\n## Options\n")[2].partition("\n## ")[0]
-    rows = [cells(line) for line in section.splitlines() if line.startswith("| `")]
-    return {name.strip("`"): default.strip("`") for name, default, _ in rows}
-
-
 def test_every_folder_has_its_page():
     """Documents stand where the reader stands; README is short."""
     pages = {str(page) for page in PAGES}
@@ -83,13 +72,6 @@ def test_shell_parses(block):
     """A shell reads all of it."""
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_every_option_is_in_the_table():
-    """Names and defaults are those of the decorator."""
-    _, *options = inspect.signature(nccl_parallel).parameters.values()
-    table = {name: eval(default) for name, default in option_table().items()}
-    assert table == {one.name: one.default for one in options}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

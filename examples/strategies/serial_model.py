@@ -25,13 +25,7 @@ from typing import ClassVar
 import keras
 import tensorflow as tf
 
-from strategies.strategy import (
-    SERVER,
-    TrainingStrategy,
-    batch_signature,
-    shards_with_rest,
-    tower_devices,
-)
+from strategies.strategy import SERVER, TrainingStrategy, batch_signature, shards_with_rest, tower_devices
 from strategies.task import make_loss, make_optimizer
 
 

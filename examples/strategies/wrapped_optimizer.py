@@ -22,13 +22,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from strategies.strategy import (
-    SERVER,
-    TrainingStrategy,
-    batch_signature,
-    equal_shards,
-    tower_devices,
-)
+from strategies.strategy import SERVER, TrainingStrategy, batch_signature, equal_shards, tower_devices
 from strategies.task import make_loss, make_optimizer
 
 _AREAS = itertools.count()  # a staging area is known by its name, in all of the process

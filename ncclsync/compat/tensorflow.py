@@ -191,44 +191,23 @@ def methods_wrapped(
                 setattr(cls, name, method)
 
 
-def set_partial(variable: tf.Variable) -> None:
-    """Mark a variable of which each tower's copy is a part, and the sum is what one device would hold."""
-    variable._ncclsync_partial = True
+def set_flag(variable: tf.Variable, flag: str, value: bool = True) -> None:
+    """Mark a variable, or undo that.
+
+    Args:
+        variable: of tower 0.
+        flag: "partial": each tower's copy is a part, and the sum is what one device would hold.
+            "partitioned": each tower's copy holds something else, a part of a larger one. "shared": it is the
+            same on all towers, whatever aggregation it declares. "written_by_graph": a `tf.function` of
+            somebody's writes it at each call, without a report.
+        value: whether it is so.
+    """
+    setattr(variable, f"_ncclsync_{flag}", value)
 
 
-def is_partial(variable: tf.Variable) -> bool:
-    """Return whether `set_partial` was called."""
-    return getattr(variable, "_ncclsync_partial", False)
-
-
-def set_partitioned(variable: tf.Variable) -> None:
-    """Mark a variable of which each tower's copy holds something else: a part of a larger one."""
-    variable._ncclsync_partitioned = True
-
-
-def is_partitioned(variable: tf.Variable) -> bool:
-    """Return whether `set_partitioned` was called."""
-    return getattr(variable, "_ncclsync_partitioned", False)
-
-
-def set_shared(variable: tf.Variable, shared: bool = True) -> None:
-    """Mark a variable as the same on all towers, whatever aggregation it declares; or undo that."""
-    variable._ncclsync_shared = shared
-
-
-def is_shared(variable: tf.Variable) -> bool:
-    """Return whether `set_shared` was called."""
-    return getattr(variable, "_ncclsync_shared", False)
-
-
-def set_written_by_graph(variable: tf.Variable) -> None:
-    """Mark a variable that a `tf.function` of somebody's writes at each call, without a report."""
-    variable._ncclsync_written_by_graph = True
-
-
-def is_written_by_graph(variable: tf.Variable) -> bool:
-    """Return whether `set_written_by_graph` was called."""
-    return getattr(variable, "_ncclsync_written_by_graph", False)
+def has_flag(variable: tf.Variable, flag: str) -> bool:
+    """Return whether `set_flag` has marked a variable so."""
+    return getattr(variable, f"_ncclsync_{flag}", False)
 
 
 def set_tracker(variable: tf.Variable, tracker: Any) -> None:

@@ -55,7 +55,7 @@ class ErrorFeedback:
         if id(variable) not in self._kept:
             with tf.init_scope(), tf.device(variable.device):
                 kept = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
-            tf_compat.set_partial(kept)
+            tf_compat.set_flag(kept, "partial")
             self._kept[id(variable)] = variable, kept
         return self._kept[id(variable)][1]
 

@@ -131,7 +131,7 @@ def _apply_accumulated(
     running = {}
     for i, part in enumerate(ops.parts(gradients)):
         if part is not None:
-            tf_compat.set_partial(accumulators[i])
+            tf_compat.set_flag(accumulators[i], "partial")
             part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = keras_optimizers.update_is_due(optimizer)

@@ -70,13 +70,13 @@ class _Sharded:
         partitions = keras_optimizers.slots_of(self.twin) if wholes else {}
         for name, of_groups in partitions.items():
             for group, partition in zip(self.groups, of_groups, strict=True):
-                tf_compat.set_partitioned(tf_compat.backend_variable(partition))
+                tf_compat.set_flag(tf_compat.backend_variable(partition), "partitioned")
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
                     self.slots.append(PartitionedSlot(whole, place, parts))
         for group in self.groups:
-            tf_compat.set_partitioned(tf_compat.backend_variable(group.flat))
+            tf_compat.set_flag(tf_compat.backend_variable(group.flat), "partitioned")
 
     def takes(self, weights: Sequence[Any]) -> bool:
         return {id(weight) for weight in weights} == self._dense

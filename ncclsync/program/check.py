@@ -127,15 +127,14 @@ class StepCheck:
         Raises:
             Unchecked: the step depends on what is not in the trace, or cannot be run so.
         """
-        shared = {
-            id(variable) for variable in self._trace.function.variables if tf_compat.is_shared(variable)
-        }
+        variables = self._trace.function.variables
+        shared = {id(variable) for variable in variables if tf_compat.has_flag(variable, "shared")}
         try:
             return self._run(batch, names_of, towers)
         finally:
             for variable in self._trace.function.variables:
                 if id(variable) not in shared:
-                    tf_compat.set_shared(variable, False)
+                    tf_compat.set_flag(variable, "shared", False)
 
     def _run(self, batch: Any, names_of: Callable, towers: int) -> Found | None:
         alone, placing = self._place()
@@ -178,7 +177,7 @@ class StepCheck:
                 return alone, partition(graph, self._trace.share, self._results, exact=True)
             except Unshared as found:
                 for handle in found.handles:
-                    tf_compat.set_shared(graph.variable_of[handle])
+                    tf_compat.set_flag(graph.variable_of[handle], "shared")
 
     def _compare(
         self,

@@ -80,7 +80,7 @@ def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) ->
             return graph, partition(graph, trace.share, results)
         except Unshared as found:
             for handle in found.handles:
-                tf_compat.set_shared(graph.variable_of[handle])
+                tf_compat.set_flag(graph.variable_of[handle], "shared")
 
 
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:

@@ -18,19 +18,9 @@ def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
     numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
     numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
-    if not tensor.dtype.is_integer or op.type not in {
-        *numbers,
-        "Range",
-        "Cast",
-        "Identity",
-        "Reshape",
-        "Prod",
-        "Pack",
-        "ConcatV2",
-        "GatherV2",
-        "ExpandDims",
-        "InvertPermutation",
-    }:
+    others = {"Range", "Cast", "Identity", "Reshape", "Prod", "Pack", "ConcatV2", "GatherV2", "ExpandDims"}
+    others.add("InvertPermutation")
+    if not tensor.dtype.is_integer or op.type not in {*numbers, *others}:
         return None
     given = [constant(one) for one in op.inputs]
     if any(one is None for one in given):

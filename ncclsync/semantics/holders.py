@@ -125,7 +125,7 @@ class _Tracker:
             if not eager and current_context() is not None:
                 return result  # in a step that is traced: whoever runs it reports it
             if not eager:
-                tf_compat.set_written_by_graph(borrowed())  # somebody's tf.function, which will write again
+                tf_compat.set_flag(borrowed(), "written_by_graph")  # a tf.function, which will write again
             for holder in self.holders():
                 holder.mark_stale()
             return result

@@ -18,17 +18,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules
 from ncclsync.semantics.constants import folded
 from ncclsync.semantics.functions import Functions, in_order
-from ncclsync.semantics.placements import (
-    LOCAL,
-    MEAN,
-    REPLICATE,
-    SEEDED,
-    SUM,
-    Kind,
-    Placement,
-    items,
-    shard,
-)
+from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement, items, shard
 
 _logger = logging.getLogger("ncclsync")
 

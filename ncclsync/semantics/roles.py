@@ -36,13 +36,13 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not tell them apart: whether a step computes their new value from data decides what is averaged.
     """
-    if tf_compat.is_shared(variable):
+    if tf_compat.has_flag(variable, "shared"):
         return Role.SAME
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM
-    if tf_compat.is_partial(variable):
+    if tf_compat.has_flag(variable, "partial"):
         return Role.PARTIAL
-    if tf_compat.is_partitioned(variable):
+    if tf_compat.has_flag(variable, "partitioned"):
         return Role.PARTITION
     if tf_compat.is_seed(variable) and not same_seeds:
         return Role.SEED

@@ -73,8 +73,8 @@ def has_rule(op_type: str) -> bool:
 
 def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(types, rule))
-        COUNTING.update(types if counting else ())
+        RULES.update(dict.fromkeys(names(" ".join(types)), rule))
+        COUNTING.update(names(" ".join(types)) if counting else ())
         return rule
 
     return add
@@ -82,7 +82,7 @@ def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
 
 def _linear(*types: str) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
-        LINEAR.update(dict.fromkeys(types, rule))
+        LINEAR.update(dict.fromkeys(names(" ".join(types)), rule))
         return rule
 
     return add
@@ -232,26 +232,14 @@ def align(
 
 
 @_linear(
-    "Identity",
-    "StopGradient",
-    "PreventGradient",
-    "Snapshot",
-    "PlaceholderWithDefault",
-    "Neg",
-    "Conj",
-    "Real",
-    "Imag",
+    """
+    Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault Neg Conj Real Imag
+    """
 )
 def _passing(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    plain = call.op.type in (
-        "Identity",
-        "StopGradient",
-        "PreventGradient",
-        "Snapshot",
-        "PlaceholderWithDefault",
-    )
-    return [placed] if plain or placed.op in ("sum", "mean") else None
+    plain = names("Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault")
+    return [placed] if call.op.type in plain or placed.op in ("sum", "mean") else None
 
 
 @_linear("Cast")
@@ -611,28 +599,12 @@ def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()
 
 
 @_rule(
-    "Conv",
-    "Conv2D",
-    "Conv3D",
-    "DepthwiseConv2dNative",
-    "Dilation2D",
-    "RGBToHSV",
-    "HSVToRGB",
-    "LRN",
-    "ResizeBilinear",
-    "ResizeNearestNeighbor",
-    "ResizeBicubic",
-    "ResizeArea",
-    "AdjustContrastv2",
-    "AdjustHue",
-    "AdjustSaturation",
-    "ExtractImagePatches",
-    "ExtractVolumePatches",
-    "SpaceToDepth",
-    "DepthToSpace",
-    "ScaleAndTranslate",
-    "RegexReplace",
-    "RegexFullMatch",
+    """
+    Conv Conv2D Conv3D DepthwiseConv2dNative Dilation2D RGBToHSV HSVToRGB LRN ResizeBilinear
+    ResizeNearestNeighbor ResizeBicubic ResizeArea AdjustContrastv2 AdjustHue AdjustSaturation
+    ExtractImagePatches ExtractVolumePatches SpaceToDepth DepthToSpace ScaleAndTranslate RegexReplace
+    RegexFullMatch
+    """
 )
 def _images(call: Call) -> Sequence[Placement] | None:
     if call.inputs[0].kind is not Kind.SHARD:
@@ -646,12 +618,10 @@ def _images(call: Call) -> Sequence[Placement] | None:
 
 
 @_rule(
-    "ResizeBilinearGrad",
-    "ResizeNearestNeighborGrad",
-    "ResizeBicubicGrad",
-    "LRNGrad",
-    "Dilation2DBackpropInput",
-    "ScaleAndTranslateGrad",
+    """
+    ResizeBilinearGrad ResizeNearestNeighborGrad ResizeBicubicGrad LRNGrad Dilation2DBackpropInput
+    ScaleAndTranslateGrad
+    """
 )
 def _images_back(call: Call) -> Sequence[Placement] | None:
     if call.op.type == "LRNGrad":

@@ -260,7 +260,7 @@ class TowerState:
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
             replicas = Replicas(variable, role, copies, self._pending, self.shared, forget)
             self._replicas[id(variable)] = replicas
-            if tf_compat.is_written_by_graph(variable):
+            if tf_compat.has_flag(variable, "written_by_graph"):
                 self._pending.add(id(variable))
         elif replicas.role is not role:
             replicas.take_role(role)
@@ -340,7 +340,7 @@ class TowerState:
                     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
             for tower, value in self._values(replicas.variable, replicas.role):
                 tf.raw_ops.AssignVariableOp(resource=replicas.copies[tower - 1].handle, value=value)
-            if not tf_compat.is_written_by_graph(replicas.variable):
+            if not tf_compat.has_flag(replicas.variable, "written_by_graph"):
                 self._pending.discard(key)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:

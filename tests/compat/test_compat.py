@@ -378,18 +378,18 @@ def test_accumulators_emptied():
 def test_partial_and_shared():
     """A mark on this one variable, that goes with it; so is what its watchers are told by."""
     one, other = tf.Variable(1.0), tf.Variable(1.0)
-    tf_compat.set_written_by_graph(one)
-    assert (tf_compat.is_written_by_graph(one), tf_compat.is_written_by_graph(other)) == (True, False)
+    tf_compat.set_flag(one, "written_by_graph")
+    assert [tf_compat.has_flag(v, "written_by_graph") for v in (one, other)] == [True, False]
     tracker = object()
     tf_compat.set_tracker(one, tracker)
     assert (tf_compat.tracker_of(one), tf_compat.tracker_of(other)) == (tracker, None)
     assert tf_compat.tracker_of(copy.deepcopy(one)) is None
-    tf_compat.set_partial(one)
-    tf_compat.set_shared(other)
-    assert (tf_compat.is_partial(one), tf_compat.is_partial(other)) == (True, False)
-    assert (tf_compat.is_shared(one), tf_compat.is_shared(other)) == (False, True)
-    tf_compat.set_shared(other, False)
-    assert not tf_compat.is_shared(other)
+    tf_compat.set_flag(one, "partial")
+    tf_compat.set_flag(other, "shared")
+    assert (tf_compat.has_flag(one, "partial"), tf_compat.has_flag(other, "partial")) == (True, False)
+    assert (tf_compat.has_flag(one, "shared"), tf_compat.has_flag(other, "shared")) == (False, True)
+    tf_compat.set_flag(other, "shared", False)
+    assert not tf_compat.has_flag(other, "shared")
 
 
 @pytest.mark.parametrize(
@@ -548,9 +548,9 @@ def test_twin_of():
 def test_partitioned():
     """A note on the variable itself."""
     variable = tf.Variable(1.0)
-    assert not tf_compat.is_partitioned(variable)
-    tf_compat.set_partitioned(variable)
-    assert tf_compat.is_partitioned(variable)
+    assert not tf_compat.has_flag(variable, "partitioned")
+    tf_compat.set_flag(variable, "partitioned")
+    assert tf_compat.has_flag(variable, "partitioned")
 
 
 OPTIMIZERS = {

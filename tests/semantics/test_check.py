@@ -457,7 +457,7 @@ def everything(model):
         for copy in (replicas.variable, *replicas.copies):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
-        held.append((replicas.role, tf_compat.is_shared(replicas.variable)))
+        held.append((replicas.role, tf_compat.has_flag(replicas.variable, "shared")))
     logs = {
         "pending": set(towers._pending),
         "warned": set(towers._warned),

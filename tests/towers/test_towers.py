@@ -300,8 +300,8 @@ def test_role_that_a_later_step_shows():
         weight = tf.Variable(2.0)
         assert [float(copy) for copy in towers.copies(total)] == [6.0, 0.0, 0.0]
         assert [float(copy) for copy in towers.copies(weight)] == [2.0, 2.0, 2.0]
-        tf_compat.set_shared(total)
-        tf_compat.set_partial(weight)
+        tf_compat.set_flag(total, "shared")
+        tf_compat.set_flag(weight, "partial")
         before = [*towers.copies(total), *towers.copies(weight)]
         towers.sync()
         assert [float(copy) for copy in before] == [6.0, 6.0, 6.0, 2.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Serve TensorFlow ops over host memory whose kernels are our own C: collectives, and notes of time.
+"""Serve TensorFlow ops over host memory whose kernels are our own C: collectives and timestamps.
 
 They take the place of py ops where all towers are on the CPU. `csrc/tf/ops.c`
 registers them by TensorFlow's C API when they are first asked for; where that cannot be done, py ops do

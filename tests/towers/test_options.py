@@ -1,9 +1,8 @@
-"""`TowerOptions`: every option stands once, and whoever takes or lists options has just these."""
+"""`TowerOptions`: every option stands once, and who takes options has just these; README's table: test_readme.py."""
 
 import ast
 import dataclasses
 import inspect
-import pathlib
 import re
 
 import pytest
@@ -13,7 +12,6 @@ from ncclsync import nccl_parallel, parallel
 from ncclsync.parallel import ModelOptions
 from ncclsync.towers.options import TowerOptions
 
-ROOT = pathlib.Path(__file__).parents[2]
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
 OF_TOWERS = [field.name for field in dataclasses.fields(TowerOptions)]
 
@@ -54,15 +52,6 @@ def test_type_checkers_see_every_option():
     ]
     pairs = zip(overload.kwonlyargs, overload.kw_defaults, strict=True)
     assert {a.arg: (ast.unparse(a.annotation), ast.unparse(value)) for a, value in pairs} == written
-
-
-def test_readme_lists_every_option():
-    """Its table has their names and defaults."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("| option | default |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE)
-    assert len(rows) == len(DEFAULTS)
-    assert {name: eval(default) for name, default in rows} == DEFAULTS
 
 
 @pytest.mark.parametrize("taker", [nccl_parallel, ncclsync.Towers])

@@ -33,7 +33,7 @@ class Prediction:
         step_s: seconds of a step, with overlap.
         sequential_s: without overlap.
         communication_s: of all messages together.
-        overlapped: share of that which hides behind compute, with overlap.
+        overlapped: share of that which happens during compute, with overlap.
         algorithms: of the messages, the one that takes longest first.
         efficiency: one GPU's step over `step_s`: 1 is linear scaling.
         sequential_efficiency: without overlap.

@@ -1,4 +1,4 @@
-"""`TowerOptions`: every option stands once, and who takes options has just these; README's table: test_readme.py."""
+"""`TowerOptions`: every option stands once, and who takes options has just these."""
 
 import ast
 import dataclasses

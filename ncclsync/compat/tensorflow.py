@@ -25,22 +25,27 @@ from tensorflow.python.framework.function_def_to_graph import function_def_to_gr
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
 
-# Every method by which Python writes a tf.Variable; the last one is how a checkpoint does.
+# Every method by which Python writes a tf.Variable: the last two are `variable[1:2].assign` and how a
+# checkpoint does.
 VARIABLE_WRITERS = (
     "assign",
     "assign_add",
     "assign_sub",
     "batch_scatter_update",
+    "count_up_to",
     "scatter_add",
     "scatter_div",
     "scatter_max",
     "scatter_min",
     "scatter_mul",
     "scatter_nd_add",
+    "scatter_nd_max",
+    "scatter_nd_min",
     "scatter_nd_sub",
     "scatter_nd_update",
     "scatter_sub",
     "scatter_update",
+    "_strided_slice_assign",
     "_restore_from_tensors",
 )
 
@@ -141,7 +146,8 @@ def run_independently(op: tf.Operation) -> None:
 
 def is_profiling() -> bool:
     """Return whether TensorFlow's profiler is recording."""
-    return profiler_trace.enabled()
+    enabled = profiler_trace.enabled  # a function since TensorFlow 2.21, a bool before
+    return enabled() if callable(enabled) else enabled
 
 
 def is_seed(variable: tf.Variable) -> bool:

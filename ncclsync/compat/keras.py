@@ -7,11 +7,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.models import functional as keras_functional
 from keras.src.ops import numpy as keras_numpy
 
 from ncclsync.compat import tensorflow as tf_compat
+
+try:
+    from keras.src.backend.tensorflow.ops import nn as keras_nn
+except ImportError:  # before Keras 3.16
+    from keras.src.backend.tensorflow import nn as keras_nn
 
 
 def nn_functions() -> ModuleType:

@@ -173,10 +173,12 @@ def decays(optimizer: keras.Optimizer, variable: Any) -> bool:
 
 def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
     """Exclude variables from weight decay, beside those that are excluded by name or by themselves."""
-    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
-    excluded.update(optimizer._var_key(variable) for variable in variables)
-    vars(optimizer)["_exclude_from_weight_decay"] = excluded
-    vars(optimizer)["_exclude_from_weight_decay_cache"] = {}
+    keys = {optimizer._var_key(variable) for variable in variables}
+    own = vars(optimizer)
+    own["_exclude_from_weight_decay"] = keys | own.get("_exclude_from_weight_decay", set())
+    own["_exclude_from_weight_decay_cache"] = {}
+    # What a built optimizer of Keras 3.16 goes by.
+    own.get("_weight_decay_by_var_key", {}).update(dict.fromkeys(keys, False))
 
 
 def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:

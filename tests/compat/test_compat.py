@@ -553,12 +553,13 @@ def test_partitioned():
     assert tf_compat.has_flag(variable, "partitioned")
 
 
+NOT_TRIED = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
+if keras.__version__.startswith("3.10."):
+    NOT_TRIED.add("Muon")  # of that Keras it fails by itself: it looks for a tf.Variable's `path`
 OPTIMIZERS = {
     name: cls
     for name, cls in vars(keras.optimizers).items()
-    if isinstance(cls, type)
-    and issubclass(cls, keras.Optimizer)
-    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    if isinstance(cls, type) and issubclass(cls, keras.Optimizer) and name not in NOT_TRIED
 }
 
 
@@ -613,7 +614,7 @@ def test_velocities():
         )
     }
     # Ftrl's are no multiple of the rate, and those of ScheduleFreeAdamW are weights.
-    assert of_rate == {"SGD", "RMSprop", "Ftrl", "ScheduleFreeAdamW"}
+    assert of_rate == {"SGD", "RMSprop", "Ftrl", "ScheduleFreeAdamW"} & set(OPTIMIZERS)
 
     class Mine(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):

@@ -1,7 +1,7 @@
 """Run the parity tests' tables on towers and under tf.distribute.MirroredStrategy, side by side.
 
 Every row of the tables in tests/parity builds, trains and reads a model. Here every row of the small tables
-does, and every third of the large ones (NCCLSYNC_ALL_ROWS=1: all). Each runs three times, each time in a
+does, and every third of the large ones (`--all`: all). Each runs three times, each time in a
 process of its own, so that no run meets what an earlier one has left behind:
 
     one device          plain Keras: what the other two must reproduce
@@ -230,6 +230,7 @@ def main():
         type=listed,
         help="patterns of names, such as 'clip*,ema'; default: every third of a large table",
     )
+    parser.add_argument("--all", action="store_true", help="all rows, of the large tables too")
     parser.add_argument("--towers", type=int, default=2, help="and replicas; default: %(default)s")
     parser.add_argument("--limit", type=float, default=180, help="seconds for a run; default: %(default)s")
     parser.add_argument("--workers", type=int, help="rows at a time; default: one per core")
@@ -241,7 +242,7 @@ def main():
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", TF_NUM_INTRAOP_THREADS="1")
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()  # imports TensorFlow while this process does
-    rows = find_rows(options.only, options.rows)
+    rows = find_rows(options.only, options.rows, options.all)
     if not rows:
         raise SystemExit(f"Expected --rows to match a row. Received: {options.rows!r}")
     began = time.perf_counter()

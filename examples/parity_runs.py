@@ -70,10 +70,10 @@ def load(name):
     return importlib.import_module(name)
 
 
-def find_rows(only, patterns):
+def find_rows(only, patterns, everything=False):
     """Return the rows of the subjects in `only` (None: of all) with a title of these patterns, each once.
 
-    Without patterns, every third of a large table, or all, by NCCLSYNC_ALL_ROWS=1.
+    Without patterns, every third of a table of more than 16, or `everything`.
     """
     subjects = sorted(file.stem.removeprefix("test_parity_") for file in TESTS.glob("test_parity_*.py"))
     if not subjects:
@@ -82,13 +82,14 @@ def find_rows(only, patterns):
         )
     if unknown := set(only or ()) - set(subjects):
         raise SystemExit(f"Expected --only to name some of {subjects}. Received: {sorted(unknown)}")
-    chosen, rows, seen = load("parity").chosen, [], set()
+    rows, seen = [], set()
     for subject in only or subjects:
         module = load(f"test_parity_{subject}")
         for table, cases in sorted(vars(module).items()):
             if not isinstance(cases, dict) or any(type(case).__name__ != "Case" for case in cases.values()):
                 continue
-            names = chosen(cases, every=3) if patterns is None else cases
+            few = patterns is not None or everything or len(cases) <= 16
+            names = list(cases)[:: 1 if few else 3]
             rows += [Row(subject, table, name) for name in names if id(cases[name]) not in seen]
             seen |= {id(case) for case in cases.values()}
     if patterns is None:

@@ -1,10 +1,10 @@
 """What every test needs before TensorFlow is first imported, and the stand-in for NCCL."""
 
+import collections
 import contextlib
 import fcntl
 import gc
 import os
-import sys
 
 import pytest
 from standin import COMPILER, Standin
@@ -16,27 +16,59 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Models are small, and another process tests beside: threads within an op would only wait for each other. A
-# quarter of the time. Ops, and so towers, still run on several threads.
-os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser, pluginmanager):
-    """Know pytest-timeout's option where it is not installed: tests/gpu asks for pytest alone."""
+    """Add --all. Know pytest-timeout's option where it is not installed: tests/gpu asks for pytest alone."""
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too: all there are")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "pytest-timeout's; without it there is no limit")
 
 
-def pytest_report_header():
-    """Say which rows of the parity tables are not run, and how they are."""
-    if os.environ.get("NCCLSYNC_ALL_ROWS") != "1":
-        some = "every twelfth row of the large ones, some pairs of model and towers"
-        return f"parity tables: {some}, for time; NCCLSYNC_ALL_ROWS=1 runs all"
-    return "parity tables: all rows"
+def pytest_report_header(config):
+    """Say which tests are run."""
+    return "tests: all" if config.option.all else "tests: those not marked slow; pytest --all runs all"
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Tell which op types the tests of `semantics` are about, and which of them gather; of all workers."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the slow tests, unless all are asked for."""
+    slow = set() if config.option.all else set(slow_tests(items))
+    if slow:
+        config.hook.pytest_deselected(items=[item for item in items if item in slow])
+        items[:] = [item for item in items if item not in slow]
+    config.stash[LEFT_OUT] = len(slow)
+
+
+def slow_tests(items):
+    """Yield the tests marked slow. With `slow(but=N)`, N of a test's parameters, evenly spread, are not."""
+    marked = collections.defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("slow"):
+            but = marker.kwargs.get("but", 0)
+            marked[item.nodeid.partition("[")[0], but].append(item)
+    for (_, but), group in marked.items():
+        kept = {i * len(group) // but for i in range(but)}
+        yield from (item for i, item in enumerate(group) if i not in kept)
+
+
+def pytest_sessionfinish(session):
+    """Let one of pytest-xdist's workers tell the main process, which collects nothing, what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take that from a worker: all leave out the same."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = left_out
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Tell how many tests were left out, and which op types the tests of `semantics` are about."""
     found = {}
     for report in (one for reports in terminalreporter.stats.values() for one in reports):
         for name, ops in getattr(report, "user_properties", ()):
@@ -47,6 +79,9 @@ def pytest_terminal_summary(terminalreporter):
     for name, ops in sorted(found.items()):
         listed = f": {' '.join(sorted(ops))}" if "gather" in name or len(ops) < 10 else ""
         terminalreporter.write_line(f"{len(ops)} {name}{listed}")
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.section("left out")
+        terminalreporter.write_line(f"{left_out} tests marked slow were left out; pytest --all runs them too")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,37 +89,6 @@ def imports_are_no_garbage():
     """Let the collector pass over what TensorFlow and Keras made when they were imported."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_autotuning_of_datasets():
-    """Let datasets be as they are: nothing here is about how fast they are read.
-
-    TensorFlow's autotuner looks after an iterator in ever longer intervals, up to a minute, and often misses,
-    until the next one, that the iterator is to be deleted. Python waits for it: a fifth of the time that
-    these tests took.
-    """
-    tf = sys.modules.get("tensorflow")
-    if tf is None:  # no module of tests has imported it; tests/gpu asks for pytest alone
-        yield
-        return
-    options, make_iterator = tf.data.Options(), tf.data.Dataset.__iter__
-    options.autotune.enabled = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tf.data.Dataset, "__iter__", lambda self: make_iterator(self.with_options(options)))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tiny_graphs_as_they_are():
-    """Let Grappler pass over graphs of fewer than 20 nodes: those of datasets' functions.
-
-    Each epoch's iterator has them optimised anew, which takes longer than the epoch. Steps on towers have
-    more nodes, and are optimised as everywhere.
-    """
-    tf = sys.modules.get("tensorflow")
-    if tf is not None:
-        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 20})
 
 
 @pytest.fixture(scope="session")

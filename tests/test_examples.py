@@ -143,6 +143,7 @@ def ran(made_once):
     return folder, json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*LOOSE, *SCRIPTS, "quickstart.ipynb"])
 def test_program(ran, name):
@@ -166,6 +167,7 @@ def test_pages_show_their_programs():
             assert text in program, text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stop_and_go_on(ran):
     """The example, killed and repeated, ends with the weights of a run that nothing stopped."""
@@ -180,6 +182,7 @@ def test_stop_and_go_on(ran):
             np.testing.assert_array_equal(again[name], expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_own_loop_learns(ran):
     """Its loss falls, on towers that agree."""
@@ -189,6 +192,7 @@ def test_own_loop_learns(ran):
     assert "divergence 0.0" in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_large_batches_follows_its_recipe(ran):
     """Eight times the batch, eight times the rate; the block's last normalisation is found."""
@@ -199,6 +203,7 @@ def test_large_batches_follows_its_recipe(ran):
     assert (folder / "large_batches.py/rate.png").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_watch_sees_what_its_page_tells(ran):
     """The tower and the rows of the NaN, the plan's tables, the trace, the columns of the logs."""
@@ -252,6 +257,7 @@ def run_example(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.Com
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_digits_reaches_its_accuracy_on_two_towers(tmp_path):
     """It learns, the towers stay together, and the file it saves predicts the same."""
@@ -265,6 +271,7 @@ def test_digits_reaches_its_accuracy_on_two_towers(tmp_path):
     assert (tmp_path / "digits.keras").stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_digits_fails_below_its_accuracy(tmp_path):
     """Two epochs are too few: the example says so by its exit status."""
@@ -273,6 +280,7 @@ def test_digits_fails_below_its_accuracy(tmp_path):
     assert "Not as it should be" in done.stderr
 
 
+@pytest.mark.slow
 def test_compare_parity_tells_equal_from_wrong_from_exception(tmp_path):
     """Three rows: one that MirroredStrategy gets right with even batches, one wrong, one not at all."""
     rows = {

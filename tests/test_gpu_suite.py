@@ -38,6 +38,7 @@ def run(*command, **environment):
     return process.returncode, process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_everything_passes_against_the_standin(built_standin, tmp_path):
     """By the command for a GPU machine: all tests, none skipped, and the comparison with plain C."""
@@ -79,6 +80,7 @@ def test_skipped_without_a_gpu(built_standin, tmp_path, environment, reason):
     assert "GPU tests: skipped: " in printed
 
 
+@pytest.mark.slow
 def test_a_failure_is_not_overlooked(built_standin, tmp_path):
     """An NCCL that gives wrong numbers fails the tests, and the command with them."""
     path = os.pathsep.join(

@@ -135,6 +135,7 @@ def train_all_in_a_process(folder):
     (folder / "printed.txt").write_text(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_strategy_differs_by_what_it_tells(results, name):
     """It trains from the same start; its weights are one device's unless its file gives a cause; it ends."""
@@ -148,6 +149,7 @@ def test_strategy_differs_by_what_it_tells(results, name):
     assert row["left"] == [], "processes were left behind"
 
 
+@pytest.mark.slow
 def test_ring_of_processes_is_replicated_towers(results):
     """What differs is who sends what to whom: with even batches both schemes give the same weights."""
     ring, towers = (
@@ -320,6 +322,7 @@ def test_another_start_is_an_error(rows, tmp_path):
         comparison.compare("exact", {}, {"plain": other}, {"plain": files}, None)
 
 
+@pytest.mark.slow
 def test_worker_tells_what_is_missing(monkeypatch, tmp_path):
     """A real process, by its command line: data that is not there is an error of one line."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))

@@ -65,6 +65,7 @@ def test_all_reduce_gives_the_closed_form(size, dtype):
                 np.testing.assert_array_equal(bits(sends[rank]), bits(before[rank]))
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 5])
 def test_all_reduce_of_many_chunks_gives_the_closed_form(size, dtype):

@@ -110,6 +110,7 @@ def sanitized(request, tmp_path):
     return ["-g", "-O1", f"-fsanitize={request.param}", "-fno-sanitize-recover=all"]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(120)
 def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
@@ -121,6 +122,7 @@ def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(120)
 def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
@@ -146,6 +148,7 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_sources_compile_without_warnings(tmp_path):
     """With the flags of the package's build, warnings being errors."""

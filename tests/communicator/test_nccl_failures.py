@@ -211,6 +211,7 @@ finally:
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fail", ["stuck:1", "working:0"])
 def test_ctrl_c_ends_a_collective(any_standin, fail):
     """In the main thread: a KeyboardInterrupt at once, the communicator aborted, no native mess; also while
@@ -265,6 +266,7 @@ def random_faults(rng, size):
     return ",".join(faults)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 200, 20)], ids=str)
 def test_random_faults(standin, monkeypatch, seeds):
     """Each collective has happened or raises; what failed can be joined again; nothing hangs or is left."""

@@ -172,6 +172,7 @@ def test_all_tapes_of_a_step_are_one_vector():
     np.testing.assert_allclose(model.towers.noise._averages.numpy(), expected, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_nothing_in_the_graph_when_off():
     """With the callback one exchange more, of three numbers; without, before or after it, no node more."""
 

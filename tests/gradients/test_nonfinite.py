@@ -116,6 +116,7 @@ def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
     assert not list(tmp_path.rglob("*.npz"))
 
 
+@pytest.mark.slow
 def test_steps_are_undone_where_rows_cannot_be_saved(monkeypatch, tmp_path):
     """ "raise" raises its own error, "skip" skips, as where there is a file."""
     no_folder(monkeypatch, tmp_path)
@@ -158,6 +159,7 @@ def test_files_are_bounded(monkeypatch, tmp_path):
     assert len(left) == 6 and left > {"mine.txt", *map(os.path.basename, second)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_skip_is_as_if_the_batch_had_not_been(steps, caplog):
     """Weights, moving averages, slots and `iterations`: one device's without the batch; one warning."""
@@ -176,6 +178,7 @@ def test_skip_is_as_if_the_batch_had_not_been(steps, caplog):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_undone():
     """What each tower has accumulated is its own from before the step."""
 
@@ -189,6 +192,7 @@ def test_accumulated_gradients_are_undone():
     assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow
 def test_towers_without_samples_are_finite():
     """Idle towers compute on a copy of a row that is not theirs: only the row's own tower is named."""
     x = X[:2].copy()
@@ -199,6 +203,7 @@ def test_towers_without_samples_are_finite():
     assert {tower: rows[:2] for tower, rows in caught.value.towers.items()} == {0: (0, 1)}
 
 
+@pytest.mark.slow
 def test_loss_scaling_is_left_alone(caplog):
     """A LossScaleOptimizer skips the update and lowers its scale, as on one device; a warning tells so."""
 
@@ -214,6 +219,7 @@ def test_loss_scaling_is_left_alone(caplog):
     assert [r for r in caplog.records if "LossScaleOptimizer skips the updates" in r.getMessage()]
 
 
+@pytest.mark.slow
 def test_one_tower_and_a_loop():
     """One tower watches too, and so does a loop of one's own, of which a variable's own name is reported."""
     model = on_towers(mlp, 1, on_nonfinite="raise")

@@ -51,6 +51,7 @@ def elements(variable):
     return int(tf.size(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_numbers(name):
     """Weights, optimizer state and logs are those of whole state, to the bit; the last batch has one row."""
@@ -97,6 +98,7 @@ class Nothing(keras.layers.Layer):
         return x + tf.reduce_sum(self.table, 0)[:1] + tf.reduce_sum(self.vector)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True], ids=["beside others", "alone"])
 @pytest.mark.parametrize("ops", ["of the host", "py_ops"])
 def test_weights_without_elements(alone, ops, request):
@@ -118,6 +120,7 @@ def test_weights_without_elements(alone, ops, request):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_state_is_divided():
     """While towers train each holds the N-th part, and the optimizer's own variables hold nothing."""
     model = on_towers(mlp, 4, shard_optimizer=True)
@@ -154,6 +157,7 @@ def test_saved_and_loaded(tmp_path):
         assert_close(state(one), state(whole))
 
 
+@pytest.mark.slow
 def test_python_writes_and_close():
     """What Python writes into optimizer variables counts from the next step; `close` leaves them whole."""
     models = [on_towers(mlp, 3, shard_optimizer=divided) for divided in (False, True)]
@@ -181,6 +185,7 @@ def embedding(optimizer):
 WORDS = np.random.default_rng(3).integers(0, 11, (61, 4))
 
 
+@pytest.mark.slow
 def test_sparse_gradients():
     """State of a weight with sparse gradients stays whole on every tower; that of the others is divided."""
     build = lambda: embedding(keras.optimizers.Adam(0.01))  # noqa: E731
@@ -191,6 +196,7 @@ def test_sparse_gradients():
     assert group.weights == tuple(model.layers[-1].trainable_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [{"jit_compile": True, "steps_per_execution": 3}, {"run_eagerly": True}]
 )
@@ -204,6 +210,7 @@ def test_ways_to_run(arguments):
     assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow
 def test_two_optimizers():
     """Two optimizers of one step, one after the other, each divided by itself."""
 

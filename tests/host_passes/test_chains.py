@@ -396,6 +396,7 @@ def trained(factory):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [normalised, transformer])
 def test_models(monkeypatch, chains, factory):
     """A whole step's weights and state with chains and without; few ops are left.

@@ -60,6 +60,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_plan_two_ways(name, towers, monkeypatch):

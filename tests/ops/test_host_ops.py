@@ -145,6 +145,7 @@ def state_of(model):
 # Where there is none
 
 
+@pytest.mark.slow
 def test_without_our_kernels(monkeypatch, caplog):
     """A TensorFlow that does not take them: py ops do the same to the last bit, and that is logged, once."""
 

@@ -400,6 +400,7 @@ def test_divided_optimizer_by_py_ops(py_ops):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])
 def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, py_ops, steps, expected):
     """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's

@@ -40,6 +40,7 @@ class Tiny(unittest.TestCase):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_what_fails_on_towers_alone_is_told(tmp_path, capsys):
     """A test passes, one fails on towers, one is known to, one fails plainly too."""

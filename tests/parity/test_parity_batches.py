@@ -146,6 +146,7 @@ CASES |= {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), spread(CASES))
 def test_batches(name, towers):
     """Same numbers as on one device."""
@@ -195,6 +196,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), spread(EMPTY))
 def test_batches_without_rows(name, towers):
     """They go by as on one device, as a step that has nothing to train on."""
@@ -205,6 +207,7 @@ def test_batches_without_rows(name, towers):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_shuffled_by_keras():
     """The batches are drawn before they are split: the seed alone decides which rows they hold."""
     check(Case(mlp, fit(X, Y, shuffle=True, epochs=2)), 3)

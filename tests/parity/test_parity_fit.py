@@ -34,6 +34,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile_option(name):
     """Options of `compile` mean on towers what they mean on one device."""
@@ -64,6 +65,7 @@ def test_steps_per_execution_leaves_no_batch_behind():
     assert int(model.optimizer.iterations.numpy()) == 2 * 4
 
 
+@pytest.mark.slow
 def test_compile_again():
     """Compiling again, before the first fit and after it, takes effect on all towers."""
 

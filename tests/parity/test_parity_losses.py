@@ -316,6 +316,7 @@ CASES |= {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), spread(CASES))
 def test_losses(name, towers):
     """Same numbers as on one device."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import gan
-from parity import ALL_ROWS, TOWERS, assert_close, assert_towers_agree, data, mlp, on_towers
+from parity import TOWERS, assert_close, assert_towers_agree, data, mlp, on_towers
 
 import ncclsync
 
@@ -101,12 +101,9 @@ def alone():
     return {name: train(factory(), x, y) for name, (factory, x, y) in CASES.items()}
 
 
-# Every number of towers with one model, two or three of them with each of the others.
-TRAINED = {"mlp": TOWERS, "cnn": (1, 3, 8), "two_in_two_out": (2, 4), "subclassed": (1, 3, 8)}
-PAIRS = [(name, towers) for name in CASES for towers in (TOWERS if ALL_ROWS else TRAINED[name])]
-
-
-@pytest.mark.parametrize("name, towers", PAIRS)
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("name", CASES)
 def test_trains_like_one_device(name, towers, alone):
     """Weights, optimizer state, losses, metrics and predictions are one device's; all towers agree."""
     factory, x, y = CASES[name]
@@ -132,7 +129,8 @@ def train_gan(model):
     return {"weights": model.get_weights(), "history": history.history}
 
 
-@pytest.mark.parametrize("towers", TOWERS[1:] if ALL_ROWS else (2, 3, 8))
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("towers", TOWERS[1:])
 def test_custom_train_step_with_two_optimizers(towers, gan_alone):
     """A GAN is three segments; the discriminator's update is seen by the generator's step."""
     model = on_towers(gan, towers)

@@ -165,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name, towers", spread(CASES))
 def test_complaint(name, towers):
     """What failed or was wrong elsewhere is one device's result here."""

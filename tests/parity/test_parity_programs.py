@@ -607,12 +607,14 @@ MODELS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name, towers", spread(STEPS))
 def test_step(name, towers):
     """Steps of the user's own, and what they use."""
     check(STEPS[name], towers)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name, towers", spread(MODELS, towers=(3, 4, 2)))
 def test_model(name, towers):
     """Models of many kinds of layers, inputs and outputs."""
@@ -658,6 +660,7 @@ def test_mlp_in_float64_is_exact_to_1e_12():
     check(Case(factory, run, tolerance=1e-12), 4)
 
 
+@pytest.mark.slow
 def test_mlp_after_100_steps():
     """Rounding does not grow into a difference."""
     check(Case(mlp, lambda model: fit(X, Y, batch_size=13, epochs=20)(model)["weights"], tolerance=1e-4), 3)

@@ -392,6 +392,7 @@ DRAWS = {
 CASES |= {f"draw_{name}": on_samples(draw) for name, draw in DRAWS.items()}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), spread(CASES))
 def test_towers_draw_what_one_device_draws(name, towers):
     """Outputs, weights, optimizer, losses and the state of the generators, for the same seed."""
@@ -454,6 +455,7 @@ def test_what_cannot_be_drawn_is_refused(name):
         model.predict(X, verbose=0)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["MixUp", "CutMix"])
 def test_layers_that_mix_samples(name):
     """Their partners are the samples of other towers."""
@@ -511,6 +513,7 @@ def default_run():
     return b"".join(np.asarray(leaf).tobytes() for leaf in [*model.get_weights(), history["loss"]])
 
 
+@pytest.mark.slow
 def test_default_runs_are_reproducible():
     """For a seed and a number of towers, bit for bit: in this process, and in another."""
     here = default_run()

@@ -43,6 +43,7 @@ print(outcome)
 """
 
 
+@pytest.mark.slow
 def test_program_in_a_process_of_its_own(tmp_path):
     """`python -c` and a plain script, without a main guard, after TensorFlow operations of the user's."""
     (tmp_path / "script.py").write_text(PROGRAM)

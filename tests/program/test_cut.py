@@ -111,6 +111,7 @@ def test_custom_step_that_returns_its_loss_needs_no_rollback():
     assert [count > 0 for count in joins(program)] == [True, False] and program.rollback == ()
 
 
+@pytest.mark.slow
 def test_early_writes_are_undone():
     """A GAN's first update comes before the last segment: what it writes is kept; the last cannot fail."""
     program = program_of(trained(gan))

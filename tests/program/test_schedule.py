@@ -49,6 +49,7 @@ class Together(Reading):
         return logs
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("cls", [Reading, Writing, Together])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_what_follows_the_update(cls, optimizer):

@@ -1,11 +1,9 @@
 """Programs that others have published give on towers what they give on one device, or say that they do not.
 
-`pytest tests/programs -k NAME` runs one. NCCLSYNC_ALL_ROWS=1 also runs some on three towers, and checks the
-programs themselves.
+`pytest tests/programs --all -k NAME` runs one.
 """
 
 import importlib
-import os
 import pathlib
 
 import harness
@@ -16,16 +14,16 @@ for file in sorted(pathlib.Path(__file__).parent.glob("*.py")):
     if file.stem not in ("harness", pathlib.Path(__file__).stem):
         importlib.import_module(file.stem)
 
-ALL_ROWS = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 ONE_BY_ONE = [
     pytest.param(name, count, id=f"{name}-{count}", marks=[pytest.mark.programs_extra] * bool(made.extra))
     for name, made in harness.PROGRAMS.items()
-    for count in (made.towers if ALL_ROWS else made.towers[:1])
+    for count in made.towers
 ]
 COUPLED = [name for name, made in harness.PROGRAMS.items() if made.coupled]
 
 
 @pytest.mark.programs
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(("name", "towers"), ONE_BY_ONE)
 def test_program(name, towers):
     """All that a program leaves is one device's, or the program is warned of."""
@@ -36,9 +34,7 @@ def test_program(name, towers):
 
 
 @pytest.mark.programs
-@pytest.mark.skipif(
-    not ALL_ROWS, reason="about the programs, not about ncclsync; NCCLSYNC_ALL_ROWS=1 runs it"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, made in harness.PROGRAMS.items() if not made.extra])
 def test_program_repeats_itself(name):
     """On one device a program gives the same numbers, eagerly and traced: another number is towers' doing."""
@@ -48,6 +44,7 @@ def test_program_repeats_itself(name):
 
 
 @pytest.mark.programs
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 def test_program_compares_samples(name):
     """A loss that compares samples is not the mean of its shards' losses: a wrong shard is seen."""

@@ -1,7 +1,6 @@
 """The net below the rules: a false rule is caught, a right one is not, and nothing is left changed."""
 
 import logging
-import os
 import re
 
 import keras
@@ -25,7 +24,6 @@ from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
 from ncclsync.semantics.shards import open_specs
 
-ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 MODELS = 100
 
 
@@ -301,6 +299,7 @@ SABOTAGES = {
 }
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_false_rule_is_caught(name, monkeypatch):
     sabotage, program = SABOTAGES[name]
@@ -354,6 +353,7 @@ def test_no_check_where_none_is_wanted(monkeypatch):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_verify_always_checks(monkeypatch):
     SABOTAGES["a kernel's gradient is averaged"][0](monkeypatch)
     report = ncclsync.verify(
@@ -466,6 +466,7 @@ def everything(model):
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("fails", [False, True], ids=["passes", "fails"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_check_leaves_no_trace(name, fails, monkeypatch, caplog):
@@ -548,7 +549,8 @@ def test_few_rows_are_repeated():
 # False alarms.
 
 
-@pytest.mark.parametrize("seed", range(MODELS) if ALL else range(0, MODELS, 4))
+@pytest.mark.slow(but=5)
+@pytest.mark.parametrize("seed", range(MODELS))
 def test_no_false_alarm(seed):
     model, batch = generate(seed)
     assert checked_model(model, batch) is None

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import ALL_ROWS, data, on_towers
+from parity import data, on_towers
 
 import ncclsync
 from ncclsync.tools.bench.models import MODELS
@@ -88,6 +88,7 @@ def test_much_that_is_computed_alike(caplog):
     assert "computed alike on all towers" in message and f"{HERE}:" in message
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
 def test_models_of_bench_gather_nothing(name):
     """But for the slices of embeddings, which are gradients."""
@@ -95,7 +96,9 @@ def test_models_of_bench_gather_nothing(name):
     assert explained.wholes == ()
 
 
-APPLICATIONS = ("MobileNet", "EfficientNetB0") + ALL_ROWS * (
+APPLICATIONS = (
+    "MobileNet",
+    "EfficientNetB0",
     "VGG16",
     "ResNet50V2",
     "MobileNetV2",
@@ -107,6 +110,7 @@ APPLICATIONS = ("MobileNet", "EfficientNetB0") + ALL_ROWS * (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_applications_gather_nothing(name):
     """Models of keras.applications: gradients, metrics and moving averages, and no rows."""

@@ -29,7 +29,6 @@ MOST_CASES = 100
 # All combinations of placements of an example, up to so many; else a sample of them: an op's first example by
 # all samples on the first axis and by one more, each other example by one.
 MOST_COMBINATIONS = 64
-ALL = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 ORDERED = ("f8", "f4", "distinct", "distinct4", "positive")  # kinds that can be a maximum over the rows
 # How many culprits are looked for in a step that fails as a whole.
 MOST_CULPRITS = int(os.environ.get("NCCLSYNC_MOST_CULPRITS", "3"))
@@ -77,8 +76,8 @@ def placements_of(given: Input) -> list[str]:
     return [*shards, "R", *partial]
 
 
-def cases_of(example: Example, rows: int) -> list[Case]:
-    """What is run of an example: every combination of placements, or a sample that is the same each time."""
+def cases_of(example: Example, rows: int) -> tuple[list[Case], list[Case]]:
+    """Combinations of placements of an example: a sample that is the same each time, and the others."""
     inputs = example.inputs
     combinations = list(itertools.product(*map(placements_of, inputs)))
     whole = tuple("V" if "V" in given.only else "R" for given in inputs)
@@ -93,12 +92,15 @@ def cases_of(example: Example, rows: int) -> list[Case]:
         cases.append(Case(example, whole))
     rng = random.Random(f"{example.name} {rows}")
     rng.shuffle(cases)
-    cases = [Case(example, samples), *cases]
-    if ALL:
-        return cases[:MOST_COMBINATIONS]
+    cases = [Case(example, samples), *cases[: MOST_COMBINATIONS - 1]]
     if rows == FEW:
-        return cases[:1] if example.index == 0 and rng.random() < 0.3 else []
-    return cases[:2] if example.index == 0 else rng.sample(cases, 1)
+        n_chosen = int(example.index == 0 and rng.random() < 0.3)
+    elif example.index == 0:
+        n_chosen = 2
+    else:
+        rng.shuffle(cases)
+        n_chosen = 1
+    return cases[:n_chosen], cases[n_chosen:]
 
 
 class Sources:
@@ -345,11 +347,15 @@ def told_by(error):
 
 
 def steps(rows):
-    """Yield a parameter of pytest for each step: its cases, of one family."""
+    """Yield a parameter of pytest for each step: its cases, of one family. All but few rows are slow."""
     for family in dict.fromkeys(example.family for example in EXAMPLES):
-        cases = [case for example in EXAMPLES if example.family == family for case in cases_of(example, rows)]
-        for i, begin in enumerate(range(0, len(cases), MOST_CASES)):
-            yield pytest.param(cases[begin : begin + MOST_CASES], rows, id=f"{family}-{rows}-{i}")
+        chosen = [cases_of(example, rows) for example in EXAMPLES if example.family == family]
+        for which, name in enumerate((family, f"{family}-more")):
+            marks = () if which == 0 and rows == FEW else pytest.mark.slow
+            cases = [case for both in chosen for case in both[which]]
+            for i, begin in enumerate(range(0, len(cases), MOST_CASES)):
+                some = cases[begin : begin + MOST_CASES]
+                yield pytest.param(some, rows, id=f"{name}-{rows}-{i}", marks=marks)
 
 
 @pytest.mark.parametrize(("cases", "rows"), [*steps(ROWS), *steps(FEW)])

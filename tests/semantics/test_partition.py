@@ -167,6 +167,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, size", [(3, 7), (4, 2)])
 def test_steps(towers, size):
     """Values of all of them, and the gradients of those that have one with respect to x and the series."""

@@ -54,6 +54,7 @@ class Effects:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 3])
 def test_effects_of_a_custom_step_happen_once(tmp_path, towers):
     def seen(run, folder):

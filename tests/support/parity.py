@@ -5,7 +5,6 @@ for each row; `examples/compare_parity.py` runs the same tables through other li
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ import pytest
 from ncclsync import nccl_parallel
 
 TOWERS = (1, 2, 3, 4, 8)
-ROWS_AT_ONCE = 16
-ALL_ROWS = os.environ.get("NCCLSYNC_ALL_ROWS") == "1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +34,9 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chosen(cases: Mapping[str, Case], every: int, at_once: int = ROWS_AT_ONCE) -> list[str]:
-    """Some rows of a table of more than `at_once`; all of a smaller one, or if all are asked for."""
-    names = list(cases)
-    return names if ALL_ROWS or len(names) <= at_once else names[::every]
-
-
 def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
-    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them.
-
-    Of a large table every twelfth row, to keep the time of all tests within bounds.
-    """
-    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(chosen(cases, every=12, at_once=10))]
+    """Pytest parameters (name, towers): the numbers of towers in turn, so that a table meets all of them."""
+    pairs = [(name, towers[i % len(towers)]) for i, name in enumerate(cases)]
     return [pytest.param(name, count, id=f"{name}-{count}") for name, count in pairs]
 
 

@@ -285,6 +285,7 @@ def test_all_reduce(tmp_path):
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_step(tmp_path):
     """Two libraries take turns inside fit; the parts of ncclsync's step add up to it."""
     found, table = run_bench(
@@ -308,6 +309,7 @@ def test_step(tmp_path):
     assert (tmp_path / "it.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_start(tmp_path):
     """A fresh process for each number of towers; beside one tower."""
     found, _ = run_bench(
@@ -318,6 +320,7 @@ def test_start(tmp_path):
     assert set(found["rows"][1]["ratios"]) == {"one tower"}
 
 
+@pytest.mark.slow
 def test_feed(tmp_path):
     """The kinds of data that are asked for, beside the ceiling."""
     arguments = ("feed", "--towers", "2", "--rounds", "1", "--data", "generator", "--against", "single")
@@ -329,6 +332,7 @@ def test_feed(tmp_path):
         assert row["more"]["of_ceiling"]["median"] == pytest.approx(ceiling / row["value"]["median"])
 
 
+@pytest.mark.slow
 def test_memory(tmp_path):
     """Peaks, and what one more tower needs: its weights and its optimizer state."""
     found, _ = run_bench(

@@ -65,6 +65,7 @@ def test_machine_without_gpu():
     assert reduced["seconds"] > 0
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_gpus_that_tensorflow_cannot_use():
     """The screen of a host with GPUs, links and variables; it would train, on the CPU."""
@@ -101,6 +102,7 @@ MISSING = "raise ModuleNotFoundError(\"No module named 'tensorflow'\", name='ten
 NO_JAX = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("tensorflow", "environ", "expected", "words"),
     [

@@ -64,6 +64,7 @@ FEEDS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", FEEDS)
 def test_equal(name):
     """A plain model is equal on any kind of data, and every variable and log of every step was compared."""
@@ -79,6 +80,7 @@ def test_equal(name):
     assert any(one.absolute > 0 for one in report.differences), "towers add in another order"
 
 
+@pytest.mark.slow
 def test_decorated_and_unseeded_factory():
     """The decorator is taken off, and the start is copied: it need not be the same in each build."""
 
@@ -93,6 +95,7 @@ def test_decorated_and_unseeded_factory():
     assert report.devices == ("CPU:0",) * 5
 
 
+@pytest.mark.slow
 def test_model_built_by_its_first_batch():
     """A subclassed model without declared inputs, with a step of its own."""
 
@@ -120,6 +123,7 @@ def test_model_built_by_its_first_batch():
     assert check(build).ok
 
 
+@pytest.mark.slow
 def test_batch_normalization():
     """Told by name, with what mends it; which it does."""
     plain = check(lambda: sequential(layers.Dense(4), layers.BatchNormalization(name="bn")))
@@ -129,6 +133,7 @@ def test_batch_normalization():
     assert check(lambda: sequential(layers.BatchNormalization(synchronized=True))).ok
 
 
+@pytest.mark.slow
 def test_dropout():
     """The towers draw other numbers, whatever the seed, unless told to draw those of one device."""
 
@@ -155,6 +160,7 @@ class FirstRow(keras.metrics.Metric):
         return self.total.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["none", "sum"])
 def test_metric_of_one_row(aggregation):
     """Equal, whatever its state is declared as."""
@@ -162,6 +168,7 @@ def test_metric_of_one_row(aggregation):
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_loss_that_compares_samples():
     """A loss of one's own that pairs samples is equal."""
 
@@ -172,6 +179,7 @@ def test_loss_that_compares_samples():
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_state_with_another_role_on_towers():
     """Metric state that is no sum, and gradients that each tower accumulates, are compared by value."""
 
@@ -186,6 +194,7 @@ def test_state_with_another_role_on_towers():
     assert any("accumulator" in one.name for one in report.differences)
 
 
+@pytest.mark.slow
 def test_one_device_that_differs_from_itself():
     """What no seed decides is told as such."""
     report = check(lambda: sequential(layers.Rescaling(random.SystemRandom().random())))
@@ -194,6 +203,7 @@ def test_one_device_that_differs_from_itself():
     assert "rounding" not in reasons(report)
 
 
+@pytest.mark.slow
 def test_rounding():
     """Below rounding nothing is equal; it is told how far one device is from itself."""
     report = check(lambda: sequential(layers.Dense(64)), tolerance=0.0)
@@ -202,6 +212,7 @@ def test_rounding():
     assert "tolerance=" in report.reasons[0].remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 1e-2), ("mixed_bfloat16", 8e-2)])
 def test_half_precision(policy, tolerance):
     """Equal to its own tolerance; below, the dtype is a reason."""
@@ -217,6 +228,7 @@ def test_half_precision(policy, tolerance):
         keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.slow
 def test_double_precision():
     """Fifteen digits where all of Keras computes in them; where its losses do not, theirs."""
     policy = keras.config.dtype_policy()
@@ -232,6 +244,7 @@ def test_double_precision():
         keras.config.set_dtype_policy(policy)
 
 
+@pytest.mark.slow
 def test_nan():
     """Where both have it nothing differs, but it is told."""
     report = verify(lambda: sequential(optimizer=keras.optimizers.SGD(1e30)), (X, TARGETS), towers=2, steps=3)
@@ -240,6 +253,7 @@ def test_nan():
     assert "Worth knowing" in str(report)
 
 
+@pytest.mark.slow
 def test_first_variable_and_step():
     """A learning rate that one of the two changes before step 2 is named, and before what follows from it."""
     built = []
@@ -288,6 +302,7 @@ def test_table():
     assert "seven/kernel" in captured.get()
 
 
+@pytest.mark.slow
 def test_long_table_shows_what_differs_most():
     """Twenty rows, and how many there are besides."""
     report = check(lambda: sequential(*[layers.Dense(4) for _ in range(12)]))
@@ -407,6 +422,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("name", WRONG)
 def test_bad_arguments(name):
     """Said with what was expected and what came."""
@@ -415,6 +431,7 @@ def test_bad_arguments(name):
         call()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(monkeypatch):
     """Towers are closed after success and failure; Python's and NumPy's generators go on as before."""
     built = []
@@ -461,6 +478,7 @@ def two_outputs():
     return model
 
 
+@pytest.mark.slow
 def test_random_data():
     """By shapes, dtypes and losses."""
     x, (one_hot, bits) = random_data(two_outputs(), 50, batch_size=7, open_size=9)
@@ -527,6 +545,7 @@ number = 3
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "out", "err"),
     [
@@ -548,6 +567,7 @@ def test_command_line(tmp_path, monkeypatch, capsys, arguments, code, out, err):
         assert ("Traceback" in printed.err) == ("RuntimeError" in err)
 
 
+@pytest.mark.slow
 def test_command_line_in_a_process(tmp_path):
     """As a user types it: a module of the current folder."""
     write_factories(tmp_path)

@@ -290,6 +290,7 @@ def batches_that_a_strategy_has_split(route):
 @check("host")
 def programs_of_the_readme(route):
     """Those for MirroredStrategy: before and after, and with CrossDeviceOps, the weights are the same."""
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "training"))
     from test_coming_from import PROGRAMS, assert_same, weights_after
 
     (fit, _), (loop, loop_on_towers), (_, fit_by_ours) = PROGRAMS["MirroredStrategy"]
@@ -322,6 +323,7 @@ def outcomes(built_standin, made_once):
     return json.loads((made_once("outcomes", run) / "outcomes.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_under_mirrored_strategy(outcomes, name):
     """The check of this name, in the module's own process."""

@@ -82,6 +82,7 @@ nccl_parallel(lambda: None)
 """
 
 
+@pytest.mark.slow
 def test_keras_on_another_backend():
     """The error names the backend found and the way to change it. Not an error of an import on the way."""
     done = subprocess.run(
@@ -202,6 +203,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 def test_within_a_function(trained):
     """Whatever runs a step or reads towers is refused there, and leaves nothing for later fits to meet."""

@@ -77,6 +77,7 @@ def every_call(model, named, other=None):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps, eagerly, named, towers", [(1, False, True, 3), (3, False, False, 2), (1, True, False, 2)]
 )
@@ -89,6 +90,7 @@ def test_none_as_an_input(steps, eagerly, named, towers):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_none_beside_callbacks_and_verify(tmp_path):
     """`Timeline`, `on_nonfinite`, `Shuffled`, `explain` and `verify` take it as any other batch."""
     model = on_towers(optional, 2, on_nonfinite="raise")
@@ -158,6 +160,7 @@ def fitted(model, length, **options):
     return told, {"history": history, "evaluate": model.evaluate(batches(length), verbose=0), **state(model)}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
     "length, steps, options",

@@ -23,6 +23,7 @@ def copies(model, variable):
     return model.towers.copies(tf_compat.backend_variable(variable))
 
 
+@pytest.mark.slow
 def test_deleted_models_leave_nothing():
     """Without `close`, a deleted model's variables, their copies and the communicator die with it."""
 
@@ -104,6 +105,7 @@ print(f"100 million parameters, 4 CPU towers: build and first predict {first.sec
 """
 
 
+@pytest.mark.slow
 def test_memory_of_100_million_parameters():
     """Each tower has one copy of the weights, and nothing else, not even for a moment."""
     done = subprocess.run(

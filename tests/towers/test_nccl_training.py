@@ -79,6 +79,7 @@ def embedding():
     return model
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "factory, towers, options",
     [(mlp, 4, {}), (cnn, 2, {"bucket_bytes": 64}), (cnn, 3, {}), (embedding, 3, {})],
@@ -112,6 +113,7 @@ class TellToFail(keras.callbacks.Callback):
             self._standin.fail(self._fail)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "fail, error, words, suffix",
     [
@@ -169,6 +171,7 @@ def test_buckets_travel_in_one_group(nccl):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_buckets_travel_while_towers_compute(nccl, tmp_path):
     """Each is sent when it is complete, the last layer's first; meanwhile towers go on, up to the update."""
     plain = mlp()
@@ -208,6 +211,7 @@ def clipped_embedding():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory, towers, fails",
     [
@@ -339,6 +343,7 @@ def test_own_loop(nccl):
         assert towers.run(step, batch)["sum"].numpy() == 435.0
 
 
+@pytest.mark.slow
 def test_failed_collective_keeps_no_memory(nccl, monkeypatch):
     """Neither what was to be reduced nor what was to hold the result waits for the next attempt."""
     seen = []
@@ -380,6 +385,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_within_fit(built_standin):
     """TensorFlow's main thread waits in native code; still Ctrl-C ends a collective that hangs."""
     program = subprocess.Popen(
@@ -399,6 +405,7 @@ def test_ctrl_c_within_fit(built_standin):
     assert "terminate called" not in err and "core dumped" not in err
 
 
+@pytest.mark.slow
 def test_random_faults_within_fit(nccl):
     """20 of them: `fit` ends or raises, tower 0's weights are never lost, and the next `fit` goes on."""
     model = on_towers(mlp, 3, backend="nccl", timeout_s=0.1)

@@ -83,6 +83,7 @@ def train_gan(judge, generator, combined):
     return [*map(float, results), judge.get_weights(), generator.get_weights()]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("towers", "options"),
     [
@@ -99,6 +100,7 @@ def test_gan(towers, options):
     assert_close(train_gan(*gan(*puts)), train_gan(*gan(plain, plain)))
 
 
+@pytest.mark.slow
 def test_gan_with_dropout():
     """Random state is shared as weights are: the numbers drawn are those of one device."""
     put = nccl_parallel(towers=3, batch_invariant_random=True)
@@ -110,6 +112,7 @@ def extractor_of(model):
     return lambda: keras.Model(model.inputs, model.layers[-2].output)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("trained_on", [1, 3])
 def test_feature_extractor(trained_on):
     """It predicts with the weights that the model around it has now.
@@ -126,6 +129,7 @@ def test_feature_extractor(trained_on):
     assert_close(features.predict(X, verbose=0), expected.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_three_towers():
     """Of several models that share layers, each sees what any other has written, in whatever order."""
 
@@ -170,6 +174,7 @@ def run_here(train, batch):
     return tf.function(train, autograph=False)(tuple(map(tf.convert_to_tensor, batch)))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sharded", [(), (1,), (0, 1)])
 def test_run_beside_fit(sharded):
     """Two loops and `fit` on one model and its one optimizer, whose state some towers divide."""
@@ -188,6 +193,7 @@ def test_run_beside_fit(sharded):
     assert_close([fit(model), state(model)], [fit(alone), state(alone)])
 
 
+@pytest.mark.slow
 def test_optimizer_that_other_towers_divide():
     """A step that is traced while an optimizer is divided must divide it too; one that was before goes on."""
     model, alone = mlp(), mlp()
@@ -201,6 +207,7 @@ def test_optimizer_that_other_towers_divide():
         assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("counts", [(2, 3), (3, 1), (1, 2)])
 def test_accumulated_gradients(counts):
     """Of what is accumulated, each tower holds a part: one Towers goes on with the sum of the other's."""
@@ -220,6 +227,7 @@ def test_accumulated_gradients(counts):
     assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow
 def test_metric_state():
     """A metric that two Towers update holds the sum of both, and its reset reaches both."""
     metric, alone = keras.metrics.MeanSquaredError(), keras.metrics.MeanSquaredError()
@@ -282,6 +290,7 @@ def test_close_of_one():
     assert not {"assign", "_read_variable_op"} & set(vars(variable)), "the variable's own methods are back"
 
 
+@pytest.mark.slow
 def test_sharded_optimizer_of_closed_towers():
     """Whoever closes first leaves the optimizer's state whole to the other."""
     model, alone = mlp(), mlp()
@@ -298,6 +307,7 @@ def test_sharded_optimizer_of_closed_towers():
     assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow
 def test_towers_that_nobody_closes():
     """A model that is dropped leaves no copies behind, while the variables live on in another model."""
     base, alone = nccl_parallel(towers=2)(mlp)(), mlp()
@@ -317,6 +327,7 @@ def test_towers_that_nobody_closes():
     assert_no_divergence(base)
 
 
+@pytest.mark.slow
 def test_variables_that_are_deleted():
     """Towers forget them, whichever of their holders goes first."""
     variable, kept = tf.Variable(1.0), tf.Variable(1.0)
@@ -333,6 +344,7 @@ def test_variables_that_are_deleted():
         assert [run_doubled(towers, run) for towers in (one, other, one)] == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("on_nonfinite", [None, "skip"])
 def test_step_that_is_undone(on_nonfinite):
     """A step that fails or is skipped leaves to the other towers what was before it."""
@@ -377,6 +389,7 @@ def test_divergence_is_told_in_both():
         assert [float(copy) for copy in other.copies(variable)] == [8.0, 8.0, 8.0]
 
 
+@pytest.mark.slow
 def test_run_eagerly():
     """A step without a graph is seen too, and sees what others' graphs have written."""
 

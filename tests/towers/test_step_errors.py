@@ -104,6 +104,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "name, row",
     # Row 39 is the last tower's, row 20 the first's, which then has made a part of its writes.
@@ -150,6 +151,7 @@ def test_on_batch_with_a_bad_label():
     assert_close(model.get_weights(), alone.get_weights())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("factory", [mlp, two_parts])
 def test_error_is_named_whichever_tower_fails_first(factory):
     """The error itself, every time: not that other towers were cancelled on its account."""
@@ -217,6 +219,7 @@ def test_error_while_tracing():
     assert_towers_agree(model)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("factory, steps", [(mlp, 1), (two_parts, 3)])
 def test_error_of_the_data(factory, steps):
     """A generator that raises at its third batch: that error, and the two steps before stay."""
@@ -299,6 +302,7 @@ class AccumulatesByHand(keras.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 3])
 def test_gradients_accumulated_by_hand(towers):
     """An optimizer in a branch makes one device's updates."""
@@ -335,6 +339,7 @@ def test_keyboard_interrupt_in_a_callback():
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_fit_within_seconds():
     """SIGINT in the middle of `fit` ends the process with a KeyboardInterrupt, no hang, no crash."""
     code = (

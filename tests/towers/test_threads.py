@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -28,6 +30,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_eight_towers_on_one_thread():
     """With one inter-op and one intra-op thread eight towers give one device's numbers; they do not hang."""
     done = subprocess.run(
@@ -86,7 +89,7 @@ print(json.dumps(out))
 def test_an_op_runs_on_one_thread_where_towers_fill_the_cores():
     """Unless the user has chosen otherwise, or TensorFlow runs already, which is told once."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    del environment["TF_NUM_INTRAOP_THREADS"]
+    environment.pop("TF_NUM_INTRAOP_THREADS", None)
     done = subprocess.run(
         [sys.executable, "-c", CASES],
         cwd=os.path.dirname(__file__),

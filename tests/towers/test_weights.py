@@ -185,6 +185,7 @@ def tf_checkpoint(model, tmp_path):
     checkpoint.read(path).assert_consumed()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", WRITES)
 def test_write_reaches_all_towers(name, fresh_pair, tmp_path):
     """However Python writes: the next step on all towers starts from what it wrote."""
@@ -230,6 +231,7 @@ def test_function_traced_before_the_first_step_assigns(tmp_path):
     assert_close(*results)
 
 
+@pytest.mark.slow
 def test_swap_ema_weights(tmp_path):
     """SwapEMAWeights, and the averages that Keras writes into the weights at the end of `fit`."""
 
@@ -267,6 +269,7 @@ class Interruption(Exception):
     """What ends a training in the middle."""
 
 
+@pytest.mark.slow
 def test_backup_and_restore(tmp_path):
     """A training that is interrupted and resumed in a new model ends like one that was not."""
 

@@ -18,7 +18,7 @@ from ncclsync import BackupAndRestore, NcclSyncError, Shuffled
 from ncclsync.training.callbacks import backup
 
 ROWS, EPOCHS = 61, 2
-TESTS = pathlib.Path(__file__).parents[1] / "support"
+TESTS = pathlib.Path(__file__).parent
 RNG = np.random.default_rng(0)
 X = np.concatenate([np.arange(ROWS)[:, None], RNG.standard_normal([ROWS, 6])], 1).astype("float32")
 Y = RNG.standard_normal([ROWS, 1]).astype("float32")
@@ -146,6 +146,7 @@ def folder(left_behind, tmp_path):
     return pathlib.Path(shutil.copytree(left_behind, tmp_path / "backup"))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("point", ["before the weights", "between the files"])
 def test_killed_while_it_saves(point, whole, folder, monkeypatch):
     """Weights and position are of one moment, whichever file was the last to be written."""
@@ -305,6 +306,7 @@ class Unbuilt(keras.Model):
         return self.outer(self.inner(x, training=training))
 
 
+@pytest.mark.slow
 def test_model_without_weights_goes_on(tmp_path):
     """One that is built by its first batch is built from the data's shapes before a backup is restored."""
 

@@ -77,6 +77,7 @@ def test_each_library_has_its_programs():
         assert before != after and ast.parse(before) and ast.parse(after)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", ["MirroredStrategy", "Horovod", "multi_gpu_model", "tensorpack"])
 def test_program_after(name, monkeypatch, tmp_path):
     """It trains on several towers, to the weights of the same program on one device."""

@@ -189,6 +189,7 @@ CONTINUED = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", CONTINUED)
 def test_continued_in_the_middle_of_the_warm_up(name, tmp_path):
     """Saved and loaded behind a change of the rate: bit for bit the run that was never stopped."""
@@ -225,6 +226,7 @@ def test_continued_in_the_middle_of_the_warm_up(name, tmp_path):
         model.towers.close()
 
 
+@pytest.mark.slow
 def test_files_are_plain(tmp_path):
     """What a file holds, and what the optimizer is made from again, are those of a model without a recipe."""
     configs = {}
@@ -263,6 +265,7 @@ def moved(model, train):
     return (before - model.get_weights()[0]) / gradient(before, slice(None))
 
 
+@pytest.mark.slow
 def test_a_callback_holds_for_its_fit():
     """Without it the model has the reference rate, and nothing is corrected; nor do earlier traces matter."""
     model = line(optimizers.SGD(ETA))
@@ -291,6 +294,7 @@ def test_weight_decay():
         np.testing.assert_allclose(variable.numpy(), np.full(variable.shape, decayed), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_as_a_recipe():
     """Every fit has it, and `train_on_batch` and a loop of one's own do, or are refused."""
     recipe = LargeBatch(15, 2)
@@ -321,6 +325,7 @@ def test_as_a_recipe():
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_steps_in_one_graph_and_eagerly():
     """Several steps per execution, XLA and eager towers make the same updates."""
     ends = []
@@ -341,6 +346,7 @@ def endless():
         yield X[:20], Y[:20]
 
 
+@pytest.mark.slow
 def test_data_of_unknown_length():
     """The size of the batch is found in the step; the length of an epoch is asked for."""
     model = line(momentum())

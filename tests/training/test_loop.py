@@ -58,6 +58,7 @@ def alone():
     return [loop.step(batch) for batch in batches()], loop.model.get_weights()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_a_loop_on_towers(count, alone):
     """Results of every step, and the weights, for batches that divide evenly and others; traced once."""

@@ -97,6 +97,7 @@ def write_files(folder):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -132,6 +133,7 @@ def without_object_ids(config):
     return {key: value for key, value in config.items() if key != "shared_object_id"}
 
 
+@pytest.mark.slow
 def test_files_have_a_plain_models_structure(tmp_path):
     """The same names, shapes and configuration in `.keras` and `.weights.h5` as without ncclsync."""
     for name in ("towers", "plain"):
@@ -152,6 +154,7 @@ def test_files_have_a_plain_models_structure(tmp_path):
     assert contents(tmp_path / "towers/model.weights.h5") == contents(tmp_path / "plain/model.weights.h5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_plain_models_weights_load_into_towers(tmp_path, trained_before):
     """A plain model's weights reach all towers, and its optimizer state does where Keras loads that, which is

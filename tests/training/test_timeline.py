@@ -95,6 +95,7 @@ def test_order(recorded):
         last = end(one["step"])
 
 
+@pytest.mark.slow
 def test_bytes_and_bandwidth(recorded):
     """The bytes are those that `explain` tells, and algbw is they over the span's time."""
     model, path, _ = recorded
@@ -120,6 +121,7 @@ def test_profiler_shows_the_same_spans(recorded):
         assert max(shown[name], default=0) > 0, name
 
 
+@pytest.mark.slow
 def test_no_node_where_nobody_watches(recorded):
     """The graph of the other steps is what it is without a Timeline, node for node."""
     model, _, _ = recorded
@@ -144,6 +146,7 @@ def test_no_node_where_nobody_watches(recorded):
     assert not any("Note" in op for op, _ in nodes(model))
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution_and_several_fits(tmp_path):
     """Steps are told apart within a call and counted over fits; what one call makes beyond is left out.
 
@@ -187,6 +190,7 @@ def packing(request, monkeypatch):
     return {"backend": "nccl"}
 
 
+@pytest.mark.slow(but=1)
 def test_pack_and_unpack(packing, tmp_path, caplog):
     """Each within its tower's segment; and a step that nobody watches has no such notes in its segments."""
     model = on_towers(mlp, 2, **packing)
@@ -206,6 +210,7 @@ def test_pack_and_unpack(packing, tmp_path, caplog):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_one_tower(tmp_path):
     """It is watched as well; what plain Keras runs is in its place again behind the last step."""
     model, plain = on_towers(mlp, 1), mlp()
@@ -229,6 +234,7 @@ class Stopping(keras.callbacks.Callback):
             raise RuntimeError("mine")
 
 
+@pytest.mark.slow
 def test_failing_fit_leaves_what_there_is(tmp_path):
     """The steps before it, and what had ended of it; the next fit is not watched."""
     bad = Y.copy()
@@ -297,6 +303,7 @@ def test_refusals_before_training(tmp_path):
     assert not good.exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     """A disk that is full by then is logged; training goes on, and the next call tries again."""
     file = tmp_path / "trace.json"

@@ -43,9 +43,7 @@ def build_model():
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(3e-3),
-        loss="sparse_categorical_crossentropy",
-        metrics=["accuracy"],
+        optimizer=keras.optimizers.Adam(3e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"]
     )
     return model
 

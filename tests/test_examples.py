@@ -38,7 +38,7 @@ state.choose_placement = lambda count, devices, backend: (
 )
 """
 LOOKED_AT = {
-    "README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5",
+    "README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5"
 }
 
 # Runs a notebook's cells in turn, as its kernel does.

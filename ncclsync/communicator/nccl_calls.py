@@ -32,14 +32,8 @@ _ADVICE = (
         "tf.config.experimental.set_memory_growth keeps TensorFlow from taking all), or let it take less by "
         "NCCL_BUFFSIZE or NCCL_MAX_CTAS",
     ),
-    (
-        "invalid device",
-        "CUDA counts from 0 the GPUs that CUDA_VISIBLE_DEVICES leaves",
-    ),
-    (
-        "Duplicate GPU",
-        "Each rank needs a GPU of its own: let the processes see or name different ones",
-    ),
+    ("invalid device", "CUDA counts from 0 the GPUs that CUDA_VISIBLE_DEVICES leaves"),
+    ("Duplicate GPU", "Each rank needs a GPU of its own: let the processes see or name different ones"),
     (
         "peer",
         "These GPUs have no direct path to each other: set NCCL_P2P_DISABLE=1, so that NCCL goes through "

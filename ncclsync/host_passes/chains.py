@@ -170,11 +170,7 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
 
 
 def _levels(
-    graph: StepGraph,
-    ops: Sequence[str],
-    unit: dict[str, str],
-    kinds: dict[str, Any],
-    sums: Collection[str],
+    graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
 ) -> dict[str, int]:
     """By unit, in an order in which each is behind all that it waits for.
 
@@ -262,12 +258,7 @@ def _chain_of(
 
 
 def chain_nodes(
-    graph: StepGraph,
-    chain: Chain,
-    own: Collection[str],
-    alone: bool,
-    name: str,
-    named: Callable[[str], str],
+    graph: StepGraph, chain: Chain, own: Collection[str], alone: bool, name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a chain; its outputs keep their names.
 

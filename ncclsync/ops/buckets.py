@@ -15,10 +15,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def fill_buckets(
-    sizes_bytes: Sequence[int],
-    kinds: Sequence[Hashable],
-    bucket_bytes: int,
-    first_bytes: int | None = None,
+    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int, first_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Assign tensors to buckets, last created first.
 

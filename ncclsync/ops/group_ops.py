@@ -22,9 +22,7 @@ Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
 def group_exchange(
-    columns: Sequence[Sequence[tf.Tensor]],
-    communicator: Communicator,
-    collectives: Sequence[Joining],
+    columns: Sequence[Sequence[tf.Tensor]], communicator: Communicator, collectives: Sequence[Joining]
 ) -> list[list[tf.Tensor]]:
     """Join B tensors of each tower, in a graph, by py ops that wait for nothing but their inputs.
 
@@ -79,9 +77,7 @@ def _shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf
 
 
 def _join_on_host(
-    tensors: Sequence[tf.Tensor],
-    communicator: Communicator,
-    collective: Joining,
+    tensors: Sequence[tf.Tensor], communicator: Communicator, collective: Joining
 ) -> list[tf.Tensor]:
     borrowed, ranks = weakref.ref(communicator), len(tensors)
     differ = isinstance(collective, ReduceScatter)  # else all receive the same

@@ -180,13 +180,7 @@ class StepCheck:
                     tf_compat.set_flag(graph.variable_of[handle], "shared")
 
     def _compare(
-        self,
-        alone: StepGraph,
-        placing: Partition,
-        batch: Any,
-        rows: int,
-        count: int,
-        names_of: Callable,
+        self, alone: StepGraph, placing: Partition, batch: Any, rows: int, count: int, names_of: Callable
     ) -> Found | None:
         dtypes = [tf.float32, tf.float64] if _is_costly(alone, rows) else [tf.float64]
         sizes = shard_sizes(rows, count)

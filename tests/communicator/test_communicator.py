@@ -453,12 +453,7 @@ REFUSALS = {
     "not contiguous": (PAIR, [ZEROS, BASE[::2]], ValueError, r"recvs\[1\].*contiguous"),
     "read-only": (PAIR, [ZEROS, read_only(4)], ValueError, r"recvs\[1\].*read-only"),
     "misaligned": ([ZEROS, misaligned(4)], PAIR, ValueError, r"sends\[1\].*multiple of 4"),
-    "recv on send": (
-        [BASE[:4], ZEROS],
-        [PAIR[0], BASE[1:5]],
-        ValueError,
-        r"recvs\[1\].*sends\[0\]",
-    ),
+    "recv on send": ([BASE[:4], ZEROS], [PAIR[0], BASE[1:5]], ValueError, r"recvs\[1\].*sends\[0\]"),
     "recv on recv": (PAIR, [BASE[:4], BASE[3:7]], ValueError, r"recvs\[0\].*recvs\[1\].* 12 bytes"),
     "device memory": ([ZEROS, Dlpack(ZEROS, (2, 0))], PAIR, ValueError, r"sends\[1\].*type 2"),
 }

@@ -65,11 +65,7 @@ DEVICES = (4, 0, 2)
 STREAMS_MADE = [
     line
     for device in DEVICES
-    for line in (
-        f"cudaSetDevice {device}",
-        "cudaStreamCreateWithPriority -5",
-        "cudaEventCreateWithFlags 2",
-    )
+    for line in (f"cudaSetDevice {device}", "cudaStreamCreateWithPriority -5", "cudaEventCreateWithFlags 2")
 ]
 CREATED = [
     *STREAMS_MADE,
@@ -111,11 +107,7 @@ for collective in (lambda: comm.all_reduce(sends, recvs), lambda: comm.broadcast
 print("done")
 """)
     group = [
-        [
-            "ncclGroupStart 0",
-            *(f"{name} {rank} on stream" for rank in range(3)),
-            "ncclGroupEnd 3",
-        ]
+        ["ncclGroupStart 0", *(f"{name} {rank} on stream" for rank in range(3)), "ncclGroupEnd 3"]
         for name in ("ncclAllReduce", "ncclBroadcast")
     ]
     assert calls == [*CREATED, *WAITED, *group[0], *WAITED, *group[1], *DESTROYED]
@@ -140,11 +132,7 @@ print("done")
         (
             "ncclAllReduce:2",
             "ncclAllReduce",
-            [
-                "ncclGroupStart 0",
-                *(f"ncclAllReduce {r} on stream" for r in (0, 1)),
-                "ncclGroupEnd 1",
-            ],
+            ["ncclGroupStart 0", *(f"ncclAllReduce {r} on stream" for r in (0, 1)), "ncclGroupEnd 1"],
         ),
         ("ncclGroupEnd:2", "ncclGroupEnd", None),
         ("cudaStreamQuery:2", "cudaStreamQuery", None),
@@ -179,13 +167,7 @@ except NcclSyncError:
     assert len([c for c in calls if c.startswith("ncclGroupEnd")]) == groups
     assert calls[-len(ABORTED + STREAMS_GONE) :] == ABORTED + STREAMS_GONE
     if calls_before_abort is not None:
-        assert calls == [
-            *CREATED,
-            *WAITED,
-            *calls_before_abort,
-            *ABORTED,
-            *STREAMS_GONE,
-        ]
+        assert calls == [*CREATED, *WAITED, *calls_before_abort, *ABORTED, *STREAMS_GONE]
 
 
 def test_failed_abort_is_raised_with_its_cause(run):

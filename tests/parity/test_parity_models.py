@@ -74,11 +74,7 @@ def subclassed():
 CASES = {
     "mlp": (mlp, X, Y),
     "cnn": (cnn, X, Y),
-    "two_in_two_out": (
-        two_in_two_out,
-        {"left": X, "right": X[::-1].copy()},
-        {"label": Y, "value": X[:, :1]},
-    ),
+    "two_in_two_out": (two_in_two_out, {"left": X, "right": X[::-1].copy()}, {"label": Y, "value": X[:, :1]}),
     "subclassed": (subclassed, X, Y),
 }
 

@@ -553,8 +553,7 @@ STEPS = {
 MODELS = {
     "fields": Case(fields, all_ways(FIELDS, Y)),
     "nested": Case(
-        nested_models,
-        all_ways({"left": X, "right": X[::-1].copy()}, {"label": Y, "value": X[:, :2]}),
+        nested_models, all_ways({"left": X, "right": X[::-1].copy()}, {"label": Y, "value": X[:, :2]})
     ),
     "list_outputs": Case(list_outputs, all_ways(X, [Y, X[:, :3], X[:, :2]])),
     "layer_with_state": Case(sequential(dense, Stateful, optimizer=sgd), all_ways(X, Y)),

@@ -73,11 +73,7 @@ class Attention(keras.layers.Layer):
         super().__init__()
         self.heads = keras.layers.MultiHeadAttention(2, 4, dropout=0.3, use_bias=False)
         self.groups = keras.layers.GroupQueryAttention(
-            head_dim=4,
-            num_query_heads=4,
-            num_key_value_heads=2,
-            dropout=0.3,
-            use_bias=False,
+            head_dim=4, num_query_heads=4, num_key_value_heads=2, dropout=0.3, use_bias=False
         )
         self.plain = keras.layers.Attention(dropout=0.3)
 

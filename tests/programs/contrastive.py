@@ -304,11 +304,7 @@ def barlow_twins():
     return build, fit(VECTORS, epochs=2)
 
 
-@program(
-    "https://keras.io/examples/vision/barlow_twins/",
-    options={"batch_invariant_random": True},
-    **BARLOW,
-)
+@program("https://keras.io/examples/vision/barlow_twins/", options={"batch_invariant_random": True}, **BARLOW)
 def barlow_behind_noise():
     """The same behind a random layer, which must not hide that the loss compares samples."""
 
@@ -337,9 +333,7 @@ def barlow_behind_noise_per_tower():
 
 
 @program(
-    "https://github.com/facebookresearch/vicreg/blob/main/main_vicreg.py",
-    coupled=True,
-    still="features/bias",
+    "https://github.com/facebookresearch/vicreg/blob/main/main_vicreg.py", coupled=True, still="features/bias"
 )
 def vicreg():
     """Invariance, a hinge on each feature's deviation, the covariances squared: all over the batch."""

@@ -238,10 +238,7 @@ SABOTAGES = {
     "a maximum is taken for a sum": (reduced_as("Max", SUM), seen),
     "a product is taken for a mean": (reduced_as("Prod", MEAN), seen),
     "a sum in a variable is taken for a mean": (reduced_as("Sum", MEAN), seen),
-    "a bias' gradient is not reduced": (
-        of_rule("BiasAddGrad", instead(SUM, REPLICATE)),
-        images,
-    ),
+    "a bias' gradient is not reduced": (of_rule("BiasAddGrad", instead(SUM, REPLICATE)), images),
     "a kernel's gradient is averaged": (of_rule("MatMul", instead(SUM, MEAN)), lambda: regression(squared)),
     "a filter's gradient is not reduced": (of_rule("Conv2DBackpropFilter", instead(SUM, REPLICATE)), images),
     "a partial sum passes through a square": (
@@ -264,26 +261,17 @@ SABOTAGES = {
         of_rule("Softmax", untouched),
         lambda: regression(lambda p, y: tf.reduce_sum(tf.transpose(tf.nn.softmax(tf.transpose(p))) * y)),
     ),
-    "rows are counted by each tower": (
-        of_rule("Size", said(REPLICATE)),
-        lambda: regression(sized),
-    ),
+    "rows are counted by each tower": (of_rule("Size", said(REPLICATE)), lambda: regression(sized)),
     "the batch's rows are counted wrong": (
         share_with(total=lambda share: share.rows),
         lambda: regression(counted),
     ),
-    "a gather is left out": (
-        partition_with("_made_whole", not_made_whole(Kind.SHARD)),
-        running,
-    ),
+    "a gather is left out": (partition_with("_made_whole", not_made_whole(Kind.SHARD)), running),
     "a reduction is left out": (
         partition_with("_made_whole", not_made_whole(Kind.PARTIAL)),
         lambda: regression(squared),
     ),
-    "own rows begin elsewhere": (
-        share_with(begin=earlier),
-        noisy,
-    ),
+    "own rows begin elsewhere": (share_with(begin=earlier), noisy),
     "what all hold is added up": (
         partition_with("_convert", kept_by_all),
         lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),

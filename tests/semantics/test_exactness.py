@@ -102,11 +102,7 @@ FOUND = {
         "GRUCell",
         "random",
     ),
-    "dropout of attention": (
-        lambda: attention(dropout=0.1),
-        "Dropout",
-        "batch_invariant_random",
-    ),
+    "dropout of attention": (lambda: attention(dropout=0.1), "Dropout", "batch_invariant_random"),
 }
 
 

@@ -224,11 +224,7 @@ def pytest_configure(config):
 
 
 def run_file(
-    path: pathlib.Path,
-    name: str,
-    towers: int | None,
-    only: Sequence[str] | None,
-    options: argparse.Namespace,
+    path: pathlib.Path, name: str, towers: int | None, only: Sequence[str] | None, options: argparse.Namespace
 ) -> tuple[dict[str, Test], str]:
     """Run a file's tests in processes of their own; one more for what is left where a process ends too soon.
 
@@ -248,13 +244,7 @@ def run_file(
         with tempfile.TemporaryDirectory() as folder:
             told, log = pathlib.Path(folder, "told"), pathlib.Path(folder, "log")
             told.touch()
-            request = {
-                "told": str(told),
-                "file": name,
-                "only": only,
-                "done": [*tests],
-                "towers": towers,
-            }
+            request = {"told": str(told), "file": name, "only": only, "done": [*tests], "towers": towers}
             asked = pathlib.Path(folder, "request")
             asked.write_text(json.dumps(request), encoding="utf-8")
             code = _run_pytest(path, asked, told, log, options)

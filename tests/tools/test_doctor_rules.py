@@ -105,8 +105,7 @@ ROWS = {
     ),
     "unknown XLA flag": (
         dataclasses.replace(
-            CPU,
-            troubles=(Trouble("frameworks", "compiling by XLA", "killed by SIGABRT", "Unknown flag"),),
+            CPU, troubles=(Trouble("frameworks", "compiling by XLA", "killed by SIGABRT", "Unknown flag"),)
         ),
         "error frameworks-unanswered",
         "Unknown flag",

@@ -268,8 +268,7 @@ def test_same_gpu_twice(two_gpus, again):
 def test_nccl_on_cpu_devices(two_gpus):
     """`backend="nccl"` does not go with devices that NCCL cannot join."""
     with pytest.raises(
-        ValueError,
-        match=r"Expected only GPU devices for backend='nccl'. Received: .*\['GPU:0', 'CPU:0'\]",
+        ValueError, match=r"Expected only GPU devices for backend='nccl'. Received: .*\['GPU:0', 'CPU:0'\]"
     ):
         nccl_parallel(devices=["GPU:0", "CPU:0"], backend="nccl")(plain_model)()
 

@@ -62,11 +62,7 @@ def test_every_part_of_every_step(recorded):
     _, path, _ = recorded
     events = json.loads(path.read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(rows.values()) == [
-        "steps",
-        *(f"tower {i} (CPU:0)" for i in range(3)),
-        "communication",
-    ]
+    assert list(rows.values()) == ["steps", *(f"tower {i} (CPU:0)" for i in range(3)), "communication"]
     parts = {f"tower_{i}/{part}" for i in range(3) for part in ("shard", "segment_1", "apply")}
     steps = spans_of(path)
     assert sorted(steps) == list(range(FIRST, LAST + 1))

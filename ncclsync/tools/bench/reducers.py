@@ -197,13 +197,7 @@ class TensorFlowReducer(Reducer):
     "empty py op" passes its tensors on: what the call of Python alone costs.
     """
 
-    libraries: tuple[str, ...] = (
-        "ncclsync op",
-        "ncclsync py op",
-        "empty py op",
-        "tf collective",
-        "tf add_n",
-    )
+    libraries: tuple[str, ...] = ("ncclsync op", "ncclsync py op", "empty py op", "tf collective", "tf add_n")
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""

@@ -9,11 +9,7 @@ from typing import Any
 from ncclsync.tools.bench.turns import Requests
 
 # Each kind of process runs a function of its requests, or a class whose `serve` answers each.
-FUNCTIONS = {
-    "fit": "fit.fit_in_turns",
-    "start": "fit.first_step",
-    "memory": "fit.peak_memory",
-}
+FUNCTIONS = {"fit": "fit.fit_in_turns", "start": "fit.first_step", "memory": "fit.peak_memory"}
 REDUCERS = {
     "host": "reducers.HostReducer",
     "nccl": "reducers.NcclReducer",

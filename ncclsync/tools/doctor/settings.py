@@ -10,11 +10,7 @@ _TRUE = ("1", "true", "yes", "on")
 
 # name, values that are a problem (None: any), what they do. The remedy is to unset them.
 _SLOW = (
-    (
-        "NCCL_P2P_DISABLE",
-        _TRUE,
-        "turns off direct transfers between GPUs: all-reduce is far slower",
-    ),
+    ("NCCL_P2P_DISABLE", _TRUE, "turns off direct transfers between GPUs: all-reduce is far slower"),
     ("NCCL_P2P_LEVEL", ("loc", "0"), "turns off direct transfers between GPUs: all-reduce is slower"),
     ("NCCL_SHM_DISABLE", _TRUE, "sends through the network what cannot go from GPU to GPU"),
     ("NCCL_ALGO", None, "takes NCCL's choice of algorithm from it; one that does not fit is an error"),

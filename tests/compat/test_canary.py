@@ -177,11 +177,11 @@ def test_writer_is_watched(name):
 
         return watched
 
-    tf_compat.watch_writes(variable, wrap)
+    tf_compat.track_writes(variable, wrap)
     CALLS[name](variable)
     assert name in calls
     assert np.any(variable.numpy() != before)
-    tf_compat.unwatch(variable)
+    tf_compat.untrack(variable)
     calls.clear()
     variable.assign(before)
     CALLS[name](variable)

@@ -177,7 +177,7 @@ def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[An
     own = vars(optimizer)
     own["_exclude_from_weight_decay"] = keys | own.get("_exclude_from_weight_decay", set())
     own["_exclude_from_weight_decay_cache"] = {}
-    # What a built optimizer of Keras 3.16 goes by.
+    # A built optimizer of Keras 3.16 goes by this.
     own.get("_weight_decay_by_var_key", {}).update(dict.fromkeys(keys, False))
 
 

@@ -1,8 +1,8 @@
 """Wrap the interfaces that TensorFlow does not promise to keep.
 
-Keras' are in `keras.py` and `keras_optimizers.py`, those of tf.distribute in `distribute.py`. Nothing else in
-the package touches such an interface. `tests/compat` has one test for each
-function of them, so that an upgrade that breaks an assumption is told by that assumption's name.
+`keras.py` and `keras_optimizers.py` wrap those of Keras, `distribute.py` those of tf.distribute. Nothing else
+in the package touches such an interface. `tests/compat` has one test for each function of these modules, so
+that an upgrade that breaks an assumption fails under that assumption's name.
 """
 
 import contextlib

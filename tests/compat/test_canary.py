@@ -151,7 +151,7 @@ def methods_of_the_handle():
 
 
 def test_methods_that_write():
-    """Each method of tf.Variable that touches its handle is watched, or known to write nothing."""
+    """Each method of tf.Variable that touches its handle is tracked, or known to write nothing."""
     found = methods_of_the_handle()
     assert {"assign", "_read_variable_op", "scatter_nd_update"} <= found, "the search finds nothing any more"
     assert_known(
@@ -163,19 +163,19 @@ def test_methods_that_write():
 
 
 @pytest.mark.parametrize("name", tf_compat.VARIABLE_WRITERS)
-def test_writer_is_watched(name):
-    """What a method writes is told to who watches the variable, and not any more after `unwatch`."""
+def test_writer_is_tracked(name):
+    """Whoever tracks the variable hears of what a method writes, and no more after `untrack`."""
     variable, calls = tf.Variable([1.0, 2.0, 3.0]), []
     if name == "count_up_to":
         variable = tf.Variable(1)
     before = variable.numpy()
 
     def wrap(method):
-        def watched(*args, **kwargs):
+        def tracked(*args, **kwargs):
             calls.append(method.__name__)
             return method(*args, **kwargs)
 
-        return watched
+        return tracked
 
     tf_compat.track_writes(variable, wrap)
     CALLS[name](variable)

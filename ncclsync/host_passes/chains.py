@@ -110,8 +110,8 @@ def find_chains(
     single = [name for name in ops if unit[name] == name]
     sums = {name: found for name in single if (found := _sum_of(graph, shapes, name)) is not None}
     kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
-    levels = _levels(graph, ops, unit, kinds, sums)
-    order = [name for name in levels if kinds.get(name) is not None]
+    stages = _stages(graph, ops, unit, kinds, sums)
+    order = [name for name in stages if kinds.get(name) is not None]
     for name in reversed(order):  # as late as its consumers allow: it may be one of them
         if (
             name not in sums
@@ -119,9 +119,9 @@ def find_chains(
             and not awaiting[name]
             and {kinds.get(c) for c in consumers[name]} == {kinds[name]}
         ):
-            levels[name] = min(levels[consumer] for consumer in consumers[name])
+            stages[name] = min(stages[consumer] for consumer in consumers[name])
     chains = []
-    for members in _components(graph, shapes, order, {n: (levels[n], kinds[n]) for n in order}):
+    for members in _components(graph, shapes, order, {n: (stages[n], kinds[n]) for n in order}):
         inside = set(members)
         outputs = [n for n in members if n in needed or not consumers[n] <= inside]
         awaited = [n for n in members if n not in outputs and not awaiting[n] <= inside]
@@ -169,20 +169,20 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     return None if op.type in _BEHIND and producers & MULTIPLYING else (result.dtype, key)
 
 
-def _levels(
+def _stages(
     graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
 ) -> dict[str, int]:
     """By unit, in an order in which each is behind all that it waits for.
 
-    Of those of one kind and level, none waits for another by way of one that is not of that kind and level,
-    and none for a sum.
+    Of ops of one kind and stage, none waits for another by way of an op of another kind or stage, and none
+    waits for a sum.
     """
-    levels: dict[str, int] = {}
+    stages: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
         kind = kinds.get(one)
-        left = (levels[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in sums)) for p in parents)
-        levels[one] = max(left, default=0)
-    return levels
+        left = (stages[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in sums)) for p in parents)
+        stages[one] = max(left, default=0)
+    return stages
 
 
 def _components(

@@ -84,16 +84,14 @@ def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) ->
 
 
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
-    last, levels = scheduled.count - 1, scheduled.levels
-    written = {
-        (handle, levels[name]) for name in levels for handle in graph.writes[name] if handle in graph.kept
-    }
+    last, segments = scheduled.count - 1, scheduled.segments
+    written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
     # What computes on one tower's data, beside the writes, may fail there when some of them are done.
     exposed = any(
-        level == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
-        for name, level in levels.items()
+        number == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
+        for name, number in segments.items()
     )
-    return tuple(sorted({handle for handle, level in written if undone or exposed or level < last}))
+    return tuple(sorted({handle for handle, number in written if undone or exposed or number < last}))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:
@@ -107,15 +105,15 @@ def _may_raise(op: tf.Operation) -> bool:
 def _plan_segments(
     graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool
 ) -> tuple[Segment, ...]:
-    levels = scheduled.levels
+    segment_of = scheduled.segments
     # What the layout takes from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
     given = {exchange.when for exchange in graph.exchanges.values()}
     outputs += sorted(name for name in given if name)
     plans = [SegmentPlan(graph, jit_compile, target.shares_memory) for _ in range(scheduled.count)]
     for op in graph.ops:
-        if op.name in levels:
-            plans[levels[op.name]].ops.append(op.name)
+        if op.name in segment_of:
+            plans[segment_of[op.name]].ops.append(op.name)
     for result, exchange in graph.exchanges.items():
         plans[scheduled.sent[result]].sent.append(exchange)
     for fold in graph.folds:
@@ -138,16 +136,16 @@ def _plan_segments(
         uses.append({name for name in used if not name.startswith("@fold_")})
     inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
     segments = []
-    for level, plan in enumerate(plans):
-        made = {exchange.result for bucket in incoming[level] for exchange in bucket.exchanges}
-        for name in {*outputs, *itertools.chain(*uses[level:])} - inputs:
-            if name not in graph.exchanges and levels.get(op_name(name)) == level:
+    for number, plan in enumerate(plans):
+        made = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
+        for name in {*outputs, *itertools.chain(*uses[number:])} - inputs:
+            if name not in graph.exchanges and segment_of.get(op_name(name)) == number:
                 made.add(name)
-        later = {*outputs, *itertools.chain(*uses[level + 1 :])}
-        constants = {n for n in outputs if graph.is_constant(n)} if level == 0 else set()
-        sources, fetches = sorted(uses[level] - made), sorted((made & later) | constants)
+        later = {*outputs, *itertools.chain(*uses[number + 1 :])}
+        constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
+        sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
         segments.append(
-            Segment(tuple(sources), tuple(incoming[level]), tuple(fetches), outgoing[level], plan)
+            Segment(tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number], plan)
         )
     return tuple(segments)
 

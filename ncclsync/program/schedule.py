@@ -26,13 +26,13 @@ class Schedule:
     """In which segment everything is.
 
     Attributes:
-        levels: by name of an op: its segment.
+        segments: by name of an op: the number of its segment.
         sent: by name of an exchange's result: the segment that ends with what it sends.
         received: by the same: the segment that is given the result.
         count: number of segments.
     """
 
-    levels: dict[str, int]
+    segments: dict[str, int]
     sent: dict[str, int]
     received: dict[str, int]
     count: int

@@ -1,4 +1,4 @@
-"""Make a segment a function: the ops of one level, between unpacking and packing.
+"""Make a segment a function: unpacking, its ops, packing.
 
 `cut.py` decides what belongs to a segment, `towers/layout.py` calls the function on every tower.
 """

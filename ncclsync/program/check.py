@@ -507,11 +507,11 @@ def joined(values: Sequence[Any], collective: Collective, shares: Sequence[Share
         return tf.add_n(
             [one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)]
         )
-    folded, others = values[0], values[1:]
+    result, others = values[0], values[1:]
     binary = {"sum": tf.add, "prod": tf.multiply, "max": tf.maximum, "min": tf.minimum}[collective.op]
     for other in others:
-        folded = binary(folded, other)
-    return folded
+        result = binary(result, other)
+    return result
 
 
 class _Both:

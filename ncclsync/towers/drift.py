@@ -1,4 +1,4 @@
-"""Whether all towers still hold the same: how far two values are apart, and a fold of a variable's bits.
+"""Whether all towers still hold the same: how far two values are apart, and a checksum of a variable's bits.
 
 Knows nothing of towers: `TowerState` gives it each variable's copies, and acts on what it finds.
 """
@@ -41,8 +41,8 @@ class Sentinel:
         return self.steps // self._check_every > before // self._check_every
 
 
-def fold(value: tf.Tensor) -> tf.Tensor:
-    """Return an int64 scalar of a tensor's bits, computed where it lies.
+def checksum(value: tf.Tensor) -> tf.Tensor:
+    """Return the checksum of a tensor, an int64 scalar made of all its bits, computed where it lies.
 
     The sum of its 8-byte words, each times the odd number 2 i + 1, modulo 2**64. An odd number times
     anything that is not 0 is not 0 modulo 2**64: so any change within one word, and any single flipped
@@ -68,21 +68,21 @@ def fold(value: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(words * odd)
 
 
-def outliers(folds: Sequence[int]) -> tuple[int, ...]:
+def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
     """Return which towers differ from the others: from most of them, or from tower 0 where none are most.
 
     Args:
-        folds: [N] of one variable, as each tower holds it.
+        checksums: [N] of one variable, as each tower holds it.
     """
-    common, count = collections.Counter(folds).most_common(1)[0]
-    expected = common if 2 * count > len(folds) else folds[0]
-    return tuple(tower for tower, one in enumerate(folds) if one != expected)
+    common, count = collections.Counter(checksums).most_common(1)[0]
+    expected = common if 2 * count > len(checksums) else checksums[0]
+    return tuple(tower for tower, one in enumerate(checksums) if one != expected)
 
 
-def fold_in_place(variable: tf.Variable) -> tf.Tensor:
-    """Return the fold of a variable, computed on its device."""
+def checksum_in_place(variable: tf.Variable) -> tf.Tensor:
+    """Return the checksum of a variable, computed on its device."""
     with tf.device(variable.device):
-        return fold(variable.value())
+        return checksum(variable.value())
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

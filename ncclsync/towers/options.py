@@ -65,8 +65,8 @@ class TowerOptions:
             Tower 0 keeps its weights, and the next step joins the GPUs anew.
         preflight: send known numbers over each pair of GPUs' path before the first collective, so that a host
             that corrupts them is an error.
-        check_every: after every so many training steps, compute a fold of the bits of each variable that must
-            be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
+        check_every: after every so many training steps, compute a checksum of the bits of each variable that
+            must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
             `DivergenceError` names variables, towers and the step. None: never.
         on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
             send tower 0's values to all, unless it is tower 0 that differs from most others.

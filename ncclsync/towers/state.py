@@ -23,7 +23,7 @@ from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
-from ncclsync.towers.drift import Sentinel, distance, fold_in_place, outliers
+from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, outliers
 from ncclsync.towers.options import TowerOptions
 from ncclsync.towers.placement import choose_placement, connect, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
@@ -208,8 +208,8 @@ class TowerState:
         self.sync()
         kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
         # All are started before the first is waited for, each on its own device.
-        folds = [[fold_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
-        found = [outliers([int(one) for one in row]) for row in folds]
+        checksums = [[checksum_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        found = [outliers([int(one) for one in row]) for row in checksums]
         differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
         if not differing:
             return

@@ -11,7 +11,7 @@ from parity import assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import DivergenceError, Towers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers.drift import fold, outliers
+from ncclsync.towers.drift import checksum, outliers
 
 X, Y = data(rows=60)
 DTYPES = (
@@ -55,8 +55,8 @@ def fit(model, callbacks=()):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_is_folded(dtype):
-    """Any flipped bit of any element changes the fold; the same bits, NaNs too, fold to the same."""
+def test_every_single_bit_counts(dtype):
+    """Any flipped bit of any element changes the checksum; the same bits, NaNs too, give the same."""
     dtype = tf.dtypes.as_dtype(dtype)
     raw = np.random.default_rng(0).bytes(7 * dtype.size)
     if dtype == tf.bool:
@@ -64,33 +64,35 @@ def test_every_single_bit_is_folded(dtype):
     if dtype.is_floating:
         raw = np.array([np.nan], dtype.as_numpy_dtype).tobytes() + raw[dtype.size :]
 
-    def folded(data):
-        return int(fold(tf.constant(np.frombuffer(data, dtype.as_numpy_dtype))))
+    def checksum_of(data):
+        return int(checksum(tf.constant(np.frombuffer(data, dtype.as_numpy_dtype))))
 
-    expected = folded(raw)
-    assert folded(bytes(raw)) == expected
+    expected = checksum_of(raw)
+    assert checksum_of(bytes(raw)) == expected
     bits = range(0, 8 * len(raw), 8) if dtype == tf.bool else range(8 * len(raw))
     for bit in bits:
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
-        assert folded(bytes(changed)) != expected, bit
+        assert checksum_of(bytes(changed)) != expected, bit
 
 
-def test_order_is_folded():
+def test_order_counts():
     """Two elements that have changed places are not the same, nor are any two equal flips of a low bit."""
-    assert int(fold(tf.constant([1.0, 2.0, 3.0, 4.0]))) != int(fold(tf.constant([3.0, 4.0, 1.0, 2.0])))
-    assert int(fold(tf.constant([8, 9], tf.int64))) != int(fold(tf.constant([9, 8], tf.int64)))
-    assert int(fold(tf.constant(["a", "b"]))) != int(fold(tf.constant(["a", "c"])))
-    assert int(fold(tf.zeros([0]))) == 0
+    assert int(checksum(tf.constant([1.0, 2.0, 3.0, 4.0]))) != int(
+        checksum(tf.constant([3.0, 4.0, 1.0, 2.0]))
+    )
+    assert int(checksum(tf.constant([8, 9], tf.int64))) != int(checksum(tf.constant([9, 8], tf.int64)))
+    assert int(checksum(tf.constant(["a", "b"]))) != int(checksum(tf.constant(["a", "c"])))
+    assert int(checksum(tf.zeros([0]))) == 0
 
 
 @pytest.mark.parametrize(
-    "folds, expected",
+    "checksums, expected",
     [((1, 1, 1), ()), ((1, 2, 1), (1,)), ((2, 1, 1), (0,)), ((1, 2), (1,)), ((1, 2, 3), (1, 2)), ((5,), ())],
 )
-def test_outliers(folds, expected):
+def test_outliers(checksums, expected):
     """Those that differ from most; where none are most, from tower 0."""
-    assert outliers(folds) == expected
+    assert outliers(checksums) == expected
 
 
 def test_flipped_bit_is_named():

@@ -1,4 +1,4 @@
-"""Write element-wise ops as one program, as `csrc/cpu/arithmetic.h` has it, and the node that runs it."""
+"""Write element-wise ops as one expression, as `csrc/cpu/arithmetic.h` has it, and the node that runs it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.ops.host_ops import set_attribute
 
-# The op that runs a program of `csrc/cpu/arithmetic.h`, and what one may hold, by TensorFlow's names.
+# The op that runs an expression, and what that may hold, by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
 MOST_REGISTERS = native.MOST_REGISTERS
 MOST_PERIOD = native.MOST_PERIOD
@@ -36,8 +36,8 @@ WHOLE = 0  # instead of a repeat: of an input that has as many elements as the r
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """What is computed for each element.
+class Expression:
+    """Hold what is computed for each element: `ncs_program` in C.
 
     Attributes:
         repeats: by input: how many neighbouring elements of the result take the same one of the input's, or
@@ -77,7 +77,7 @@ class Program:
 
 
 class Writer:
-    """A program that is being written, by names of the values that it takes and computes."""
+    """Write an expression, by names of the values that it takes and computes."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, Any, Any]] = []
@@ -116,13 +116,13 @@ class Writer:
         """How many it needs; more than `MOST_REGISTERS` cannot be run."""
         return len(self._steps) + len(self._inputs)
 
-    def program(
+    def expression(
         self,
         inputs: Sequence[str],
         repeats: Sequence[int | None],
         results: Sequence[str],
         sums: Sequence[tuple[str, int, bool]] = (),
-    ) -> Program | None:
+    ) -> Expression | None:
         """Return what was written, with the inputs in that order; None if it cannot be run.
 
         Args:
@@ -140,7 +140,7 @@ class Writer:
         code += [registers[self._computed[result]] for result in results]
         for name, period, is_mean in sums:
             code += [registers[self.value(name)], period, int(is_mean)]
-        return Program(known, len(results), len(sums), tuple(code))
+        return Expression(known, len(results), len(sums), tuple(code))
 
 
 def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:

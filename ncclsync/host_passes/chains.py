@@ -20,7 +20,7 @@ from ncclsync.host_passes.arithmetic import (
     MOST_PERIOD,
     MOST_REGISTERS,
     WHOLE,
-    Program,
+    Expression,
     Writer,
     repeat_of,
 )
@@ -69,7 +69,7 @@ class Chain:
         sums: those of the members whose results others take.
         awaited: names of the other members that others wait for.
         dtype: of all tensors.
-        program: what it computes.
+        expression: what it computes.
     """
 
     members: tuple[str, ...]
@@ -78,7 +78,7 @@ class Chain:
     sums: tuple[Sum, ...]
     awaited: tuple[str, ...]
     dtype: tf.DType
-    program: Program
+    expression: Expression
 
 
 def find_chains(
@@ -188,7 +188,7 @@ def _stages(
 def _components(
     graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
 ) -> Iterator[list[str]]:
-    """Yield ops of one place that share an array, one's result too, as many as a program can have.
+    """Yield ops of one place that share an array, one's result too, as many as an expression can have.
 
     And those that wait for each other: of two chains, each might wait for the other.
     """
@@ -231,7 +231,7 @@ def _chain_of(
     awaited: Sequence[str],
     sums: dict[str, Sum],
 ) -> Chain | None:
-    """Write ops as a program; None if there are too few of them, or no input tells the results' shape."""
+    """Write ops as an expression; None if there are too few of them, or no input tells the results' shape."""
     whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
     result, key = shapes.spec(whole), shapes.key(whole)
     few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)
@@ -250,11 +250,11 @@ def _chain_of(
         WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs
     ]
     added_up = [(s.values, s.period, s.is_mean) for s in added]
-    program = writer.program(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
-    if program is None:
+    expression = writer.expression(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
+    if expression is None:
         return None
     names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
-    return Chain(*names, result.dtype, program)
+    return Chain(*names, result.dtype, expression)
 
 
 def chain_nodes(
@@ -272,7 +272,8 @@ def chain_nodes(
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
-    yield chain.program.node(name, chain.dtype, [named(source) for source in chain.inputs], waits, alone)
+    sources = [named(source) for source in chain.inputs]
+    yield chain.expression.node(name, chain.dtype, sources, waits, alone)
     for i, output in enumerate(chain.outputs):
         node = tf.compat.v1.NodeDef(name=output, op="EnsureShape", input=[f"{name}:{i}"])
         set_attribute(node, "T", chain.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_passes.arithmetic import ARITHMETIC, WHOLE, Program, Writer
+from ncclsync.host_passes.arithmetic import ARITHMETIC, WHOLE, Expression, Writer
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
 
@@ -34,14 +34,16 @@ class Update:
             the variables, any other so or a scalar.
         writes: names of the last op that writes each variable.
         elements: of one variable.
-        kind: dtype and program: all but what it is applied to.
+        dtype: of all tensors.
+        expression: what it computes.
     """
 
     members: tuple[str, ...]
     inputs: tuple[str, ...]
     writes: tuple[str, ...]
     elements: int
-    kind: tuple[tf.DType, Program]
+    dtype: tf.DType
+    expression: Expression
 
 
 def find_fusions(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> list[list[Update]]:
@@ -57,7 +59,7 @@ def find_fusions(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) 
     position = {name: i for i, name in enumerate(ops)}
     updates = []
     for members in components:
-        update = _program_of(graph, sorted(members, key=position.__getitem__), consumers)
+        update = _update_of(graph, sorted(members, key=position.__getitem__), consumers)
         if update is not None:
             updates.append(update)
     return _grouped(graph, ops, updates)
@@ -140,8 +142,8 @@ def _components(graph: StepGraph, members: set[str]) -> list[set[str]]:
     return list({id(component): component for component in components.values()}.values())
 
 
-def _program_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, set[str]]) -> Update | None:
-    """Write the ops of one component as a program; None if there is none."""
+def _update_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, set[str]]) -> Update | None:
+    """Write the ops of one component as an update; None if they are none."""
     inside = set(members)
     writer = Writer()
     last_write: dict[str, str] = {}
@@ -170,11 +172,12 @@ def _program_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, s
     scalars = [name for name in writer.inputs if _shape(graph, name) != shape]
     inputs = [*arrays, *scalars]
     repeats = [WHOLE] * len(arrays) + [1] * len(scalars)
-    program = writer.program(inputs, repeats, list(last_write)) if arrays else None
-    if program is None:
+    expression = writer.expression(inputs, repeats, list(last_write)) if arrays else None
+    if expression is None:
         return None
-    kind = (graph.variable_of[next(iter(last_write))].dtype, program)
-    return Update(tuple(members), tuple(inputs), tuple(last_write.values()), shape.num_elements(), kind)
+    dtype = graph.variable_of[next(iter(last_write))].dtype
+    names = (tuple(members), tuple(inputs), tuple(last_write.values()))
+    return Update(*names, shape.num_elements(), dtype, expression)
 
 
 def _shape(graph: StepGraph, name: str) -> tf.TensorShape:
@@ -183,7 +186,7 @@ def _shape(graph: StepGraph, name: str) -> tf.TensorShape:
 
 
 def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> list[list[Update]]:
-    """Put updates of one kind together, unless one of them has to wait for another."""
+    """Put updates by one expression together, unless one of them has to wait for another."""
     unit = {name: name for name in ops}
     for i, update in enumerate(updates):
         unit.update(dict.fromkeys(update.members, f"@update_{i}"))
@@ -194,12 +197,13 @@ def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> lis
         stage = stages.get(f"@update_{i}")
         if stage is None:
             continue
-        group, elements = open_group.get((stage, update.kind), ([], 0))
+        key = stage, update.dtype, update.expression
+        group, elements = open_group.get(key, ([], 0))
         if not group or elements + update.elements > _MOST_TOGETHER:
             group, elements = [], 0
             groups.append(group)
         group.append(update)
-        open_group[stage, update.kind] = group, elements + update.elements
+        open_group[key] = group, elements + update.elements
     return groups
 
 
@@ -222,12 +226,12 @@ def fused_nodes(
 
     Args:
         graph: the step.
-        group: updates of one kind.
+        group: updates of one dtype, by one expression.
         own: names of the segment's ops.
         name: of the op that does the arithmetic, and a prefix for what else is new.
         named: a function from the name of a tensor or handle to what the segment calls it.
     """
-    dtype, program = group[0].kind
+    dtype = group[0].dtype
     replaced = {member for update in group for member in update.members}
     controls = sorted({c for member in replaced for c in graph.controls[member]} & set(own) - replaced)
     waits = [f"^{control}" for control in controls]
@@ -241,7 +245,7 @@ def fused_nodes(
                 yield read
                 source = f"{read.name}:0"
             values.append(named(source))
-    yield program.node(name, dtype, values, waits)
+    yield group[0].expression.node(name, dtype, values, waits)
     for i, write in enumerate(write for update in group for write in update.writes):
         node = tf.compat.v1.NodeDef(name=write, op="AssignVariableOp")
         node.input.extend([named(graph.inputs[write][0]), f"{name}:{i}"])

@@ -82,7 +82,7 @@ def operands(dtype, rows):
 
 
 def random_step(seed, others):
-    """A program of twenty ops on a batch, which returns some of what they compute."""
+    """A step of twenty ops on a batch, which returns some of what they compute."""
 
     def step(batch):
         random = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def random_step(seed, others):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rows", [1, 300])
-def test_random_programs(chains, dtype, rows):
+def test_random_expressions(chains, dtype, rows):
     """All that broadcasts, of special values too, has TensorFlow's own bits; on a tower without rows too."""
     batch, *others = operands(dtype, rows)
     with ncclsync.Towers(2) as towers:
@@ -122,7 +122,7 @@ def test_random_programs(chains, dtype, rows):
             wanted = step(tf.constant(batch))
             assert_same_bits(towers.run(step, tf.constant(batch)), wanted)
     assert sum(len(chain.members) for chain in chains) > 20
-    assert {repeat for chain in chains for repeat in chain.program.repeats} >= {WHOLE, 1, 6}
+    assert {repeat for chain in chains for repeat in chain.expression.repeats} >= {WHOLE, 1, 6}
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -146,7 +146,7 @@ def test_rows_that_nobody_knows_before(chains, rows):
 
 
 def test_long_chains(chains):
-    """More ops than a program can have are several programs."""
+    """More ops than an expression can have are several expressions."""
     factors = tf.constant(np.linspace(0.5, 2, 6))
 
     def step(batch):

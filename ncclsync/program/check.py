@@ -252,7 +252,7 @@ class _Machine:
     def __init__(self, dtype: tf.DType) -> None:
         self.dtype = dtype
         self.rounded: tf.DType = dtype  # the least precise that was computed in
-        self._plans: dict[str, tuple[dict[str, Any], bool]] = {}
+        self._attributes: dict[str, tuple[dict[str, Any], bool]] = {}
         self._narrow = {"Bitcast"}  # types of ops that have no kernel for `dtype`
         self._constants: dict[str, Any] = {}
 
@@ -288,7 +288,7 @@ class _Machine:
             return [None] * len(op.outputs)
         if op.type == "Cast":
             return [tf.cast(inputs[0], self.wide(op.outputs[0].dtype))]
-        attributes, widens = self._plan(op)
+        attributes, widens = self._attributes_of(op)
         if widens and op.type not in self._narrow:
             widened = {name: self._widened(value) for name, value in attributes.items()}
             try:
@@ -314,14 +314,14 @@ class _Machine:
             return [self._widened(one) for one in attribute]
         return self.wide(attribute) if isinstance(attribute, tf.DType) else attribute
 
-    def _plan(self, op: tf.Operation) -> tuple[dict[str, Any], bool]:
-        """The attributes that an op is run with, and whether it can be widened."""
-        if op.name not in self._plans:
+    def _attributes_of(self, op: tf.Operation) -> tuple[dict[str, Any], bool]:
+        """Return the attributes that an op is run with, and whether it can be widened."""
+        if op.name not in self._attributes:
             attributes = tf_compat.attributes_of(op)
             called = any(value.func.name or value.list.func for value in op.node_def.attr.values())
             variant = any(tensor.dtype == tf.variant for tensor in (*op.inputs, *op.outputs))
-            self._plans[op.name] = attributes, not called and not variant
-        return self._plans[op.name]
+            self._attributes[op.name] = attributes, not called and not variant
+        return self._attributes[op.name]
 
 
 class _Run:

@@ -120,7 +120,7 @@ def _plan_segments(
         if fold.source is not None:
             plans[scheduled.sent[fold.result]].fold_reads.append(fold)
         plans[-1].fold_writes.append(fold)
-    outgoing = [_plan_wire(plan.sent, target.bucket_bytes) for plan in plans]
+    outgoing = [_fill_buckets(plan.sent, target.bucket_bytes) for plan in plans]
     incoming: list[list[Bucket]] = [[] for _ in plans]
     for bucket in itertools.chain(*outgoing):
         first = min(scheduled.received[exchange.result] for exchange in bucket.exchanges)
@@ -150,7 +150,7 @@ def _plan_segments(
     return tuple(segments)
 
 
-def _plan_wire(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ...]:
+def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Group the exchanges between two segments into buckets."""
     kinds: list[Any] = []
     sizes = []

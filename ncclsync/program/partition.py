@@ -805,7 +805,7 @@ def partition(graph: StepGraph, share: Share, results: Results, exact: bool = Fa
 
 
 def _find_folds(graph: StepGraph, reads: set[str]) -> None:
-    """Plan what brings metric state together at the end of the step: tower 0 keeps the sum."""
+    """Find the metric state that is folded at the end of the step: tower 0 keeps the sum."""
     variables = dict(graph.variables)
     writers: dict[str, list[str]] = {}
     for op in graph.ops:

@@ -90,10 +90,8 @@ def _overlapping(
         depths[op.name] = 1 + max(parents, default=0)
     early.sort(key=lambda result: depths[graph.origin(result)[0]], reverse=True)
     first_bytes = min(_FIRST_BUCKET_BYTES, bucket_bytes)
-    planned = fill_buckets(
-        [sizes[result] for result in early], [None] * len(early), bucket_bytes, first_bytes
-    )
-    return [[early[index] for index in bucket] for bucket in planned]
+    filled = fill_buckets([sizes[result] for result in early], [None] * len(early), bucket_bytes, first_bytes)
+    return [[early[index] for index in bucket] for bucket in filled]
 
 
 def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchange: Exchange) -> bool:

@@ -71,7 +71,7 @@ def needed_ops(segment: Segment) -> set[str]:
 
 
 def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
-    """Make a planned segment a function that is the same for every tower.
+    """Make a segment a function that is the same for every tower.
 
     Args:
         segment: has a plan, and no function.

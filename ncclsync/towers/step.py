@@ -41,8 +41,8 @@ _MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What one graph function runs, and what it needs if that fails."""
+class _Setup:
+    """Hold what one graph function runs, and what it needs if that fails."""
 
     program: Program
     rollback: Rollback
@@ -103,7 +103,7 @@ class TowerStep(abc.ABC):
         # By the specs of a shard, what is told of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, what is told, what feeds it, and whether watched.
-        self._graphs: dict[tuple[str, bool], tuple[Callable, _Plan]] = {}
+        self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
 
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
@@ -190,10 +190,10 @@ class TowerStep(abc.ABC):
             if lines and cause[0] not in known:
                 self.warn_of(Inexact(" and ".join(lines[:3]), *cause))
 
-    def _warn_of_costs(self, plan: "_Plan") -> None:
+    def _warn_of_costs(self, setup: "_Setup") -> None:
         """Warn if what every tower computes alike costs more than the towers save; exact it is."""
-        program = plan.program
-        rows = rows_of(plan.kept.batch()) or 0
+        program = setup.program
+        rows = rows_of(setup.kept.batch()) or 0
         gathered = rows * sum(whole.row_bytes for whole in program.gathered)
         by_handle = dict(program.variables)
         trained = {result for name, result in program.updates if by_handle[name].trainable}
@@ -273,34 +273,34 @@ class TowerStep(abc.ABC):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
-        plan: _Plan | None = None
+        setup: _Setup | None = None
         known = len(self._graphs)
         if not watchers:
-            graph, plan = self._graph_of(batch_specs, iterated, None)
-            results = self._run_checked(functools.partial(graph, *arguments), plan)
+            graph, setup = self._graph_of(batch_specs, iterated, None)
+            results = self._run_checked(functools.partial(graph, *arguments), setup)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
-                self._warn_of_costs(plan)
+                self._warn_of_costs(setup)
             return results
         self._meter = self._meter or Meter()
-        graph, plan = self._graph_of(batch_specs, iterated, self._meter)
+        graph, setup = self._graph_of(batch_specs, iterated, self._meter)
         with self._meter.reported_to(watchers, traced=len(self._graphs) > known):
-            return self.guarded(functools.partial(graph, *arguments), plan)
+            return self.guarded(functools.partial(graph, *arguments), setup)
 
-    def _run_checked(self, run: Callable[[], Any], plan: _Plan) -> Any:
+    def _run_checked(self, run: Callable[[], Any], setup: _Setup) -> Any:
         """Run a step; if it is the program's first, check it on rows of its batch, from what it started from.
 
         After it has run, since only then the batch is there: a graph takes it from the iterator.
         """
-        program = plan.program
+        program = setup.program
         traced = self._unchecked.get(id(program))
         if traced is None or not tf.executing_eagerly():
-            return self.guarded(run, plan)
+            return self.guarded(run, setup)
         variables = [variable for _, variable in program.variables]
         check = StepCheck(traced, self.towers.devices[0], program.results, variables, len(program.outputs))
-        results = self.guarded(run, plan)
+        results = self.guarded(run, setup)
         del self._unchecked[id(program)]
         try:
-            found = check.run(plan.kept.batch(), self.towers.names_of, len(self.towers))
+            found = check.run(setup.kept.batch(), self.towers.names_of, len(self.towers))
         except Unchecked as reason:
             self.towers.warn_once(f"The first step on towers was not checked: {reason}")
         except Exception as error:  # whatever it is: training goes on
@@ -311,7 +311,7 @@ class TowerStep(abc.ABC):
                 self.towers.warn_once(str(found))
         return results
 
-    def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Plan]":
+    def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Setup]":
         """Return the graph function for batches of these specs, having made its program before.
 
         Before, since a step that is traced while another function is being traced records no gradients.
@@ -327,22 +327,22 @@ class TowerStep(abc.ABC):
                 self.towers.warn_once(warning)
             _, other = self._graphs.get((key[0], meter is None), (None, None))
             if other is not None and other.program is program:
-                plan = dataclasses.replace(other, meter=meter)
+                setup = dataclasses.replace(other, meter=meter)
             else:
                 kept = KeptBatch(specs)
                 report = functools.partial(self._report_nonfinite, program.gradients, kept)
-                plan = _Plan(program, Rollback(program, self.towers, report), kept, meter)
+                setup = _Setup(program, Rollback(program, self.towers, report), kept, meter)
             if iterated:
                 spec = tf.data.IteratorSpec(batch_specs)
-                on_handle = functools.partial(self._steps_on_iterator, plan, spec)
+                on_handle = functools.partial(self._steps_on_iterator, setup, spec)
                 handle = tf.TensorSpec([], tf.resource)
                 graph = tf.function(on_handle, input_signature=[handle], autograph=False)
                 # tf.function itself looks at every variable in each call, to choose a trace.
                 graph = graph.get_concrete_function()
             else:
-                on_leaves = functools.partial(_spread, functools.partial(self._on_towers, plan), specs)
+                on_leaves = functools.partial(_spread, functools.partial(self._on_towers, setup), specs)
                 graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)
-            self._graphs[key] = graph, plan
+            self._graphs[key] = graph, setup
         return self._graphs[key]
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
@@ -375,10 +375,10 @@ class TowerStep(abc.ABC):
         """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
         if not self._graphs:
             return None
-        _, plan = list(self._graphs.values())[-1]
-        return plan.program, plan.kept.batch()
+        _, setup = list(self._graphs.values())[-1]
+        return setup.program, setup.kept.batch()
 
-    def guarded(self, run: Callable[[], Any], plan: "_Plan | None") -> Any:
+    def guarded(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
         """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
 
         TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
@@ -390,46 +390,46 @@ class TowerStep(abc.ABC):
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
-            self._mend(plan)
+            self._mend(setup)
             nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
             if nonfinite is not None:
                 raise nonfinite from None
             failure = self.towers.failed_collective() if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
-            if plan is not None and isinstance(error, tf.errors.CancelledError):
-                self._raise_what_cancelled(plan)
+            if setup is not None and isinstance(error, tf.errors.CancelledError):
+                self._raise_what_cancelled(setup)
             raise
         finally:
-            if plan is not None and self.towers.shared:
-                self.towers.report_writes(plan.written)
+            if setup is not None and self.towers.shared:
+                self.towers.report_writes(setup.written)
 
     def _report_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
         """Called by the graph of a step, whose batch is kept."""
         self.towers.on_nonfinite.report(finite, names, kept.batch(), len(self.towers))
 
-    def _mend(self, plan: "_Plan | None") -> None:
+    def _mend(self, setup: "_Setup | None") -> None:
         """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
-        if plan is not None:
-            plan.rollback.restore()
+        if setup is not None:
+            setup.rollback.restore()
         self.towers.mark_stale()
 
-    def _raise_what_cancelled(self, plan: "_Plan") -> None:
+    def _raise_what_cancelled(self, setup: "_Setup") -> None:
         """Run the batch of a cancelled step again, outside a graph: one tower after another."""
         self.towers.sync()
         try:
-            lay_out(plan.program, self.towers, plan.kept.batch(), plan.rollback)
+            lay_out(setup.program, self.towers, setup.kept.batch(), setup.rollback)
         except BaseException:
-            self._mend(plan)
+            self._mend(setup)
             raise
 
-    def _steps_on_iterator(self, plan: "_Plan", spec: tf.data.IteratorSpec, handle: tf.Tensor) -> Any:
+    def _steps_on_iterator(self, setup: "_Setup", spec: tf.data.IteratorSpec, handle: tf.Tensor) -> Any:
         """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
 
         Returns how many have run, None where it can only be one, and the results of the last.
         """
         iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
-        logs = self._on_towers(plan, _waited_for(plan.meter, iterator.get_next))
+        logs = self._on_towers(setup, _waited_for(setup.meter, iterator.get_next))
         steps = self.steps_per_execution
         if steps == 1:
             return None, logs
@@ -438,12 +438,12 @@ class TowerStep(abc.ABC):
         def fetch_if_needed(done):
             return tf.cond(
                 done < steps,
-                functools.partial(_waited_for, plan.meter, iterator.get_next_as_optional),
+                functools.partial(_waited_for, setup.meter, iterator.get_next_as_optional),
                 lambda: tf.experimental.Optional.empty(iterator.element_spec),
             )
 
         def body(done, batch, _):
-            logs = self._on_towers(plan, batch.get_value())
+            logs = self._on_towers(setup, batch.get_value())
             with tf.control_dependencies(leaves_of(logs)):
                 done = done + 1
             # A batch that no step of this call will use stays in the iterator.
@@ -456,10 +456,10 @@ class TowerStep(abc.ABC):
         )
         return done, tf.nest.pack_sequence_as(logs, flat)
 
-    def _on_towers(self, plan: "_Plan", batch: Any) -> Any:
+    def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """In a graph: one step on all towers."""
-        batch = plan.kept.keep(without_optionals(batch))
-        return lay_out(plan.program, self.towers, batch, plan.rollback, plan.meter)
+        batch = setup.kept.keep(without_optionals(batch))
+        return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter)
 
 
 def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:

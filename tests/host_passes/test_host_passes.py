@@ -63,21 +63,21 @@ PROGRAMS = {
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_one_plan_two_ways(name, towers, monkeypatch):
-    """Segments, buckets and what `explain` tells are the same; so are the numbers, those of one device."""
+def test_one_cut_two_ways(name, towers, monkeypatch):
+    """Segments, buckets and what `explain` shows are the same; so are the numbers, those of one device."""
     factory, run, options = PROGRAMS[name]
-    results, plans, packed = [], [], []
+    results, cuts, packed = [], [], []
     for passes in (placement.host_passes, lambda towers: ()):
         monkeypatch.setattr(placement, "host_passes", passes)
         model = on_towers(factory, towers, **options)
         results.append(run(model))
         assert_towers_agree(model)
         explained = model.towers.explain()
-        plans.append((explained.segments, [(row.bucket, row.rule) for row in explained.variables]))
-        plans[-1] += ([(cut.segment, cut.what, cut.tensors, cut.size_bytes) for cut in explained.cuts],)
+        cuts.append((explained.segments, [(row.bucket, row.rule) for row in explained.variables]))
+        cuts[-1] += ([(cut.segment, cut.what, cut.tensors, cut.size_bytes) for cut in explained.cuts],)
         packed.append(program_of(model).packs)
         model.towers.close()
-    assert plans[0] == plans[1]
+    assert cuts[0] == cuts[1]
     assert packed == [False, True]
     if "compression" not in options:
         assert_close(results[0], results[1])

@@ -10,7 +10,7 @@ steps are timed in turns. Towers are on the CPU. The columns:
                         start's; of a plain model, one with BatchNormalization, and one with its
                         synchronized=True
     indivisible batch   what becomes of a round with a last batch of 5 rows
-    step                median time of a step, in the rounds behind the first
+    step                median time of a step, in the rounds after the first
     first step          from building the model to the end of its first step, with the start of other
                         processes
     memory              peak resident memory of all its processes together, a TensorFlow in each

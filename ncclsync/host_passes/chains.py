@@ -35,8 +35,8 @@ _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 # TensorFlow adds up to so many tensors from left to right.
 _MOST_ADDED = 8
 
-# What TensorFlow itself makes one op of with those that multiply matrices.
-_BEHIND = {"Add", "AddV2", "Relu"}
+# TensorFlow makes one op of one of these and of an op before it that multiplies matrices.
+_JOINED = {"Add", "AddV2", "Relu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +166,13 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
         return None
     producers = {graph.producer_type(operand) for operand in inputs}
-    return None if op.type in _BEHIND and producers & MULTIPLYING else (result.dtype, key)
+    return None if op.type in _JOINED and producers & MULTIPLYING else (result.dtype, key)
 
 
 def _stages(
     graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
 ) -> dict[str, int]:
-    """By unit, in an order in which each is behind all that it waits for.
+    """Return, by unit, its stage, in an order in which each unit is after all that it waits for.
 
     Of ops of one kind and stage, none waits for another by way of an op of another kind or stage, and none
     waits for a sum.

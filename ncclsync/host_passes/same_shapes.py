@@ -55,7 +55,7 @@ _BROADCASTING = {
     ),
     *("Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
 }
-# TensorFlow makes one op of one of these and of what is behind it, if nobody else asks for its result.
+# TensorFlow makes one op of one of these and of the op after it, if nobody else asks for its result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 _REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
 

@@ -385,7 +385,7 @@ class _Run:
         self._left.update(self._left.keys() & (needed or set()))
 
     def run(self, op: tf.Operation) -> None:
-        """Run one op, behind all that it waits for."""
+        """Run one op, after all that it waits for."""
         if op.name in self.graph.placeholders:
             return
         names = self.graph.inputs[op.name]

@@ -23,7 +23,7 @@ class Fold:
 
     Attributes:
         handle: name of the variable's handle.
-        source: name of its value behind its last write, to be read; None if the step reads it there itself.
+        source: name of its value after its last write, to be read; None if the step reads it there itself.
         result: name of the combined value.
         writers: names of the ops that write it.
         root_only: whether tower 0 alone keeps the result and the others start again from zero.
@@ -210,7 +210,7 @@ class StepGraph:
         return op is not None and op.type == "Const" and not op.control_inputs
 
     def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
-        """Put an exchange behind the tensor `source`, if there is none yet; return the result's name.
+        """Put an exchange after the tensor `source`, if there is none yet; return the result's name.
 
         Args:
             source: name of a tensor.
@@ -240,7 +240,7 @@ def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
 
 
 def in_order(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
-    """Yield units, each an op or some ops as one, behind all that they wait for, and what that is.
+    """Yield units, each an op or some ops as one, after the units that they wait for; and those.
 
     Args:
         graph: the step.

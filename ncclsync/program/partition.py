@@ -833,7 +833,7 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
 
 
 def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:
-    """The name of a read of metric state behind its last write, which serves the fold as well."""
+    """Return the name of a read of metric state after its last write, which serves the fold as well."""
     for op in graph.ops:
         if op.name in reads and graph.inputs[op.name][0] == handle and writer in graph.controls[op.name]:
             return op.name

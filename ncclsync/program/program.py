@@ -19,7 +19,7 @@ class Exchange:
 
     Attributes:
         source: name of the tensor before; a name is unique within the program.
-        result: name of the tensor behind the exchange.
+        result: name of the tensor after the exchange.
         collective: what happens to it.
         shape: static shape, perhaps with unknown dimensions.
         dtype: its dtype.

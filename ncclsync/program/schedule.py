@@ -1,9 +1,9 @@
-"""Decide in which segment of a step each op lies, and behind which one each exchange is sent.
+"""Decide in which segment of a step each op lies, and after which one each exchange is sent.
 
 Every op gets a *level*, one more than any exchange before it, and a level is a segment. Where the gradients
 of one level fill several buckets that travel while the towers compute, it becomes several segments: as many
 as there are buckets, each ending where a bucket is complete. The towers go on with the next one meanwhile,
-and get what was exchanged in the segment behind the last.
+and get what was exchanged in the segment after the last.
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 section 3.2.3, which does this by hooks as gradients come; here the traced graph tells their order.
 """

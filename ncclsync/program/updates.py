@@ -46,7 +46,7 @@ def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
         parents = [op_name(name) for name in graph.inputs[child] if name not in graph.exchanges]
         results += [name for name in graph.inputs[child] if name in graph.exchanges]
         if graph.by_name[child].type == "ReadVariableOp":
-            # A slot is read again behind its own update, and the weight's update computed from that.
+            # A slot is read again after its update, and the weight's update computed from that.
             handle = graph.inputs[child][0]
             parents += [name for name in graph.controls[child] if handle in graph.writes.get(name, ())]
         for parent in parents:

@@ -34,7 +34,7 @@ class Sentinel:
         return self._check_every is not None
 
     def is_due(self, steps: int) -> bool:
-        """Count `steps` more; return whether to compare now: after every so many, or in the step behind."""
+        """Count `steps` more; return whether they include one after which to compare."""
         if self._check_every is None:
             return False
         before, self.steps = self.steps, self.steps + steps

@@ -51,7 +51,7 @@ class VariableRow:
 
 @dataclasses.dataclass(frozen=True)
 class CutRow:
-    """What is exchanged behind a segment on account of one line.
+    """Say what is exchanged after a segment on account of one line.
 
     Attributes:
         segment: from 1.
@@ -100,7 +100,7 @@ class Explanation:
     """What towers do with a step. `print` shows it as tables, and so does a notebook.
 
     Attributes:
-        segments: how many parts the step has; the towers meet behind each but the last.
+        segments: how many parts the step has; the towers meet after each but the last.
         variables: those that the step uses.
         cuts: why it is cut.
         shards: of the batch, one for each tower; none if no batch is known.
@@ -118,7 +118,7 @@ class Explanation:
         for row in self.variables:
             bucket = "" if row.bucket is None else ".".join(map(str, row.bucket))
             variables.add_row(Text(row.name), str(row.size_bytes), row.role, bucket, row.rule)
-        cuts = _table("behind", "bytes", "tensors", "exchanged", "asked for at")
+        cuts = _table("after", "bytes", "tensors", "exchanged", "asked for at")
         for cut in self.cuts:
             numbers = map(str, (cut.segment, cut.size_bytes, cut.tensors))
             cuts.add_row(*numbers, cut.what, Text(cut.line))

@@ -183,7 +183,7 @@ class TowerState:
 
     def watch_next(self, watcher: Callable[[Measured], None]) -> None:
         """Let `watcher` be told when the parts of the next training step began and ended, or of the next
-        steps, if one call makes several. Whatever happens, the one behind it is not watched by this.
+        steps, if one call makes several. Whatever happens, the one after it is not watched by this.
         """
         self._watchers.append(watcher)
 

@@ -471,7 +471,7 @@ def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
 
 
 def python_step(step: Callable) -> Callable:
-    """Return the Python function behind a step that its author decorated with `tf.function`."""
+    """Return the Python function of a step that its author decorated with `tf.function`."""
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
         return tf_compat.autograph_converted(step.python_function)
     return step

@@ -25,7 +25,7 @@ def trained(factory, towers=3, **arguments):
 
 
 def joins(program):
-    """[segments] how many calls join the towers behind a segment."""
+    """[segments] how many calls join the towers after a segment."""
     return [len(together(segment.outgoing)) for segment in program.segments]
 
 
@@ -47,7 +47,7 @@ def writes(program):
 
 
 def test_plain_step_is_two_segments(py_ops):
-    """Forward, backward and the metrics' updates before the one collective; the optimizer behind it. All four
+    """Forward, backward and the metrics' updates before the one collective; the optimizer after it. All four
     gradients, and the state of the metrics, travel in one bucket; the updates are not exchanged again.
     """
     program = program_of(trained(mlp))

@@ -25,7 +25,7 @@ class Reading(keras.Sequential):
 
 
 class Writing(Reading):
-    """Writes, behind the update, what differs between towers, and by a scatter what does not."""
+    """Writes, after the update, what differs between towers, and by a scatter what does not."""
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -40,7 +40,7 @@ class Writing(Reading):
 
 
 class Together(Reading):
-    """Computes with all towers' rows behind the update, and writes what comes out."""
+    """Computes with all towers' rows after the update, and writes what comes out."""
 
     def train_step(self, batch):
         logs = super().train_step(batch)
@@ -53,7 +53,7 @@ class Together(Reading):
 @pytest.mark.parametrize("cls", [Reading, Writing, Together])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_what_follows_the_update(cls, optimizer):
-    """A step that goes on behind its update sees the new weights, on one device's rows and on towers'."""
+    """A step that goes on after its update sees the new weights, on one device's rows and on towers'."""
 
     def factory():
         keras.utils.set_random_seed(1)
@@ -74,7 +74,7 @@ def test_what_follows_the_update(cls, optimizer):
 
 
 def test_a_table_needs_no_rollback():
-    """Rows that a scatter writes are written behind all that can fail, though each tower writes its own."""
+    """Rows that a scatter writes are written after all that can fail, though each tower writes its own."""
 
     def factory():
         keras.utils.set_random_seed(3)

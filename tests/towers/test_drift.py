@@ -37,7 +37,7 @@ def flip(variable, element, bit):
 
 
 class Flip(keras.callbacks.Callback):
-    """A bit of one tower's kernel turns, behind one step."""
+    """A bit of one tower's kernel turns, after one step."""
 
     def __init__(self, tower, step, bit=0):
         super().__init__()

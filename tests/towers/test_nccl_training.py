@@ -157,7 +157,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
 
 
 def test_buckets_travel_in_one_group(nccl):
-    """All that meets behind one part of a step is one NCCL group; an error tells which bucket it was in."""
+    """All that meets after one part of a step is one NCCL group; an error names the bucket it was in."""
     model = on_towers(mlp, 2, backend="nccl", shard_optimizer=True)
     model.train_on_batch(X, Y)
     nccl.count("ncclGroupEnd", "ncclReduceScatter", "cuCtxRecordEvent")

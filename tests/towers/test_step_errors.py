@@ -85,7 +85,7 @@ def fit(model, *arguments):
 
 
 class Remember(keras.callbacks.Callback):
-    """Keeps tower 0's state as it is behind every batch."""
+    """Keeps tower 0's state as it is after every batch."""
 
     def __init__(self):
         super().__init__()

@@ -36,7 +36,7 @@ def shared():
 
 @pytest.fixture
 def trained(shared):
-    """The shared model; whatever a test does to its weights and towers is mended behind it."""
+    """The shared model; whatever a test does to its weights and towers is mended after it."""
     variables = [*shared.weights, *shared.optimizer.variables]
     before = [v.numpy() for v in variables]
     yield shared

@@ -151,7 +151,7 @@ def repeat_of(operand: tf.TensorShape, result: tf.TensorShape) -> int | None:
         result: of known dimensions, except for the first one.
 
     Returns:
-        None if it takes more than that number, and the operand's size, to tell which element they take.
+        None if that number and the operand's size do not determine which element they take.
     """
     if operand.rank is None or operand.rank > result.rank:
         return None

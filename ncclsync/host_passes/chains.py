@@ -231,7 +231,7 @@ def _chain_of(
     awaited: Sequence[str],
     sums: dict[str, Sum],
 ) -> Chain | None:
-    """Write ops as an expression; None if there are too few of them, or no input tells the results' shape."""
+    """Write ops as an expression; None if there are too few of them, or no input has the results' shape."""
     whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
     result, key = shapes.spec(whole), shapes.key(whole)
     few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)

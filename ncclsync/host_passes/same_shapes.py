@@ -1,8 +1,8 @@
 """Find which tensors of a segment have the same shape, though the number of their rows is not known.
 
-The first dimension of most tensors is the batch's, `None` in the trace; all others are known. What runs many
-element-wise ops as one has to know that no two of them differ in their rows. Few kinds of ops tell: the rows
-of what any other computes are taken as unlike all others, and less is fused.
+The first dimension of most tensors is the batch's, `None` in the trace; all others are known. To run
+many element-wise ops as one, no two of them may differ in their rows. Few types of ops show that: the rows of
+any other op's result are taken as unlike all others, and less is fused.
 """
 
 import collections
@@ -208,7 +208,7 @@ class Shapes:
                 self._unite(full[0], result)
 
     def _look_at_factor(self, name: str, columns: int | None) -> None:
-        """A matrix has so many columns, though its own shape, that of a reshaped tensor, may not tell it."""
+        """Use that a matrix has so many columns, where its shape, that of a reshaped tensor, is open."""
         if self._graph.producer_type(name) == "Reshape" and self.spec(name).shape[1] is None and columns:
             source = self._graph.inputs[op_name(name)][0]
             row = self.spec(source).shape[1:]
@@ -252,8 +252,8 @@ def simplify(
 ) -> tuple[StepGraph, list[str]]:
     """Leave out ops of a segment that pass on what they are given.
 
-    They would keep apart what can be fused. Who asks for a shape is told that of another tensor of the same
-    shape, so that nobody but those who compute with a tensor wants it.
+    They would keep apart what can be fused. An op that asks for a shape gets that of another tensor of the
+    same shape, so that only ops that compute with a tensor need it.
 
     Args:
         graph: the step.

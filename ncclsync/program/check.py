@@ -81,7 +81,7 @@ class Found:
             f"A step on towers was checked on {self.rows} rows, and does not give what one device gives. "
             "Expected equal numbers. Received differences, relative to the largest magnitude, of "
             f"{named}{more}. The first tensor that differs comes from {self.line}. "
-            "Please report this line with what Towers.explain() prints; ncclsync.verify tells how far "
+            "Please report this line with what Towers.explain() prints; ncclsync.verify shows how far "
             "training differs"
         )
 
@@ -105,7 +105,7 @@ class StepCheck:
         self._home_device = home_device
         self._results = results
         self._outputs = outputs
-        # By the handle, past whoever watches reads; in the host's memory, shared there until a step writes.
+        # By the handle, past whoever tracks reads; in the host's memory, shared there until a step writes.
         with tf.device("/CPU:0"):
             self._state = {
                 id(variable): tf.identity(
@@ -672,7 +672,7 @@ class _Both:
             if self._graph.role[handle] in (Role.SUM, Role.PARTIAL):
                 values = [joined(values, Collective("all_reduce", "sum"), self._shares)]
             before = np.asarray(self._state[id(variables[handle])])
-            # What was written, if it can be told from what was there.
+            # The difference that was written, where values can be subtracted.
             alike = np.asarray(expected).dtype.kind in "fc" and all(
                 one.shape == before.shape for one in (expected, *values)
             )

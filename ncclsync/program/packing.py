@@ -20,7 +20,7 @@ def unpack_all(
     Args:
         buckets: [B] in order.
         received: [B] the tensors of each, as many as `Bucket.specs`.
-        meter: notes when it begins and ends.
+        meter: records when it begins and ends.
         tower: its number, for the meter; int32.
     """
     packed = any(bucket.packed for bucket in buckets)

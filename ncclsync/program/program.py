@@ -91,9 +91,9 @@ class Segment:
     """A part of the program between collectives: one function, the same for every tower.
 
     `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
-    the tower's share of the samples (float64, 0 for a tower without), `is_root` tells tower 0, and the
-    token depends on every side effect of the segment. If it is `metered`, the last argument is the tower's
-    number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
+    the tower's share of the samples (float64, 0 for a tower without), `is_root` is True on tower 0, and
+    the token depends on every side effect of the segment. If it is `metered`, the last argument is the
+    tower's number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
 
     Attributes:
         plan: what the function is made of, `segment.SegmentPlan`, until it is made.
@@ -172,14 +172,13 @@ class Program:
         draws: lines that draw random numbers for rows, each tower its own.
         normalized: lines that normalise by a tower's own rows.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
-        alike: the share of the step's arithmetic that every tower does for all rows, as far as it can be
-            told.
+        alike: the share of the step's arithmetic that every tower does for all rows, as far as it is known.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
-        finite: name of a bool tensor [towers with samples, gradients], equal on all towers, that tells
-            which gradients are finite; None if nobody asks. If one is not, the step is to be undone.
+        finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
+            gradients are finite; None if nobody asks. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
-        noise: name of what `noise.gradient_moments` tells, equal on all towers; None if nobody asks.
+        noise: name of the result of `gradient_moments`, equal on all towers; None if nobody asks.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
     """
 

@@ -5,7 +5,7 @@ of one level fill several buckets that travel while the towers compute, it becom
 as there are buckets, each ending where a bucket is complete. The towers go on with the next one meanwhile,
 and get what was exchanged in the segment after the last.
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-section 3.2.3, which does this by hooks as gradients come; here the traced graph tells their order.
+section 3.2.3, which does this by hooks as gradients come; here the traced graph gives their order.
 """
 
 import collections

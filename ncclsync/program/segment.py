@@ -75,7 +75,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
 
     Args:
         segment: has a plan, and no function.
-        meter: notes when packing and unpacking begin and end; not where XLA compiles.
+        meter: records when packing and unpacking begin and end; not where XLA compiles.
     """
     plan: SegmentPlan = segment.plan
     graph, tensors = plan.graph, asked_for(segment)

@@ -23,7 +23,7 @@ class Mark:
             gradient, of which each tower takes its own addend. "rows": each tower's own are its rows of the
             batch. "own row": of one row for each tower, its own.
         collective: see "collective".
-        conditional: whether its last tensor tells if the collective happens.
+        conditional: whether its last tensor says if the collective happens.
         line: the user's that asks for it, or calls what does.
         rows_add_up: see `ops.whole`.
         height: the rows of the table that slices are of, where `rows_add_up`.

@@ -103,7 +103,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
         Args:
             reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
             value_destination_pairs: [B] of a per-replica value (dense tensors of one shape and dtype, or
-                `tf.IndexedSlices`) and of what tells the devices to reduce to.
+                `tf.IndexedSlices`) and of what names the devices to reduce to.
             options: not used.
 
         Returns:
@@ -117,7 +117,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
         devices = tf.distribute.get_strategy().extended.worker_devices
         pairs = list(value_destination_pairs)
         ours = [self._is_all_reduce(value, to, devices) for value, to in pairs]  # [B]
-        columns = [distribute.replicas_of(pair[0]) for pair, own in zip(pairs, ours, strict=True) if own]
+        columns = [distribute.replicas_of(pair[0]) for pair, our in zip(pairs, ours, strict=True) if our]
         sums: Iterator[Sequence[tf.Tensor]] = iter(())
         if columns:
             for column in columns:
@@ -126,9 +126,9 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
             sums = iter((self._sums_of_eager if tf.executing_eagerly() else self._sums)(columns))
         return [
             self._mirrored(next(sums), reduce_op)
-            if own
+            if our
             else super(CrossDeviceOps, self).reduce_implementation(reduce_op, *pair, options)
-            for pair, own in zip(pairs, ours, strict=True)
+            for pair, our in zip(pairs, ours, strict=True)
         ]
 
     def _is_all_reduce(self, value: Any, destinations: Any, devices: tuple[str, ...]) -> bool:
@@ -229,7 +229,7 @@ def _placed(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Ten
 
 
 def _check_alike(column: Sequence[tf.Tensor]) -> None:
-    """Raise ValueError if what is known of replicas' tensors tells that they cannot be added up."""
+    """Raise ValueError if replicas' tensors cannot be added up, as far as is known of them."""
     first = column[0]
     for replica in column[1:]:
         if replica.dtype != first.dtype or not replica.shape.is_compatible_with(first.shape):

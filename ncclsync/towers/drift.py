@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 class Sentinel:
-    """Counts training steps, and tells when the towers are to be compared.
+    """Counts training steps, and say when the towers are to be compared.
 
     Attributes:
         repairs: whether what differs is to be repaired; else it is an error.

@@ -62,9 +62,9 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
             raise ValueError(
                 f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}"
             )
-    told = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
-    _logger.info("%s", told)
-    return Placement(tuple(chosen), backend, told)
+    choice = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
+    _logger.info("%s", choice)
+    return Placement(tuple(chosen), backend, choice)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
@@ -86,8 +86,8 @@ def _run_ops_on_one_thread() -> None:
     """Do so unless the user has chosen how many threads, or TensorFlow runs already; once per process.
 
     By default each op divides its work among all cores. Where there are as many towers as cores, every part
-    then waits until a tower that computes on that core is interrupted. Only before TensorFlow starts can it
-    be told. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
+    then waits until a tower that computes on that core is interrupted. TensorFlow
+    takes that option only before it starts. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
     """
     if tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS"):
         return
@@ -161,7 +161,7 @@ def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
 def _cuda_ordinals(kind: str) -> list[int]:
     """Return, for each of TensorFlow's logical devices, which of CUDA's devices it is.
 
-    They differ where TensorFlow was told to see only some GPUs, or to make several logical ones of a GPU.
+    They differ where TensorFlow sees only some GPUs, or makes several logical ones of a GPU.
     """
     ordinals = []
     for device in tf.config.get_visible_devices(kind):

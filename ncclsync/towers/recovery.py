@@ -65,18 +65,18 @@ class Rollback:
     """
 
     def __init__(
-        self, program: Program, towers: TowerState, tell: Callable[[np.ndarray], None] | None = None
+        self, program: Program, towers: TowerState, report: Callable[[np.ndarray], None] | None = None
     ) -> None:
         """Prepare for a program.
 
         Args:
             program: what is run.
             towers: where.
-            tell: is called with the values of `program.finite` if one is False, before the step is undone;
-                what it raises fails the step. Needed if the program tells that.
+            report: is called with the values of `program.finite` if one is False, before the step is undone;
+                what it raises fails the step. Needed if the program has that result.
         """
         variables = dict(program.variables)
-        self._tell = tell
+        self._report = report
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
                 (group[0], tf.Variable(group[0].value(), trainable=False), group)
@@ -115,9 +115,9 @@ class Rollback:
     def _undo(self, finite: tf.Tensor) -> tf.Tensor:
         """In a branch of the graph of a step: give every tower what it had before the step."""
         with tf.device("/CPU:0"):
-            told = tf.numpy_function(self._tell, [finite], [])
+            reported = tf.numpy_function(self._report, [finite], [])
         writes = []
-        with tf.control_dependencies([] if tf.executing_eagerly() else [told]):
+        with tf.control_dependencies([] if tf.executing_eagerly() else [reported]):
             for _, saved, group in self._saved:
                 for copy in group:
                     with tf.device(copy.device):
@@ -133,8 +133,8 @@ def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variabl
     The first of a group is what is saved.
     """
     copies = towers.copies(variable)
-    own = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
-    return [[copy] for copy in copies] if own else [copies]
+    differ = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
+    return [[copy] for copy in copies] if differ else [copies]
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:

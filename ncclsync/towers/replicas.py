@@ -30,7 +30,7 @@ class Replicas(Holder):
         shared: set[int],
         forget: Callable[[], None],
     ) -> None:
-        """Watch a variable.
+        """Track a variable.
 
         Args:
             variable: tower 0's, which is not kept alive.
@@ -92,5 +92,5 @@ class Replicas(Holder):
             self._pending.add(self._key)
 
     def mark_shared(self) -> None:
-        """Tell the others, from now on, what a step writes."""
+        """Mark the others' copies as stale, from now on, when a step writes the variable."""
         self._shared.add(self._key)

@@ -173,7 +173,7 @@ class TowerState:
         self._weights = weights
 
     def name_variables_by(self, paths: Callable[[], Mapping[int, str]]) -> None:
-        """Let `paths()` tell, by the id of tower 0's variable, the names that messages give to them."""
+        """Let `paths()` give, by the id of tower 0's variable, the names that messages use."""
         self._paths = paths
 
     def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
@@ -182,19 +182,20 @@ class TowerState:
         return [paths.get(id(variable), variable.name) for variable in variables]
 
     def watch_next(self, watcher: Callable[[Measured], None]) -> None:
-        """Let `watcher` be told when the parts of the next training step began and ended, or of the next
-        steps, if one call makes several. Whatever happens, the one after it is not watched by this.
+        """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
+
+        Whatever happens, the step after it is not watched by this.
         """
         self._watchers.append(watcher)
 
     def next_watchers(self) -> list[Callable[[Measured], None]]:
-        """Return who watches the step that is about to run; nobody does any more."""
+        """Return the watchers of the step that is about to run, and forget them."""
         watchers, self._watchers = self._watchers, []
         return watchers
 
     @property
     def counts_steps(self) -> bool:
-        """Whether `count_steps` is to be told of each training step."""
+        """Return whether `count_steps` is to be called after each training step."""
         return self._sentinel.active
 
     def count_steps(self, steps: int) -> None:
@@ -283,7 +284,7 @@ class TowerState:
             self.sharding.divide()
 
     def report_writes(self, written: frozenset[int]) -> None:
-        """Tell other towers that hold copies of the same variables that a step on these has written them.
+        """Mark as stale, for other towers that hold copies of them, the variables that a step has written.
 
         Args:
             written: ids of all variables that the step may have written.
@@ -315,7 +316,7 @@ class TowerState:
             self._saved_after = failure
             try:
                 self._save()
-            except Exception:  # whatever it is: the failure itself must be told
+            except Exception:  # whatever it is: the failure itself must be raised
                 logger.exception("Tower 0 could not be saved after a failed collective")
         return failure
 

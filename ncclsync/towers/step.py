@@ -100,9 +100,9 @@ class TowerStep(abc.ABC):
         self._trains = trains
         self._meter: Meter | None = None  # of all graphs that are watched
         self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
-        # By the specs of a shard, what is told of its gradients, and whether watched.
+        # By the specs of a shard, the readers of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
-        # By the specs of a batch, what is told, what feeds it, and whether watched.
+        # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class TowerStep(abc.ABC):
         """Return what is to be traced for batches of these specs, having made what it needs."""
 
     def find_inexact(self) -> Sequence[Inexact]:
-        """Return why the step, once traced, is not one device's, as far as the model tells."""
+        """Return why the step, once traced, is not one device's, as far as the model shows."""
         return ()
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
@@ -158,8 +158,8 @@ class TowerStep(abc.ABC):
                 "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
                 "gradients are not finite, and lowers its scale by them."
             )
-        structure, told = program.structure
-        known = sorted(name for name, leaf in told.items() if leaf is not None)  # the last of the outputs
+        structure, read = program.structure
+        known = sorted(name for name, leaf in read.items() if leaf is not None)  # the last of the outputs
         split = len(program.outputs) - len(known)
         outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
         program = dataclasses.replace(
@@ -183,7 +183,7 @@ class TowerStep(abc.ABC):
         self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
 
     def warn_of_choices(self, program: Program, known: set[str]) -> None:
-        """Warn of the lines that a choice makes inexact, unless the `known` reasons tell of it."""
+        """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
         if len(self.towers) == 1 or not self._trains:
             return
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
@@ -217,7 +217,7 @@ class TowerStep(abc.ABC):
             )
 
     def _readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
-        """What is to be told of the gradients of this step, by the name that `Program` has for it."""
+        """Return the readers of this step's gradients, by the names that `Program` has for their results."""
         readers: dict[str, Callable[[Observer], tf.Tensor | None]] = {}
         if self._trains and self.towers.on_nonfinite.mode:
             readers["finite"] = finite_flags
@@ -264,7 +264,7 @@ class TowerStep(abc.ABC):
         return results
 
     def count(self, steps: tf.Tensor | None) -> None:
-        """Tell the towers of `steps` that have run, None for one, if that is of interest to them."""
+        """Report `steps` that have run, None for one, to the towers, if they count them."""
         if self._trains and self.towers.counts_steps:
             self.towers.count_steps(1 if steps is None else int(steps))
 
@@ -348,8 +348,8 @@ class TowerStep(abc.ABC):
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
 
-        The number of rows is left open while it is traced, so that what depends on it can be told from what
-        does not. Only where a step cannot be traced so, the shard's is given.
+        The number of rows is left open while it is traced, so that it is known what depends on it. Only where
+        a step cannot be traced so, the shard's is given.
         """
         shard = open_specs(specs)
         name = f"{shard!r} {[*self._readers()]}"

@@ -145,7 +145,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             follow(model, options.recipe)
         return model
 
-    # What `verify` and `plan` take over: they choose towers of their own.
+    # Options that `verify` and `plan` take over: they choose other towers.
     build.nccl_parallel_options = {  # type: ignore[attr-defined]
         name: getattr(options, name) for name in ("bucket_bytes", "sync_batch_norm", "batch_invariant_random")
     }

@@ -214,12 +214,12 @@ def _components(
         registers: set[str] = set()
         for name in sorted(members, key=position.__getitem__):
             operands = _operands(graph, name)
-            own = {*operands, *(f"{name}:{step}" for step in range(max(1, len(operands) - 1)))}
-            if len(registers | own) > MOST_REGISTERS:
+            used = {*operands, *(f"{name}:{step}" for step in range(max(1, len(operands) - 1)))}
+            if len(registers | used) > MOST_REGISTERS:
                 yield part
                 part, registers = [], set()
             part.append(name)
-            registers |= own
+            registers |= used
         yield part
 
 
@@ -258,20 +258,20 @@ def _chain_of(
 
 
 def chain_nodes(
-    graph: StepGraph, chain: Chain, own: Collection[str], alone: bool, name: str, named: Callable[[str], str]
+    graph: StepGraph, chain: Chain, ops: Collection[str], alone: bool, name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a chain; its outputs keep their names.
 
     Args:
         graph: the step.
         chain: of the segment.
-        own: names of the segment's ops.
+        ops: names of the segment's ops.
         alone: whether it runs on one thread.
         name: of the op that does the arithmetic.
         named: a function from the name of a tensor to what the segment calls it.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
-    waits = [f"^{control}" for control in sorted(controls & set(own) - set(chain.members))]
+    waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
     sources = [named(source) for source in chain.inputs]
     yield chain.expression.node(name, chain.dtype, sources, waits, alone)
     for i, output in enumerate(chain.outputs):

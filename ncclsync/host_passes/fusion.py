@@ -220,20 +220,20 @@ def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[
 
 
 def fused_nodes(
-    graph: StepGraph, group: Sequence[Update], own: Collection[str], name: str, named: Callable[[str], str]
+    graph: StepGraph, group: Sequence[Update], ops: Collection[str], name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that take the place of a group of updates.
 
     Args:
         graph: the step.
         group: updates of one dtype, by one expression.
-        own: names of the segment's ops.
+        ops: names of the segment's ops.
         name: of the op that does the arithmetic, and a prefix for what else is new.
         named: a function from the name of a tensor or handle to what the segment calls it.
     """
     dtype = group[0].dtype
     replaced = {member for update in group for member in update.members}
-    controls = sorted({c for member in replaced for c in graph.controls[member]} & set(own) - replaced)
+    controls = sorted({c for member in replaced for c in graph.controls[member]} & set(ops) - replaced)
     waits = [f"^{control}" for control in controls]
     values: list[str] = []
     for update in group:

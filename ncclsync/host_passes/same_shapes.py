@@ -190,8 +190,8 @@ class Shapes:
                 self._unite(inputs[0], result)
         elif op.type == "Einsum":
             operands, _, letters = op.get_attr("equation").decode().replace(" ", "").partition("->")
-            for operand, own in zip(inputs, operands.split(","), strict=True):
-                if "." not in operands and own[:1] == letters[:1] != "":
+            for operand, axes in zip(inputs, operands.split(","), strict=True):
+                if "." not in operands and axes[:1] == letters[:1] != "":
                     self._unite(operand, result)
         elif op.type == "GatherV2":
             if self._is_zero(inputs[2]) and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:

@@ -247,7 +247,7 @@ def first_rows(batch: Any, rows: int) -> Any:
 
 
 class _Machine:
-    """Runs ops one by one, floats in a dtype of its own where their kernels have it."""
+    """Run ops one by one, floats in a given dtype where their kernels have it."""
 
     def __init__(self, dtype: tf.DType) -> None:
         self.dtype = dtype
@@ -361,7 +361,7 @@ class _Run:
             value = state[id(variable)]
             parts = graph.role[handle] in (Role.SUM, Role.PARTIAL) and self._count > 1
             others = [tf.zeros_like(value)] * (self._count - 1) if parts else [value] * (self._count - 1)
-            # A tower's own part of what is divided among them is not followed.
+            # A tower's part of what is divided among them is not followed.
             divided = graph.role[handle] is Role.PARTITION
             self.state[handle] = [None] * self._count if divided else [value, *others]
         self.written: set[str] = set()
@@ -543,7 +543,7 @@ class _Both:
         batches = [
             _rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)
         ]
-        needed = {self._own_name(name) for name in marked} | {name for name, _ in placing.graph.outputs}
+        needed = {self._name_on_towers(name) for name in marked} | {name for name, _ in placing.graph.outputs}
         self._shares = _shares(sizes)
         self._many = _Run(
             placing.graph, machine, self._shares, batches, state, None if keep else needed, before=self._one
@@ -554,7 +554,7 @@ class _Both:
         if not keep:
             for mark in self._marks:
                 for name in self._outputs_of(mark):
-                    self._waiting.setdefault(self._own_name(name), []).append(mark)
+                    self._waiting.setdefault(self._name_on_towers(name), []).append(mark)
         self._scale = 0.0  # of all gradients that have met
         self._done: set[str] = set()
         self._run_both()
@@ -576,7 +576,7 @@ class _Both:
         for one in ops:
             self._one.run(one)
 
-    def _own_name(self, name: str) -> str:
+    def _name_on_towers(self, name: str) -> str:
         """What a traced tensor is called in the towers' program."""
         return self._placing.name_of(name)
 
@@ -597,13 +597,13 @@ class _Both:
             return
         self._done.add(mark.name)
         outputs = self._outputs_of(mark)
-        own = [self._own_name(name) for name in outputs]
+        made = [self._name_on_towers(name) for name in outputs]
         found = [self._one.values.get(name, [None])[0] for name in outputs]
         self._scale = max([self._scale, *(_magnitude(one) for one in found if one is not None)])
         if "slices" in mark.purpose:
-            self._meet_slices(mark, outputs, own)
+            self._meet_slices(mark, outputs, made)
             return
-        for name, one in zip(outputs, own, strict=True):
+        for name, one in zip(outputs, made, strict=True):
             if name not in self._one.values or not self._is_known(one):
                 continue
             expected, values = self._one.values[name][0], self._many.value(one)
@@ -631,12 +631,12 @@ class _Both:
             self._is_known(source) for source in (exchange.source, exchange.when) if source
         )
 
-    def _meet_slices(self, mark: Mark, outputs: list[str], own: list[str]) -> None:
+    def _meet_slices(self, mark: Mark, outputs: list[str], made: list[str]) -> None:
         expected = [self._one.values.get(name, [None])[0] for name in outputs]
-        if any(one is None for one in expected) or not all(self._is_known(name) for name in own):
+        if any(one is None for one in expected) or not all(self._is_known(name) for name in made):
             self._done.discard(mark.name)
             return
-        columns = [self._many.value(name) for name in own]
+        columns = [self._many.value(name) for name in made]
         if any(one is None for column in columns for one in column):
             return
         values, indices = columns
@@ -651,7 +651,7 @@ class _Both:
         if max(errors):
             self._bad[outputs[0]] = max(errors)
         elif mark.purpose == "slices" and np.array_equal(indices[0], expected[1]):
-            self._many.values[own[0]] = [expected[0]] * len(self._shares)
+            self._many.values[made[0]] = [expected[0]] * len(self._shares)
 
     def _error(self, expected: Any, actual: Any, scale: float = 0.0) -> float:
         """Return how much a value differs, relative to its largest magnitude; 0 if only by rounding."""
@@ -719,10 +719,11 @@ class _Both:
                 if output.dtype in (tf.variant, tf.resource):
                     continue
                 placed = self._placing.placed[name][1]
-                own = self._many.values.get(self._own_name(name))
-                if own is None or any(one is None for one in own) or not self._is_due(self._own_name(name)):
+                made = self._name_on_towers(name)
+                values = self._many.values.get(made)
+                if values is None or any(one is None for one in values) or not self._is_due(made):
                     continue
-                for value in self._wholes(own, placed):
+                for value in self._wholes(values, placed):
                     scale = _magnitude(expected) if output.dtype in _FLOATS else 0.0
                     if _error(np.asarray(expected), np.asarray(value), relative, absolute, scale):
                         return f"{op.type} {op.name}, at {user_line(op.traceback)}"

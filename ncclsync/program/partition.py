@@ -3,7 +3,7 @@
 The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
 it is computed: each op's rule (`rules.py`, asked by `placing.py`) says how its results are placed. An op
 without a rule gets the batch's values: its inputs are gathered or reduced, and every tower computes alike.
-What is put in (a tower's own rows of a whole tensor, the batch's count of rows, …) are ordinary ops of the
+What is put in (a tower's rows of a whole tensor, the batch's count of rows, …) are ordinary ops of the
 same graph; collectives become `Exchange`s.
 """
 
@@ -59,7 +59,7 @@ class Partition(Placer):
             graph: the step; is changed.
             share: its second argument, a tower's part of the batch.
             results: what becomes of the towers' results.
-            exact: whether what is each tower's own by choice is to be the batch's.
+            exact: whether what a choice makes local is to be the batch's.
         """
         super().__init__(Functions(graph.functions, graph.tf_graph))
         self.graph = graph
@@ -71,7 +71,7 @@ class Partition(Placer):
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
-        self._own: dict[str, tf.Tensor] = {}
+        self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
         self._receivers: dict[str, tf.Tensor] = {}  # and back
@@ -82,7 +82,7 @@ class Partition(Placer):
         self._sums: set[str] = set()  # reads of metric state that were reduced
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
-        self._costs = [0.0, 0.0]  # for a tower's own rows; for all rows
+        self._costs = [0.0, 0.0]  # for a tower's rows; for all rows
 
     def run(self) -> None:
         """Place the step.
@@ -167,7 +167,7 @@ class Partition(Placer):
             self._assert(call)
             return []
         hidden = self._hides(op, REPEATABLE | rules.DRAWS)
-        # What a branch on the tower's own number does is that tower's alone.
+        # A branch on the tower's number is local: it may do something on one tower alone.
         chosen = op.type in BRANCHES and call.inputs[0].kind is Kind.LOCAL
         if (hidden or op.type in ("Print", "PrintV2")) and not chosen:
             return self._hidden(call)
@@ -284,7 +284,7 @@ class Partition(Placer):
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
-            return self._own_rows(tensor, rules.counted(after))
+            return self._rows_of_tower(tensor, rules.counted(after))
         if after == SUM:
             value = self.constant(tensor) if tensor.name not in self._received else None
             if value is not None and not np.any(value):
@@ -317,11 +317,11 @@ class Partition(Placer):
         if before.kind is Kind.ROWS:
             counts = np.reshape(before.counts, [] if tensor.shape.rank == 0 else [-1])
             with self._building():
-                own, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
+                rows, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
                 each = tf.constant(counts, tensor.dtype)
                 if np.all(counts > 0):
                     return each * total
-                counted = tf.where(each > 0, each, tensor // own) * total
+                counted = tf.where(each > 0, each, tensor // rows) * total
                 return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
@@ -396,7 +396,7 @@ class Partition(Placer):
             shape[before.axis] = None
             return tf.ensure_shape(whole, shape)
 
-    def _own_rows(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
+    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
         """A tower's rows of what all have. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         with self._building():
@@ -416,10 +416,10 @@ class Partition(Placer):
                 return tf.gather(tensor, places, axis=after.axis)
             rank = tensor.shape.rank
             at = tf.one_hot(after.axis, rank, dtype=tf.int32)
-            own = tf.slice(tensor, at * begin, at * (size + 1) - 1)
+            rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
             lengths = tensor.shape.as_list()
             lengths[after.axis] = None
-            return tf.ensure_shape(own, lengths)
+            return tf.ensure_shape(rows, lengths)
 
     def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """A component of a sparse or ragged tensor of all rows."""
@@ -519,9 +519,9 @@ class Partition(Placer):
         for write, handle in zip(writes, handles, strict=True):
             graph.writes[write.name] = {handle}
         graph.must_run.add(done.name)
-        own = {one.name for one in sources}
+        names = {one.name for one in sources}
         for one in sources:
-            graph.stands_for(one.name, done.name, but_not_to=own)
+            graph.stands_for(one.name, done.name, but_not_to=names)
         for read in reads:
             graph.controls[read.op.name] = [op.name]
 
@@ -674,22 +674,22 @@ class Partition(Placer):
             and collective.op in ("mean", placed.op)
         ):
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
-        own = self._own_value(name)
+        local = self._local_value(name)
         settled = collective.kind == "broadcast" or (
             collective.kind == "all_reduce" and collective.op in ("mean", "max", "min")
         )
-        if settled and placed.whole and own is tensor:
+        if settled and placed.whole and local is tensor:
             return tensor, REPLICATE
-        result = self.exchange(own, collective, op, when)
+        result = self.exchange(local, collective, op, when)
         return result, LOCAL if collective.differs else REPLICATE
 
-    def _own_value(self, name: str) -> tf.Tensor:
-        """What a tower by itself computes of its shard: what a collective of the step's own is given."""
+    def _local_value(self, name: str) -> tf.Tensor:
+        """Return what a tower computes of its shard alone: the input of a collective that the step calls."""
         tensor, placed = self.placed[name]
         if placed.kind is Kind.SHARD or name not in self._altered:
             return tensor
-        if name in self._own:
-            return self._own[name]
+        if name in self._local:
+            return self._local[name]
         op = self.graph.tf_graph.get_tensor_by_name(name).op
         kept = (
             not op.inputs
@@ -699,13 +699,13 @@ class Partition(Placer):
         )
         if kept:
             return tensor
-        inputs = [self._own_value(one) for one in self.graph.traced_inputs[op.name]]
+        inputs = [self._local_value(one) for one in self.graph.traced_inputs[op.name]]
         with self._building():
             made = tf_compat.copied_op(op, inputs)
         for output, one in zip(op.outputs, made.outputs, strict=True):
-            self._own[output.name] = one
+            self._local[output.name] = one
             self._differs.add(one.name)
-        return self._own[name]
+        return self._local[name]
 
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
         """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
@@ -751,7 +751,7 @@ class Partition(Placer):
         for result in graph.results:
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
-                graph.outputs.append((self._name(self._own_value(result.name)), "first"))
+                graph.outputs.append((self._name(self._local_value(result.name)), "first"))
                 continue
             if placed.kind is Kind.SHARD and placed.axis == 0 and placed.blocks == 1:
                 graph.outputs.append((self._name(tensor), "concat"))

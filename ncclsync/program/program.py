@@ -114,7 +114,7 @@ class Target:
     """Where a program is to run, as far as a program depends on it.
 
     Attributes:
-        home_device: tower 0's, where the trace placed what must run on every tower's own.
+        home_device: tower 0's, where the trace placed what must run on each tower's device.
         bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
         shares_memory: whether a tensor of one tower may be another's without a copy.
@@ -169,8 +169,8 @@ class Program:
         results: what becomes of the towers' results.
         warnings: what a user should know of the step on towers, in words.
         gathered: rows that every tower gets of all, but for the slices of sparse gradients.
-        draws: lines that draw random numbers for rows, each tower its own.
-        normalized: lines that normalise by a tower's own rows.
+        draws: lines that draw random numbers for rows, different ones on each tower.
+        normalized: lines that normalise by a tower's rows alone.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
         alike: the share of the step's arithmetic that every tower does for all rows, as far as it is known.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are

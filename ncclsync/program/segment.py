@@ -152,7 +152,7 @@ def _graph_def(
     plan: SegmentPlan, tensors: Collection[str]
 ) -> tuple[tf.compat.v1.GraphDef, dict[str, str], list[Any]]:
     """Return the plan's ops; for tensors from outside, names to map them in by; and new functions."""
-    graph, own = plan.graph, set(plan.ops)
+    graph, inside = plan.graph, set(plan.ops)
     prefix = "ncclsync"
     while any(name.startswith(prefix) for name in graph.nodes):
         prefix += "_"
@@ -162,7 +162,7 @@ def _graph_def(
     used |= {name for rewrite in plan.rewrites for name in rewrite.inputs}
     outside: dict[str, str] = {}
     for name in sorted(used):
-        if name in graph.exchanges or (op_name(name) not in own and not graph.is_constant(name)):
+        if name in graph.exchanges or (op_name(name) not in inside and not graph.is_constant(name)):
             outside[name] = f"{prefix}/outside_{len(outside)}"
     constants = sorted({op_name(name) for name in {*used, *tensors} if graph.is_constant(name)})
     definition = tf.compat.v1.GraphDef()
@@ -177,7 +177,7 @@ def _graph_def(
         del node.input[:]
         for source in graph.inputs[name]:
             node.input.append(outside.get(source, source))
-        node.input.extend(f"^{control}" for control in graph.controls[name] if control in own)
+        node.input.extend(f"^{control}" for control in graph.controls[name] if control in inside)
     _add_functions(graph, definition)
     added = own_memory(definition) if plan.shares_memory and not plan.jit_compile else []
     for i, rewrite in enumerate(plan.rewrites):

@@ -19,9 +19,9 @@ class Mark:
         name: the op's.
         purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the
             batch's. "slices": values and indices of a sparse gradient are. "parts": what each tower adds to
-            them. "slices part": the same of values and indices. "local": each tower's own. "addends": a
-            gradient, of which each tower takes its own addend. "rows": each tower's own are its rows of the
-            batch. "own row": of one row for each tower, its own.
+            them. "slices part": the same of values and indices. "local": they are local. "addends": a
+            gradient, of which each tower takes its addend. "rows": what is local are its rows of the batch.
+            "own row": of one row for each tower, its row.
         collective: see "collective".
         conditional: whether its last tensor says if the collective happens.
         line: the user's that asks for it, or calls what does.

@@ -47,9 +47,9 @@ class TowerOptions:
         bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
         batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
             draw for these very samples, so that training with dropout does not depend on the number of
-            towers. Each tower then draws for the whole batch. What cannot be had, such as a shuffle of the
-            batch or `tf.random.normal`, is an error that names it. If False, each tower draws numbers of
-            its own: reproducible for a given seed and number of towers.
+            towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
+            the batch or `tf.random.normal`, is an error that names it. If False, each tower draws other
+            numbers: reproducible for a given seed and number of towers.
         compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. What rounding
             takes from a tower's gradient is added to its next one, so that training is close to that of one
             device, though not equal.
@@ -180,10 +180,10 @@ def takes(options: type[TowerOptions]) -> Callable[[Function], Function]:
             function.__doc__ or "",
             flags=re.MULTILINE,
         )
-        *own, _ = inspect.signature(function).parameters.values()
-        known = {parameter.name for parameter in own}
+        *named, _ = inspect.signature(function).parameters.values()
+        known = {parameter.name for parameter in named}
         added = [one for one in inspect.signature(options).parameters.values() if one.name not in known]
-        function.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        function.__signature__ = inspect.Signature([*named, *added])  # type: ignore[attr-defined]
         return function
 
     return document

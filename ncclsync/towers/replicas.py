@@ -86,8 +86,8 @@ class Replicas(Holder):
 
     def mark_stale(self) -> None:
         """Send the variable before the next step."""
-        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition is each
-        # tower's own.
+        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition
+        # differs from tower to tower.
         if self.role not in (Role.SUM, Role.PARTITION):
             self._pending.add(self._key)
 

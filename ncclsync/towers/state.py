@@ -1,6 +1,6 @@
 """The towers: their devices, their communicator, and a copy of every variable for each of them.
 
-Tower 0's variables are the user's own. `TowerState` creates the other towers' copies, brings to them whatever
+Tower 0's variables are the user's. `TowerState` creates the other towers' copies, brings to them whatever
 Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
 """
 
@@ -36,7 +36,7 @@ DLPACK_CPU, DLPACK_CUDA = 1, 2
 class TowerState:
     """N replicas of one model's state, one per device, and what joins them.
 
-    A context manager; `close` ends it. Tower 0 is the user's own model.
+    A context manager; `close` ends it. Tower 0 is the user's model.
 
     Attributes:
         devices: [N] names such as "GPU:0"; several towers may share a CPU.
@@ -247,7 +247,7 @@ class TowerState:
         """Return [N] what stands for tower 0's `variable` on each tower, itself first.
 
         Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
-        seed from one of the tower's own).
+        seed from another one for each tower).
         """
         self.require_open()
         replicas = self._replicas.get(id(variable))

@@ -1,4 +1,4 @@
-"""`python -m ncclsync`; see `cli`."""
+"""Run `python -m ncclsync`; see `tools/cli.py`."""
 
 import sys
 

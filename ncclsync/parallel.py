@@ -1,4 +1,4 @@
-"""`@nccl_parallel`: from a model factory to a model that trains on towers."""
+"""Decorate a model factory by `@nccl_parallel`: its model trains on towers."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions(TowerOptions):
-    """Say what else can be chosen for a model.
+    """Declare the further options of a model.
 
     Attributes:
         sync_batch_norm: set `synchronized=True` on every `BatchNormalization` of the model, so that it
@@ -41,7 +41,7 @@ class ModelOptions(TowerOptions):
     recipe: LargeBatch | None = None
 
     def __post_init__(self) -> None:
-        """Check them; a file's path is one of now.
+        """Check the options; make a file's path absolute now.
 
         Raises:
             TypeError, ValueError: bad arguments.

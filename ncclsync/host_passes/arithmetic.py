@@ -29,7 +29,7 @@ ARITHMETIC = {
     "Relu": native.ARITHMETIC["RELU"],
 }
 
-# What a `Writer` can compute, by TensorFlow's names.
+# All that a `Writer` can compute, by TensorFlow's names.
 COMPUTED = {*ARITHMETIC, "AddN", "BroadcastTo"}
 
 WHOLE = 0  # instead of a repeat: of an input that has as many elements as the result
@@ -85,7 +85,7 @@ class Writer:
         self._computed: dict[str, Any] = {}  # by name: an input, or the number of a step
 
     def value(self, name: str) -> Any:
-        """Return what has that name; what has not been computed is an input."""
+        """Return the value of that name; one that has not been computed is an input."""
         if name not in self._computed:
             self._inputs[name] = None
         return self._computed.get(name, name)
@@ -95,7 +95,7 @@ class Writer:
         self._computed[name] = value
 
     def compute(self, operation: str, values: Sequence[Any]) -> Any:
-        """Add what an op of that type does; return its result."""
+        """Add a step that does what an op of that type does; return its result."""
         if operation == "BroadcastTo":
             return values[0]
         if operation == "AddN":  # TensorFlow adds from left to right
@@ -108,12 +108,12 @@ class Writer:
 
     @property
     def inputs(self) -> list[str]:
-        """The names of the inputs."""
+        """Return the names of the inputs."""
         return list(self._inputs)
 
     @property
     def registers(self) -> int:
-        """How many it needs; more than `MOST_REGISTERS` cannot be run."""
+        """Return how many registers it needs; more than `MOST_REGISTERS` cannot be run."""
         return len(self._steps) + len(self._inputs)
 
     def expression(
@@ -123,7 +123,7 @@ class Writer:
         results: Sequence[str],
         sums: Sequence[tuple[str, int, bool]] = (),
     ) -> Expression | None:
-        """Return what was written, with the inputs in that order; None if it cannot be run.
+        """Return the expression, with the inputs in that order; None if it cannot be run.
 
         Args:
             inputs: all names of inputs.

@@ -1,9 +1,9 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
 A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
-size, and each of them waits for memory. What lies between two ops of another kind becomes one, with bitwise
+size, and each of them waits for memory. The ops between two ops of another kind become one, with bitwise
 the same results, as the updates of variables do in `fusion.py`. Most of what a normalisation computes is only
-added up over the batch: that is done in the same pass, and what is added up is never written. Each is
+added up over the batch: that is done in the same pass, and the addends are never written. Each chain is
 a `Rewrite` of a segment.
 """
 
@@ -41,7 +41,7 @@ _JOINED = {"Add", "AddV2", "Relu"}
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """An op that adds up an array over its first axes.
+    """Describe an op that adds up an array over its first axes.
 
     Attributes:
         name: of the op.
@@ -60,7 +60,7 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Some ops that can run as one.
+    """Name some ops that can run as one.
 
     Attributes:
         members: their names.
@@ -132,13 +132,13 @@ def find_chains(
 
 
 def _operands(graph: StepGraph, name: str) -> list[str]:
-    """What a member computes with."""
+    """Return the operands that a member computes with."""
     of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
     return graph.inputs[name][: 1 if of_one else None]
 
 
 def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
-    """An op as a sum, if it is one of an array over all of its first axes, those of size 1 aside."""
+    """Describe an op that is a sum of an array over all of its first axes, those of size 1 aside."""
     op = graph.by_name[name]
     axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
     if not axes:
@@ -154,7 +154,7 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
 
 
 def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
-    """The dtype and shape of an op's result, or of what it adds up, if it can be a member of a chain."""
+    """Return dtype and shape of a possible member of a chain: of its result, or of what it adds up."""
     op, inputs = graph.by_name[name], _operands(graph, name)
     if op.type not in _FUSIBLE and not is_sum:
         return None
@@ -172,7 +172,7 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
 def _stages(
     graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
 ) -> dict[str, int]:
-    """Return, by unit, its stage, in an order in which each unit is after all that it waits for.
+    """Number the units by stages, in an order in which each is after all that it waits for.
 
     Of ops of one kind and stage, none waits for another by way of an op of another kind or stage, and none
     waits for a sum.
@@ -190,7 +190,7 @@ def _components(
 ) -> Iterator[list[str]]:
     """Yield ops of one place that share an array, one's result too, as many as an expression can have.
 
-    And those that wait for each other: of two chains, each might wait for the other.
+    Ops that wait for each other stay together: else, of two chains, each might wait for the other.
     """
     component: dict[str, list[str]] = {}
     using: dict[Any, str] = {}  # by place and tensor
@@ -260,7 +260,7 @@ def _chain_of(
 def chain_nodes(
     graph: StepGraph, chain: Chain, ops: Collection[str], alone: bool, name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
-    """Yield the nodes that take the place of a chain; its outputs keep their names.
+    """Yield the nodes that replace a chain; its outputs keep their names.
 
     Args:
         graph: the step.

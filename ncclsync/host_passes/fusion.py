@@ -26,7 +26,7 @@ _WRITES = {"AssignVariableOp": None, "AssignAddVariableOp": "AddV2", "AssignSubV
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What happens to some variables of one shape, which depend on each other.
+    """Describe how some variables of one shape, which depend on each other, are updated.
 
     Attributes:
         members: names of the ops that it stands for.
@@ -77,7 +77,7 @@ def _consumers(graph: StepGraph, ops: Sequence[str]) -> dict[str, set[str]]:
 def _members(
     graph: StepGraph, ops: Sequence[str], needed: Collection[str], consumers: dict[str, set[str]]
 ) -> set[str]:
-    """The writes of arrays of floats, and what is computed for them alone."""
+    """Return the writes of arrays of floats, and the ops that compute for them alone."""
     writers: dict[str, set[str]] = collections.defaultdict(set)  # by handle
     for name in ops:
         for handle in graph.writes[name]:
@@ -100,7 +100,7 @@ def _members(
 
 
 def _fits(graph: StepGraph, name: str, needed: Collection[str]) -> bool:
-    """Whether a write is of a whole array of floats."""
+    """Return whether a write is of a whole array of floats."""
     if graph.by_name[name].type not in _WRITES or name in needed:
         return False
     handle, value = graph.inputs[name]
@@ -116,7 +116,7 @@ def _fits(graph: StepGraph, name: str, needed: Collection[str]) -> bool:
 
 
 def _is_elementwise(graph: StepGraph, name: str) -> bool:
-    """Whether the operands are arrays of the result's shape, or scalars."""
+    """Return whether the operands are arrays of the result's shape, or scalars."""
     result = graph.spec(f"{name}:0")
     operands = [graph.spec(operand) for operand in graph.inputs[name]]
     return (
@@ -208,7 +208,7 @@ def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> lis
 
 
 def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[str, int]:
-    """By unit, an op or an update: how many updates lie before it, one after another, at most.
+    """Number the units, ops and updates, by stages: the most updates in a row before each.
 
     Of two updates in one stage none waits for the other. One that waits for itself, by way of an op between,
     is left out, with all that wait for it.
@@ -222,7 +222,7 @@ def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[
 def fused_nodes(
     graph: StepGraph, group: Sequence[Update], ops: Collection[str], name: str, named: Callable[[str], str]
 ) -> Iterator[tf.compat.v1.NodeDef]:
-    """Yield the nodes that take the place of a group of updates.
+    """Yield the nodes that replace a group of updates.
 
     Args:
         graph: the step.

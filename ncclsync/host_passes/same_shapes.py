@@ -61,7 +61,7 @@ _REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
 
 
 class Shapes:
-    """What is known of the shapes of a segment's tensors.
+    """Find out all that is known of the shapes of a segment's tensors.
 
     Attributes:
         passed: by name of a tensor that is nothing but another tensor: the name of the latter.
@@ -85,7 +85,7 @@ class Shapes:
         return self._specs[name]
 
     def key(self, name: str) -> tuple[Any, ...] | None:
-        """Return what tensors of one shape have in common; None if too little of it is known."""
+        """Return a key that tensors of one shape have in common; None if too little of it is known."""
         shape = self.spec(name).shape
         if not shape.rank:
             return None if shape.rank is None else ()
@@ -112,7 +112,7 @@ class Shapes:
         return self.spec(name).shape.rank or 0
 
     def _order(self, name: str) -> list[int] | None:
-        """A permutation of axes, or the inverse of one whose first element is the same; None if not known."""
+        """Return a permutation of axes, or the inverse of one whose first axis stays; None if not known."""
         if self._graph.producer_type(name) == "InvertPermutation":
             order = self._order(self._graph.inputs[op_name(name)][0])
             return order if order and order[0] == 0 else None
@@ -128,7 +128,7 @@ class Shapes:
         return [int(number) for number in value.ravel()]
 
     def _rows(self, name: str) -> Any:
-        """Their number if it is known, else a tensor and by how many times its rows they are."""
+        """Return the number of rows if it is known, else a tensor and how many times its rows they are."""
         shape = self.spec(name).shape
         known = shape.rank is not None and shape[0] is not None
         root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
@@ -138,7 +138,7 @@ class Shapes:
         return int(times) if root is None and times.denominator == 1 else (root, times)
 
     def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
-        """The other tensor has so many times the rows of the one."""
+        """Record that the other tensor has so many times the rows of the one."""
         (root, first), (other_root, second) = (
             rows if isinstance(rows, tuple) else (None, Fraction(rows))
             for rows in (self._rows(one), self._rows(other))
@@ -227,16 +227,16 @@ class Shapes:
                 self._unite(values, f"{name}:0")
 
     def _shape_of(self, name: str) -> str | None:
-        """The tensor whose shape `name` is, if it is one's."""
+        """Return the tensor whose shape `name` is, if it is one's."""
         is_shape = self._graph.producer_type(name) == "Shape"
         return self._graph.inputs[op_name(name)][0] if is_shape else None
 
     def _reshaped(self, name: str) -> str:
-        """The tensor that `name` has the values of, in another shape at most."""
+        """Return the tensor that `name` has the values of, in another shape at most."""
         return self._summed.get(self.source(name), self.source(name))
 
     def _is_same_reshaped(self, name: str, result: str) -> bool:
-        """Whether all dimensions but the first stay, and so, as the number of elements does, it too."""
+        """Return whether all dimensions but the first stay; then, as many elements do, that stays too."""
         before, after = (self.spec(tensor).shape for tensor in (name, result))
         return (
             bool(before.rank)
@@ -250,7 +250,7 @@ class Shapes:
 def simplify(
     graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]
 ) -> tuple[StepGraph, list[str]]:
-    """Leave out ops of a segment that pass on what they are given.
+    """Leave out ops of a segment that only pass on their input.
 
     They would keep apart what can be fused. An op that asks for a shape gets that of another tensor of the
     same shape, so that only ops that compute with a tensor need it.

@@ -1,12 +1,13 @@
-"""A net below the rules: a step on a few rows, as one device's program and as the towers', compared.
+"""Check a step on a few rows: run one device's program and the towers', and compare them.
 
-Both are run op by op, outside any graph, by `_Run`: variables are values in a dictionary, and an exchange is
-some arithmetic. So nothing of the towers' takes part, and no state can be left changed. What it checks is
-what `Partition` made of the trace; `cut`, `segment` and `layout`, which run it, are for `verify`.
+This is a net below the rules. Both are run op by op, outside any graph, by `_Run`: variables are values in a
+dictionary, and an exchange is some arithmetic. So nothing of the towers' takes part, and no state can be left
+changed. The check covers what `Partition` made of the trace; `cut`, `segment` and `layout`, which run it, are
+for `verify`.
 
 Numbers are computed in float64, whatever the step's dtypes: rounding is then far below a wrong factor or a
 missing term. Where gradients agree, the towers' are replaced by one device's before an optimizer gets them:
-what it does with their last bits does not count. What has the same inputs, to the object, is computed once.
+what it does with their last bits does not count. Ops with the same inputs, to the object, are run once.
 """
 
 import collections
@@ -49,24 +50,24 @@ _TOWERS = 2
 _PRINTS = frozenset({"Print", "PrintV2"})
 # A step that declares its batch size is run on that.
 _MOST_ROWS = 256
-# What a check may run in float64: by its convolutions, whose kernels are slow in it.
+# Up to so many elements a check runs in float64, in which the kernels of convolutions are slow.
 _MOST_ELEMENTS = 2e6
 
 Values = list[Any]  # [towers] what each holds of one tensor; None: not known
 
 
 class Unchecked(Exception):
-    """A step cannot be checked; says why."""
+    """Say why a step cannot be checked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What towers and one device do not agree on.
+    """Name the results in which towers and one device differ.
 
     Attributes:
         differences: (name, largest difference relative to the largest magnitude) of variables and results.
         line: the user's, from which the first tensor comes that differs; with its op.
-        rows, towers: what was run.
+        rows, towers: how many were run.
     """
 
     differences: tuple[tuple[str, float], ...]
@@ -87,7 +88,7 @@ class Found:
 
 
 class StepCheck:
-    """One traced step that is to be checked, with what its variables hold before it first runs."""
+    """Hold a traced step that is to be checked, with its variables' values before it first runs."""
 
     def __init__(
         self, trace: Trace, home_device: str, results: Results, variables: Sequence[tf.Variable], outputs: int
@@ -200,7 +201,7 @@ def _is_composite(batch: Any) -> bool:
 
 
 def _is_costly(graph: StepGraph, rows: int) -> bool:
-    """Whether a step takes long in float64, by its convolutions, or much memory."""
+    """Return whether a step takes long in float64, by its convolutions, or much memory."""
     elements = sum(int(np.prod(variable.shape.as_list())) for _, variable in graph.variables) // 100
     for op in graph.ops:
         if op.type.startswith("Conv") and "Backprop" not in op.type and op.outputs[0].shape.rank:
@@ -257,7 +258,7 @@ class _Machine:
         self._constants: dict[str, Any] = {}
 
     def wide(self, dtype: tf.DType) -> tf.DType:
-        """What stands for a dtype of the trace."""
+        """Return the dtype that stands for one of the trace."""
         if dtype in _FLOATS:
             return max(dtype, self.dtype, key=_FLOATS.index)
         return tf.complex128 if dtype == tf.complex64 and self.dtype == tf.float64 else dtype
@@ -325,7 +326,7 @@ class _Machine:
 
 
 class _Run:
-    """One run of a step's graph by so many towers, op by op; of one without exchanges it is one device's."""
+    """Run a step's graph on so many towers, op by op; a graph without exchanges, as one device."""
 
     def __init__(
         self,
@@ -515,7 +516,7 @@ def joined(values: Sequence[Any], collective: Collective, shares: Sequence[Share
 
 
 class _Both:
-    """One device's run, then the towers', which is given one device's gradients where they agree."""
+    """Run one device's step, then the towers', with one device's gradients where they agree."""
 
     def __init__(
         self,
@@ -577,7 +578,7 @@ class _Both:
             self._one.run(one)
 
     def _name_on_towers(self, name: str) -> str:
-        """What a traced tensor is called in the towers' program."""
+        """Return the name of a traced tensor in the towers' program."""
         return self._placing.name_of(name)
 
     def _outputs_of(self, mark: Mark) -> list[str]:
@@ -619,7 +620,7 @@ class _Both:
                 self._many.values[one] = [expected] * len(self._shares)
 
     def _is_due(self, name: str) -> bool:
-        """Whether an exchange has happened, if it has a condition: else each tower's part stays as it is."""
+        """Return whether an exchange has happened: if its condition is False, each tower's part stays."""
         exchange = self._graph.exchanges.get(name)
         return exchange is None or exchange.when is None or bool(self._many.value(exchange.when)[0])
 
@@ -730,7 +731,7 @@ class _Both:
         return "a line that could not be found"
 
     def _wholes(self, values: Values, placed: Placement) -> list[Any]:
-        """What the batch's value would be, by each tower that has one."""
+        """Return the batch's value, from each tower that has it; [] where none can be compared."""
         if placed.kind is Kind.REPLICATE:
             return values
         if placed.kind is Kind.PARTIAL and values[0].dtype != tf.bool:
@@ -749,7 +750,7 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _is_compared(mark: Mark) -> bool:
-    """Whether a mark is where gradients meet."""
+    """Return whether gradients meet at a mark."""
     summed = (
         mark.collective.kind == "all_reduce" and mark.collective.op == "sum" and mark.collective.empty_too
     )

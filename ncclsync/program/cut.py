@@ -41,10 +41,10 @@ def cut(
     Args:
         trace: a step, traced for one tower.
         target: where it is to run.
-        results: what becomes of the towers' results. Those that differ are combined, if so asked: as long as
-            the shard by concatenation, other floats by the mean over the samples, integers by the sum.
+        results: how the towers' results are combined. If they differ and are to become one: results as long
+            as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
-        undone: whether a step may have to be undone when it has written all it writes.
+        undone: whether a step may have to be undone after all its writes.
         meter: see `compile_segment`.
     """
     graph, placed = place(trace, target.home_device, results, target.same_seeds)
@@ -86,7 +86,7 @@ def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) ->
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
-    # What computes on one tower's data, beside the writes, may fail there when some of them are done.
+    # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
     exposed = any(
         number == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, number in segments.items()
@@ -106,7 +106,7 @@ def _plan_segments(
     graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool
 ) -> tuple[Segment, ...]:
     segment_of = scheduled.segments
-    # What the layout takes from the segments, beside the buckets.
+    # The layout takes these from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
     given = {exchange.when for exchange in graph.exchanges.values()}
     outputs += sorted(name for name in given if name)
@@ -166,7 +166,7 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket,
 
 
 def _wire(collective: Collective) -> Collective:
-    """What the communicator does: a mean is weighted before, and is a sum on the wire."""
+    """Return the communicator's collective: a mean is weighted before, and is a sum on the wire."""
     if collective.kind == "all_reduce" and collective.op == "mean":
         return SUM
     return collective

@@ -1,6 +1,6 @@
-"""The graph of a traced step by names: who computes what, and what is put in between.
+"""Describe a traced step by names: its ops, their inputs, and the exchanges that are put in between.
 
-A view for the passes that cut a step (`exchanges.py`, `cut.py`, `segment.py`); it decides nothing itself.
+A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); it decides nothing itself.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ncclsync.semantics.roles import Role, role_of
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A variable whose towers' values become one at the end of the step.
+    """Name a variable whose values on the towers become one at the end of the step.
 
     Attributes:
         handle: name of the variable's handle.
@@ -37,7 +37,7 @@ class Fold:
 
 
 class StepGraph:
-    """The traced graph by names: who computes what, and what is put between them.
+    """Describe the traced graph by names: ops, inputs, and the exchanges that are put between them.
 
     `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
     """
@@ -69,7 +69,7 @@ class StepGraph:
         self.captures = tuple(captures)
         self.variable_of = dict(self.variables)
         self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
-        # What a failed step must leave as it was. (Metric state starts anew with the next epoch.)
+        # A failed step must leave these as they were. (Metric state starts anew with the next epoch.)
         self.kept = {
             name
             for name, variable in self.variables
@@ -118,7 +118,7 @@ class StepGraph:
         return placed
 
     def _live_ops(self, function: Any) -> list[tf.Operation]:
-        """What the outputs and side effects need, inputs before consumers."""
+        """Return the ops that outputs and side effects need, inputs before consumers."""
         order: list[tf.Operation] = []
         done: set[str] = set()
         roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
@@ -172,7 +172,7 @@ class StepGraph:
         self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
 
     def spec(self, name: str) -> tf.TensorSpec:
-        """Shape and dtype of a tensor of the trace, or of an exchange's result."""
+        """Return shape and dtype of a tensor of the trace, or of an exchange's result."""
         if name in self.exchanges:
             return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
@@ -184,7 +184,7 @@ class StepGraph:
         return tf.TensorSpec(shape, tensor.dtype)
 
     def producer_type(self, name: str) -> str | None:
-        """The type of the op that a tensor comes from; None for the result of an exchange."""
+        """Return the type of the op that a tensor comes from; None for the result of an exchange."""
         op = self.by_name.get(op_name(name))
         return None if op is None else op.type
 
@@ -205,7 +205,7 @@ class StepGraph:
         self.functions.update((f.signature.name, f) for f in definitions)
 
     def is_constant(self, name: str) -> bool:
-        """Whether a tensor is a constant, which each segment that uses it gets a copy of."""
+        """Return whether a tensor is a constant, which each segment that uses it gets a copy of."""
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 
@@ -228,7 +228,7 @@ class StepGraph:
         return result
 
     def origin(self, name: str) -> tuple[str, int]:
-        """The op that a tensor comes from, and how many exchanges lie between."""
+        """Return the op that a tensor comes from, and how many exchanges lie between."""
         hops = 0
         while name in self.exchanges:
             name, hops = self.exchanges[name].source, hops + 1
@@ -247,7 +247,7 @@ def in_order(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> Iter
         ops: names of some of its ops; what comes from others is there already.
         unit: by name of an op: that of its unit.
 
-    Those that wait for themselves, by way of another unit, are left out, with all that wait for them.
+    Units that wait for themselves, by way of another unit, are left out, with all that wait for them.
     """
     parents: dict[str, set[str]] = {one: set() for one in unit.values()}
     children: dict[str, list[str]] = {one: [] for one in unit.values()}

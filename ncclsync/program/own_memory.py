@@ -1,7 +1,7 @@
 """Let what a segment assigns to a variable be memory of its own, where towers share a host's memory.
 
-TensorFlow lets a variable hold the very tensor that is assigned to it. Where towers share a memory, on the CPU,
-one constant, or one result of an exchange, would become the memory of all towers' variables.
+TensorFlow lets a variable hold the very tensor that is assigned to it. Where towers share a memory, on the
+CPU, one constant, or one result of an exchange, would become the memory of all towers' variables.
 Source: tensorflow/core/kernels/resource_variable_ops.cc, AssignVariableOp.
 """
 

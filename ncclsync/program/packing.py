@@ -54,7 +54,7 @@ def pack_all(
     sources = hold(sources, span.ops)
     outgoing = [_send(bucket, sources, fraction) for bucket in buckets]
     sent = [tensor for each in outgoing for tensor in each]
-    # What a tower without samples sends waits for nothing that is packed.
+    # A tower without samples sends tensors that wait for nothing that is packed.
     return outgoing, span.end([*sent, *sources.values()])
 
 

@@ -3,8 +3,8 @@
 The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
 it is computed: each op's rule (`rules.py`, asked by `placing.py`) says how its results are placed. An op
 without a rule gets the batch's values: its inputs are gathered or reduced, and every tower computes alike.
-What is put in (a tower's rows of a whole tensor, the batch's count of rows, …) are ordinary ops of the
-same graph; collectives become `Exchange`s.
+It puts ordinary ops into the same graph (a tower's rows of a whole tensor, the batch's count of rows, …);
+collectives become `Exchange`s.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _ADDING = frozenset(
 
 
 class Unshared(Exception):
-    """Variables are used so that the towers cannot each hold a part of them: all are to hold the same."""
+    """Name variables of which the towers cannot each hold a part: all towers are to hold the same."""
 
     def __init__(self, handles: set[str]) -> None:
         """Name the variables' handles."""
@@ -50,7 +50,7 @@ class Unshared(Exception):
 
 
 class Partition(Placer):
-    """The walk over one traced step; afterwards the graph holds its exchanges and what is computed where."""
+    """Walk over one traced step; afterwards the graph holds its exchanges, and its ops in their order."""
 
     def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
         """Prepare.
@@ -58,7 +58,7 @@ class Partition(Placer):
         Args:
             graph: the step; is changed.
             share: its second argument, a tower's part of the batch.
-            results: what becomes of the towers' results.
+            results: how the towers' results are combined.
             exact: whether what a choice makes local is to be the batch's.
         """
         super().__init__(Functions(graph.functions, graph.tf_graph))
@@ -99,7 +99,7 @@ class Partition(Placer):
 
     @property
     def share_alike(self) -> float:
-        """The share of the step's arithmetic that every tower does for all rows, as `_cost` counts it."""
+        """Return the share of the step's arithmetic that every tower does for all rows, by `_cost`."""
         return self._costs[1] / (sum(self._costs) or 1.0)
 
     # One op.
@@ -181,7 +181,7 @@ class Partition(Placer):
         return self.place(call)
 
     def _hides(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
-        """Whether an op, or what it calls, has a state that no variable holds."""
+        """Return whether an op, or a function that it calls, has a state that no variable holds."""
         return tf_compat.is_stateful(op) and self.functions.hides_state(op, repeatable)
 
     def _argument(self, op: tf.Operation) -> None:
@@ -265,7 +265,7 @@ class Partition(Placer):
     # Conversions.
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """See `Placer`."""
+        """Return a tensor placed otherwise; see `Placer`."""
         if serves(before, after):
             return tensor
         key = (tensor.name, before, after)
@@ -334,7 +334,7 @@ class Partition(Placer):
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
     def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        """What tower 0 has, on all towers."""
+        """Give all towers the tensor of tower 0."""
         if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
             return self.exchange(tensor, FOLLOW, op)
         with self._building():
@@ -368,7 +368,7 @@ class Partition(Placer):
             return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        """All towers' rows, in the order of the batch."""
+        """Gather all towers' rows, in the order of the batch."""
         moved = tensor
         turned = before.axis or before.blocks > 1
         if turned:
@@ -397,7 +397,7 @@ class Partition(Placer):
             return tf.ensure_shape(whole, shape)
 
     def _rows_of_tower(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
-        """A tower's rows of what all have. One row that is broadcast stays."""
+        """Take a tower's rows of a tensor that all have. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         with self._building():
             length, total = tf.shape(tensor)[after.axis], tf.maximum(self.share.total, 1)
@@ -422,7 +422,7 @@ class Partition(Placer):
             return tf.ensure_shape(rows, lengths)
 
     def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        """A component of a sparse or ragged tensor of all rows."""
+        """Return a component of the sparse or ragged tensor of all rows."""
         pieces = [
             self.graph.tf_graph.get_tensor_by_name(name)
             for name, placed in self.graph.argument_placements.items()
@@ -453,7 +453,7 @@ class Partition(Placer):
     # Ops that are made whole.
 
     def whole(self, call: Call) -> list[Placement]:
-        """See `Placer`: every tower computes alike."""
+        """Let every tower compute alike; see `Placer`."""
         handles = {
             self.graph.inputs[call.op.name][i]
             for i, tensor in enumerate(call.tensors)
@@ -471,7 +471,7 @@ class Partition(Placer):
         return [REPLICATE] * len(call.op.outputs)
 
     def alike(self, call: Call) -> list[Placement]:
-        """See `Placer`."""
+        """Give all towers the results of tower 0; see `Placer`."""
         for i, placed in enumerate(call.inputs):
             if placed.kind is not Kind.LOCAL:
                 call.require(i, REPLICATE)
@@ -582,7 +582,7 @@ class Partition(Placer):
             raise Unshared({self.graph.inputs[call.op.name][index]}) from None
 
     def _assert(self, call: Call) -> None:
-        """An assertion about each row may fail on the tower that has the row."""
+        """Let an assertion about each row fail on the tower that has the row."""
         placed = call.inputs[0]
         if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
@@ -708,7 +708,7 @@ class Partition(Placer):
         return self._local[name]
 
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
-        """What each tower adds to a sparse gradient: the slices of its rows; or its parts of all slices."""
+        """Return a tower's part of a sparse gradient: the slices of its rows, or its parts of all slices."""
         (values, indices), (of_values, of_indices) = call.tensors, call.inputs
         if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
             return [values, indices]

@@ -15,7 +15,7 @@ from ncclsync.ops import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One tensor of the program that meets its counterparts between two segments.
+    """Name one tensor of the program that meets its counterparts between two segments.
 
     Attributes:
         source: name of the tensor before; a name is unique within the program.
@@ -51,7 +51,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Exchanges that travel together as one tensor: of one dtype, condition and operation on the wire.
+    """Hold exchanges that travel together: of one dtype, condition and operation on the wire.
 
     Attributes:
         wire: what the communicator does.
@@ -69,17 +69,17 @@ class Bucket:
 
     @property
     def when(self) -> str | None:
-        """The condition of its exchanges."""
+        """Return the condition of its exchanges."""
         return self.exchanges[0].when
 
     @property
     def result(self) -> str:
-        """The name of its first exchange's result, which no other bucket of the program has."""
+        """Return the name of its first exchange's result, which no other bucket of the program has."""
         return self.exchanges[0].result
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """The tensors that travel: one if they are packed, else one for each exchange."""
+        """Describe the tensors that travel: one if they are packed, else one for each exchange."""
         if not self.packed:
             return [tf.TensorSpec(exchange.shape, exchange.dtype) for exchange in self.exchanges]
         elements = sum(exchange.shape.num_elements() for exchange in self.exchanges)
@@ -88,7 +88,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part of the program between collectives: one function, the same for every tower.
+    """Hold the part of a program between two collectives: one function, the same for every tower.
 
     `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
     the tower's share of the samples (float64, 0 for a tower without), `is_root` is True on tower 0, and
@@ -111,7 +111,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a program is to run, as far as a program depends on it.
+    """Describe where a program is to run, as far as the program depends on it.
 
     Attributes:
         home_device: tower 0's, where the trace placed what must run on each tower's device.
@@ -129,8 +129,9 @@ class Target:
 
 
 class Results(enum.Enum):
-    """What becomes of the towers' results: `COMBINED` into one device's, concatenated as one row per sample
-    (`ROWS`), or those of `EACH` tower, in a list.
+    """Say how the towers' results become those of a step.
+
+    `COMBINED` into one device's, concatenated as one row per sample (`ROWS`), or a list of `EACH` tower's.
     """
 
     COMBINED = "combined"
@@ -140,7 +141,7 @@ class Results(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Rows that were gathered for an op that needs the batch's.
+    """Name rows that were gathered for an op that needs the batch's.
 
     Attributes:
         op: its type.
@@ -155,7 +156,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced step, cut.
+    """Hold a traced step that is cut.
 
     Attributes:
         segments: in order; what one sends is reduced before the one that receives it, mostly the next.
@@ -166,7 +167,7 @@ class Program:
         outputs: names of the flattened results, and what stands for all towers': the "first", since they are
             equal (perhaps by an exchange), or the "concat" of their rows.
         structure: the results' structure, with None in place of tensors that are None.
-        results: what becomes of the towers' results.
+        results: how the towers' results are combined.
         warnings: what a user should know of the step on towers, in words.
         gathered: rows that every tower gets of all, but for the slices of sparse gradients.
         draws: lines that draw random numbers for rows, different ones on each tower.
@@ -203,5 +204,5 @@ class Program:
 
     @property
     def packs(self) -> bool:
-        """Whether anything is packed to be sent."""
+        """Return whether anything is packed to be sent."""
         return any(bucket.packed for segment in self.segments for bucket in segment.outgoing)

@@ -23,7 +23,7 @@ _FIRST_BUCKET_BYTES = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """In which segment everything is.
+    """Say in which segment each op and exchange is.
 
     Attributes:
         segments: by name of an op: the number of its segment.
@@ -95,7 +95,7 @@ def _overlapping(
 
 
 def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchange: Exchange) -> bool:
-    """Whether an exchange is a sum of known size, of what its level computes."""
+    """Return whether an exchange is a sum of known size of a tensor that its level computes."""
     return (
         exchange.collective.kind == "all_reduce"
         and exchange.dtype.is_floating
@@ -137,8 +137,8 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     if weight_writes:
         last = max(last, 1)
     latest = _latest(graph, levels, last)
-    # What is read from a variable is read where it is used: held meanwhile, it would have to be copied before
-    # the variable can be written in place.
+    # A variable is read where its value is used: held meanwhile, the value would have to be copied before the
+    # variable can be written in place.
     reads = [
         name
         for name in levels
@@ -185,7 +185,7 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
 
 
 def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
-    """(op, exchanges between) for all that op `name` waits for; a passing op stands for what it is fed by."""
+    """Yield (op, exchanges between) for all that op `name` waits for; for a passing op, its inputs."""
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)
     for control in graph.controls[name]:
@@ -198,7 +198,7 @@ def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
 
 
 def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
-    """The first segment that can use tensor `name`."""
+    """Return the first level that can use tensor `name`."""
     for fold in graph.folds:
         if fold.source is not None and name == fold.source:
             return max(levels[writer] for writer in fold.writers)

@@ -186,7 +186,7 @@ def _graph_def(
 
 
 def _sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
-    """The reads among `ops` of variables that the step updates sparsely, and these variables' shapes."""
+    """Return the reads among `ops` of variables that the step updates sparsely, and these' shapes."""
     sparse = {
         handle
         for op in graph.ops

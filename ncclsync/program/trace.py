@@ -13,7 +13,7 @@ from ncclsync.ops import Collective, Share, running_in
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An `IdentityN` of the trace that says how tensors are to be placed from there on.
+    """Describe an `IdentityN` of the trace that says how tensors are to be placed from there on.
 
     Attributes:
         name: the op's.
@@ -44,7 +44,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A step as `tf.function` traced it: the program of one device on the whole batch.
+    """Hold a step as `tf.function` traced it: the program of one device on the whole batch.
 
     Attributes:
         function: the ConcreteFunction, of the batch and a tower's `Share` of it.
@@ -60,7 +60,7 @@ class Trace:
 
 
 class _Marking:
-    """The context of a step that is being traced: leaves marks."""
+    """Leave marks in a step that is being traced, as its context."""
 
     def __init__(self) -> None:
         self.graph: Any = None

@@ -1,4 +1,4 @@
-"""Which exchange the new value of a variable rests on: its gradient's, or that of the value itself."""
+"""Find the exchange that a variable's new value rests on: of its gradient, or of the value itself."""
 
 import collections
 
@@ -37,7 +37,7 @@ def find_updates(graph: StepGraph) -> dict[str, str]:
 
 
 def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
-    """Results of exchanges that ops rest on, nearest first; no further than what differs between towers."""
+    """Return results of exchanges that ops rest on, nearest first; no further than local ops."""
     results = [name for name in writers if name in graph.exchanges]
     queue = collections.deque(name for name in writers if name not in graph.exchanges)
     seen = set(queue)

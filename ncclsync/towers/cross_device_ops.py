@@ -1,7 +1,7 @@
-"""ncclsync's all-reduce for those who stay with `tf.distribute.MirroredStrategy`.
+"""Give a `tf.distribute.MirroredStrategy` the all-reduce of ncclsync.
 
-The strategy keeps its replicas, variables and input; what it batches to be reduced on all of them (the
-gradients of `fit` and of `optimizer.apply`, `ReplicaContext.all_reduce`) goes over our communicator.
+The strategy keeps its replicas, variables and input; tensors that are to be reduced on all of them (the
+gradients of `fit` and of `optimizer.apply`, `ReplicaContext.all_reduce`) go over our communicator.
 """
 
 import logging
@@ -24,9 +24,9 @@ from ncclsync.towers.placement import choose_placement, connect, reduced_on_host
 _logger = logging.getLogger("ncclsync")
 
 
-# Of TensorFlow's own classes the one that can do everything, if slowly: by it goes what is no all-reduce.
+# This base class can do everything, if slowly: it does all that is no all-reduce.
 class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
-    """Reductions of a `tf.distribute.MirroredStrategy` by ncclsync's all-reduce.
+    """Reduce the tensors of a `tf.distribute.MirroredStrategy` by ncclsync's all-reduce.
 
     ```python
     strategy = tf.distribute.MirroredStrategy(cross_device_ops=ncclsync.CrossDeviceOps())
@@ -92,7 +92,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
     def reduce_implementation(
         self, reduce_op: tf.distribute.ReduceOp, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Reduce one value; `batch_reduce_implementation` of one."""
+        """Reduce one value; see `batch_reduce_implementation`."""
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
@@ -132,7 +132,7 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):
         ]
 
     def _is_all_reduce(self, value: Any, destinations: Any, devices: tuple[str, ...]) -> bool:
-        """Whether a value is reduced by the communicator that joins `devices`, rather than on one device."""
+        """Return whether the communicator that joins `devices` reduces a value, rather than one device."""
         replicas = distribute.replicas_of(value)
         if any(isinstance(replica, tf.IndexedSlices) for replica in replicas):
             return False

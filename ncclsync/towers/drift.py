@@ -1,6 +1,6 @@
-"""Whether all towers still hold the same: how far two values are apart, and a checksum of a variable's bits.
+"""Find towers that hold other values: by a checksum of each variable, and by the distance of two values.
 
-Knows nothing of towers: `TowerState` gives it each variable's copies, and acts on what it finds.
+It knows nothing of towers: `TowerState` gives it each variable's copies, and acts on what it finds.
 """
 
 import collections
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 class Sentinel:
-    """Counts training steps, and say when the towers are to be compared.
+    """Count training steps, and say when the towers are to be compared.
 
     Attributes:
         repairs: whether what differs is to be repaired; else it is an error.
@@ -30,7 +30,7 @@ class Sentinel:
 
     @property
     def active(self) -> bool:
-        """Whether anything is ever compared."""
+        """Return whether towers are ever compared."""
         return self._check_every is not None
 
     def is_due(self, steps: int) -> bool:
@@ -69,7 +69,7 @@ def checksum(value: tf.Tensor) -> tf.Tensor:
 
 
 def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
-    """Return which towers differ from the others: from most of them, or from tower 0 where none are most.
+    """Return the towers that differ from most others; from tower 0, where no value is that of most.
 
     Args:
         checksums: [N] of one variable, as each tower holds it.

@@ -67,8 +67,8 @@ def join(
 def together(buckets: Sequence[Bucket]) -> list[list[int]]:
     """Return the indices of the buckets that one call joins.
 
-    All that the communicator's collectives can take are one group, but for those with a condition. What joins
-    tensors without it takes those of one kind.
+    All buckets without a condition that the communicator can take are one group. A call that joins tensors
+    without the communicator takes those of one wire, dtype and condition.
     """
     groups: dict[Any, list[int]] = {}
     for i, bucket in enumerate(buckets):
@@ -87,7 +87,7 @@ def _by_bucket(buckets: Sequence[Bucket], tensors: Sequence[tf.Tensor]) -> list[
 
 
 def _is_grouped(bucket: Bucket) -> bool:
-    """Whether a collective of the communicator's does what the bucket's wire says."""
+    """Return whether a collective of the communicator does what the bucket's wire says."""
     if bucket.wire.kind in ("all_reduce", "reduce_scatter"):
         return True
     # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
@@ -114,7 +114,7 @@ def _join(
 
 
 def _collective(wire: Collective, label: str) -> Joining:
-    """What the communicator does to a bucket that is grouped."""
+    """Return the communicator's collective for a bucket that is grouped."""
     if wire.kind == "stack":
         return AllGather((), (), label)
     kind = ReduceScatter if wire.kind == "reduce_scatter" else AllReduce

@@ -1,6 +1,6 @@
-"""What towers do with a step: what becomes of each variable, where the step is cut, and how a batch is split.
+"""Explain what towers do with a step: how variables are exchanged, where it is cut, how a batch is split.
 
-Reads it off a `Program`, as rows and as a table; decides nothing.
+Reads it off a `Program`, as rows and as tables; decides nothing.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class VariableRow:
-    """A variable that the step uses.
+    """Describe a variable that the step uses.
 
     Attributes:
         name: its Keras path where known.
@@ -70,7 +70,7 @@ class CutRow:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRow:
-    """Rows that are gathered on every tower, since an op needs those of the whole batch.
+    """Describe rows that are gathered on every tower, since an op needs those of the whole batch.
 
     Attributes:
         op: the first such op's type.
@@ -87,7 +87,7 @@ class WholeRow:
 
 @dataclasses.dataclass(frozen=True)
 class ShardRow:
-    """A tower's part of the batch: rows `begin` to `end` - 1."""
+    """Name a tower's shard of the batch: rows `begin` to `end` - 1."""
 
     tower: int
     device: str
@@ -97,7 +97,7 @@ class ShardRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What towers do with a step. `print` shows it as tables, and so does a notebook.
+    """Describe what towers do with a step. `print` shows it as tables, and so does a notebook.
 
     Attributes:
         segments: how many parts the step has; the towers meet after each but the last.

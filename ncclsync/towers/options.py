@@ -1,6 +1,6 @@
-"""What can be chosen of towers: every option, its default and what it does, once.
+"""Declare every option of towers once: its name, its default and what it does.
 
-`TowerOptions` checks itself, before anything is created. `takes` shows them where a function passes on
+`TowerOptions` checks itself, before anything is created. `takes` documents a function that passes on
 `**options`.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # 512 towers on CPUs.
 MOST_TOWERS = 256
 
-# Of each option that is a word: what it may be, and how a message says so.
+# By name of an option that is a word: the words, and how a message names them.
 _WORDS = {
     "backend": (("nccl", "cpu", None), "one of ('nccl', 'cpu') or None"),
     "compression": (("bfloat16", None), "None or 'bfloat16'"),
@@ -50,8 +50,8 @@ class TowerOptions:
             towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
             the batch or `tf.random.normal`, is an error that names it. If False, each tower draws other
             numbers: reproducible for a given seed and number of towers.
-        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. What rounding
-            takes from a tower's gradient is added to its next one, so that training is close to that of one
+        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. The rounding
+            error of a tower's gradient is added to its next one, so that training is close to that of one
             device, though not equal.
         shard_optimizer: let each of N towers keep and update the N-th part of the optimizer's state, and send
             the others the weights that it has updated: 1/N of the optimizer's memory and work, and the same
@@ -79,9 +79,9 @@ class TowerOptions:
             itself, and nothing is done about those. None: Keras' behaviour.
         check_first_step: run the first training step once more, op by op on a few rows of its batch, as one
             device does and as towers do, and compare gradients, weights and results. A difference beyond
-            rounding is a warning that names variables and the line. Nothing else changes. What runs Python,
-            or draws from a state that TensorFlow hides, is not checked: a warning says so. `verify` always
-            checks.
+            rounding is a warning that names variables and the line. Nothing else changes. A
+            step that runs Python, or draws from a state that TensorFlow hides, is not checked: a warning says
+            so. `verify` always checks.
     """
 
     towers: int | None = None
@@ -100,13 +100,13 @@ class TowerOptions:
 
     @classmethod
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
-        """Make them of what `caller` was given, whose error an unknown one is."""
+        """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
         return cls(**given)
 
     def __post_init__(self) -> None:
-        """Check what can be checked without asking TensorFlow for its devices, which would start it.
+        """Check all that needs no list of TensorFlow's devices: asking for that would start it.
 
         Raises:
             TypeError, ValueError: bad arguments.

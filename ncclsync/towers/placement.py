@@ -1,4 +1,4 @@
-"""Which devices the towers stand on, and what joins them. Chosen once, before anything is created."""
+"""Choose the devices that towers stand on, and the backend that joins them; once, before all else."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ _logger = logging.getLogger("ncclsync")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One device per tower, and the backend that joins them.
+    """Name one device per tower, and the backend that joins them.
 
     Attributes:
         devices: such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times.
@@ -83,7 +83,7 @@ def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
 
 @functools.cache
 def _run_ops_on_one_thread() -> None:
-    """Do so unless the user has chosen how many threads, or TensorFlow runs already; once per process.
+    """Run ops on one thread, unless the user has chosen how many or TensorFlow runs; once per process.
 
     By default each op divides its work among all cores. Where there are as many towers as cores, every part
     then waits until a tower that computes on that core is interrupted. TensorFlow
@@ -128,7 +128,7 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
 
 
 def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_seeds: bool = False) -> Target:
-    """Return what a program for towers on these devices is cut for.
+    """Return the target that a program for towers on these devices is cut for.
 
     Args:
         devices: of the towers.
@@ -146,7 +146,7 @@ def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_se
 
 
 def host_passes(towers: int) -> tuple[Callable[[Program], Program], ...]:
-    """Return what makes a program cheaper where so many towers share the host's memory; nothing need."""
+    """Return the passes that make a program cheaper where so many towers share the host's memory."""
     if importlib.util.find_spec("ncclsync.host_passes") is None:
         return ()
     improve = importlib.import_module("ncclsync.host_passes").improve
@@ -159,7 +159,7 @@ def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
 
 
 def _cuda_ordinals(kind: str) -> list[int]:
-    """Return, for each of TensorFlow's logical devices, which of CUDA's devices it is.
+    """Return the numbers of CUDA's devices, one for each of TensorFlow's logical devices.
 
     They differ where TensorFlow sees only some GPUs, or makes several logical ones of a GPU.
     """

@@ -1,4 +1,4 @@
-"""What a step needs if it fails: its batch, to be run again, and what it wrote on its way, to be undone.
+"""Keep what a step needs if it fails: its batch, to be run again, and old values, to undo its writes.
 
 Called by `layout.py` and `step.py` while the graph of the step is built, and when it has failed.
 """
@@ -17,10 +17,10 @@ from ncclsync.towers.state import TowerState
 
 
 class KeptBatch:
-    """The batch of the step that runs, to be run again if that step fails without saying why.
+    """Keep the batch of the current step, to be run again if that step fails without saying why.
 
-    It shares the batch's memory. Why: an error on one tower cancels the others, and TensorFlow may report
-    the cancellation instead of the error. Run again outside a graph, tower by tower, there is but the error.
+    It shares the batch's memory. An error on one tower cancels the others, and TensorFlow may report the
+    cancellation instead. If the step is run again outside a graph, tower by tower, only the error is left.
     """
 
     def __init__(self, specs: Any) -> None:
@@ -59,7 +59,7 @@ class KeptBatch:
 
 
 class Rollback:
-    """What a step that writes weights on its way needs, so that an error on one tower undoes all of it.
+    """Undo a step that failed on one tower after it had written weights.
 
     The saved values share memory with tower 0's variables until a step writes those.
     """
@@ -113,7 +113,7 @@ class Rollback:
             self._open.assign(False)
 
     def _undo(self, finite: tf.Tensor) -> tf.Tensor:
-        """In a branch of the graph of a step: give every tower what it had before the step."""
+        """Give every tower, in a branch of the step's graph, the values from before the step."""
         with tf.device("/CPU:0"):
             reported = tf.numpy_function(self._report, [finite], [])
         writes = []
@@ -128,9 +128,9 @@ class Rollback:
 
 
 def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
-    """What a failed step must be undone in, by what has one value: all towers', or each that holds its own.
+    """Return the copies to restore after a failed step, in groups of one value.
 
-    The first of a group is what is saved.
+    All towers' copies are a group, or each is one where they differ. The first of a group is saved.
     """
     copies = towers.copies(variable)
     differ = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
@@ -138,5 +138,5 @@ def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variabl
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:
-    """The ops to wait for; none outside a graph, where everything has happened already."""
+    """Return the ops to wait for; none outside a graph, where everything has happened already."""
     return [] if tf.executing_eagerly() else [variable.op for variable in assigned]

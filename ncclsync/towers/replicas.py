@@ -1,6 +1,6 @@
-"""One variable of tower 0 and its copies on the other towers: how they relate, and who has written.
+"""Hold a variable of tower 0 with its copies on the other towers: how they relate, and who has written.
 
-`TowerState` owns them and sends values; what a role means is in `variables`.
+`TowerState` owns them and sends values; `semantics/roles.py` says what a role means.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ncclsync.semantics.roles import Role
 
 
 class Replicas(Holder):
-    """One variable of tower 0, its copies on the other towers, and whether somebody else has written it.
+    """Hold one variable of tower 0 and its copies on the other towers; know when they are stale.
 
     Attributes:
         role: how the copies relate.
@@ -36,7 +36,7 @@ class Replicas(Holder):
             variable: tower 0's, which is not kept alive.
             role: how the copies relate.
             copies: [N - 1] those of the other towers.
-            pending: its id is added when somebody has written what the copies have not got.
+            pending: its id is added when the copies are stale.
             shared: its id is added when other towers hold copies of the variable too.
             forget: is called when it is deleted.
         """
@@ -51,7 +51,7 @@ class Replicas(Holder):
             self.track_reads()
 
     def take_role(self, role: Role) -> None:
-        """Let the copies relate otherwise from the next step on, as a trace has shown that they are used."""
+        """Give the copies another role from the next step on, since a trace uses them so."""
         self.gather_parts()
         self.role = role
         if role is Role.PARTIAL:
@@ -63,14 +63,14 @@ class Replicas(Holder):
 
     @property
     def variable(self) -> tf.Variable:
-        """Tower 0's variable, which this object must not keep alive."""
+        """Return tower 0's variable, which this object must not keep alive."""
         variable = self.held
         if variable is None:
             raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
         return variable
 
     def gather_parts(self) -> None:
-        """Add up in tower 0's variable what the towers hold parts of, so that it holds the whole."""
+        """Add up the towers' parts in tower 0's variable, so that it holds the whole."""
         if self.role is not Role.PARTIAL:
             return
         for copy in self.copies:
@@ -80,7 +80,7 @@ class Replicas(Holder):
             copy.assign(tf.zeros_like(part))
 
     def before_access(self) -> None:
-        """Before Python reads or writes: let tower 0's variable hold the whole."""
+        """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
             self.gather_parts()
 

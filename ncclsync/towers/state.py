@@ -1,6 +1,6 @@
-"""The towers: their devices, their communicator, and a copy of every variable for each of them.
+"""Hold the towers: their devices, their communicator, and a copy of every variable for each of them.
 
-Tower 0's variables are the user's. `TowerState` creates the other towers' copies, brings to them whatever
+Tower 0's variables are the user's. `TowerState` creates the other towers' copies, sends them whatever
 Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
 """
 
@@ -34,7 +34,7 @@ DLPACK_CPU, DLPACK_CUDA = 1, 2
 
 
 class TowerState:
-    """N replicas of one model's state, one per device, and what joins them.
+    """Hold N replicas of one model's state, one per device, and the communicator that joins them.
 
     A context manager; `close` ends it. Tower 0 is the user's model.
 
@@ -114,7 +114,7 @@ class TowerState:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def close(self) -> None:
@@ -154,8 +154,8 @@ class TowerState:
         """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
 
         Over all variables that must be identical: weights, optimizer state, moving statistics; not over
-        metric state and random seeds, which differ by design. What Python wrote into tower 0 since the last
-        step is sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
+        metric state and random seeds, which differ by design. Values that Python wrote into tower 0 since the
+        last step are sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
         """
         self.sync()
         largest = 0.0
@@ -166,7 +166,7 @@ class TowerState:
                     largest = max(largest, distance(reference, copy.numpy()))
         return largest
 
-    # What follows is for the other modules of this package.
+    # The rest is for the other modules of this package.
 
     def order_weights_by(self, weights: Callable[[], Sequence[Any]]) -> None:
         """Let `weights()` decide which variables `get_weights` returns, and in what order."""
@@ -177,7 +177,7 @@ class TowerState:
         self._paths = paths
 
     def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
-        """Return what messages call tower 0's variables: their Keras paths where known."""
+        """Return the names of tower 0's variables for messages: their Keras paths where known."""
         paths = self._paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
 
@@ -232,7 +232,7 @@ class TowerState:
             )
 
     def require_eager(self, what: str) -> None:
-        """Raise NcclSyncError within a tf.function: what is made there is gone when its graph is complete.
+        """Raise NcclSyncError within a tf.function: tensors made there are gone when its graph is complete.
 
         Args:
             what: was called, for the message.
@@ -244,7 +244,7 @@ class TowerState:
             )
 
     def copies(self, variable: tf.Variable) -> list[tf.Variable]:
-        """Return [N] what stands for tower 0's `variable` on each tower, itself first.
+        """Return [N] the copies of tower 0's `variable`, one on each tower, itself first.
 
         Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
         seed from another one for each tower).
@@ -310,7 +310,7 @@ class TowerState:
         self._save = save
 
     def failed_collective(self) -> BaseException | None:
-        """Return what ended the communicator, if a failure did, having saved tower 0's state first."""
+        """Return the failure that ended the communicator, if any; save tower 0's state first."""
         failure = self.communicator.failure
         if failure is not None and failure is not self._saved_after and self._save is not None:
             self._saved_after = failure
@@ -322,11 +322,11 @@ class TowerState:
 
     @functools.cached_property
     def target(self) -> Target:
-        """What a program is cut for."""
+        """Return the target that programs for these towers are cut for."""
         return make_target(self.devices, self.backend, self.bucket_bytes, self.batch_invariant_random)
 
     def _send(self, keys: list[int]) -> None:
-        """Send tower 0's values. What has not arrived stays pending, and so does what a graph may write."""
+        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
             if not replicas.copies or replicas.role in (Role.PARTIAL, Role.PARTITION):
@@ -371,12 +371,12 @@ class TowerState:
         yield from enumerate(buffers[1:], start=1)
 
     def _reaches(self, device: str) -> bool:
-        """Whether the communicator takes what lies in a device's memory."""
+        """Return whether the communicator takes tensors in a device's memory."""
         kinds = {"CPU": DLPACK_CPU, "GPU": DLPACK_CUDA}
         return any(kind in device and code in self.communicator.memory for kind, code in kinds.items())
 
     def _device_of(self, variable: tf.Variable, tower: int) -> str:
-        """A tower's copy stands on the tower's device, unless the user keeps tower 0's on the CPU."""
+        """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
         if "CPU" in variable.device and "CPU" not in self.devices[tower]:
             return variable.device
         return f"/{self.devices[tower]}"

@@ -1,6 +1,6 @@
-"""One step on all towers: traced once per shape of shard, laid out as one graph, run, and mended if it fails.
+"""Run a step on all towers: trace it once per shape of shard, lay it out as one graph, mend it if it fails.
 
-What the step is, a subclass says: a method of a Keras model (`trainer.py`), or a function (`loop.py`).
+A subclass gives the step: a method of a Keras model (`keras_model.py`), or a function (`loop.py`).
 """
 
 import abc
@@ -51,7 +51,7 @@ class _Setup:
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
-        """Ids of tower 0's variables that the program may write."""
+        """Return the ids of tower 0's variables that the program may write."""
         variables = dict(self.program.variables)
         written: set[str] = set()
         for segment in self.program.segments:
@@ -68,7 +68,7 @@ class Source:
 
     Attributes:
         function: of a batch.
-        results: what becomes of what it returns.
+        results: how the towers' results are combined.
         jit_compile: whether XLA compiles it.
         autograph: whether Python's conditions and loops over tensors are converted, where it has such.
     """
@@ -80,7 +80,7 @@ class Source:
 
 
 class TowerStep(abc.ABC):
-    """A step on towers.
+    """Run a step on towers.
 
     Attributes:
         towers: where it runs.
@@ -107,7 +107,7 @@ class TowerStep(abc.ABC):
 
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
-        """Return what is to be traced for batches of these specs, having made what it needs."""
+        """Return the function to trace for batches of these specs; make what it needs first."""
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the step, once traced, is not one device's, as far as the model shows."""
@@ -227,7 +227,7 @@ class TowerStep(abc.ABC):
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """What the Python of a step does differently on towers, while it is traced."""
+        """Change what the Python of a step does on towers, while it is traced."""
         sharding = self.towers.sharding
         shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
         with step_hooks(self.towers.compression, sharding), moments_of_layers(), shards:
@@ -312,9 +312,9 @@ class TowerStep(abc.ABC):
         return results
 
     def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Setup]":
-        """Return the graph function for batches of these specs, having made its program before.
+        """Return the graph function for batches of these specs; make its program first.
 
-        Before, since a step that is traced while another function is being traced records no gradients.
+        First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
         key = f"{batch_specs!r} {iterated} {[*self._readers()]}", meter is not None
@@ -379,7 +379,7 @@ class TowerStep(abc.ABC):
         return setup.program, setup.kept.batch()
 
     def guarded(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
-        """Bring tower 0's state to all towers, run a step, and mend the towers if it fails.
+        """Send tower 0's state to all towers, run a step, and mend the towers if it fails.
 
         TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
         """
@@ -405,11 +405,11 @@ class TowerStep(abc.ABC):
                 self.towers.report_writes(setup.written)
 
     def _report_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
-        """Called by the graph of a step, whose batch is kept."""
+        """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
         self.towers.on_nonfinite.report(finite, names, kept.batch(), len(self.towers))
 
     def _mend(self, setup: "_Setup | None") -> None:
-        """After a failed step: undo what it wrote on its way, and let all towers start anew from tower 0."""
+        """Undo what a failed step wrote on its way, and let all towers start anew from tower 0."""
         if setup is not None:
             setup.rollback.restore()
         self.towers.mark_stale()
@@ -424,7 +424,7 @@ class TowerStep(abc.ABC):
             raise
 
     def _steps_on_iterator(self, setup: "_Setup", spec: tf.data.IteratorSpec, handle: tf.Tensor) -> Any:
-        """In a graph: run `steps_per_execution` steps, or as many as there are batches for.
+        """Run, in a graph, `steps_per_execution` steps, or as many as there are batches for.
 
         Returns how many have run, None where it can only be one, and the results of the last.
         """
@@ -457,13 +457,13 @@ class TowerStep(abc.ABC):
         return done, tf.nest.pack_sequence_as(logs, flat)
 
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
-        """In a graph: one step on all towers."""
+        """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(without_optionals(batch))
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter)
 
 
 def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
-    """In a graph: return the next batch, perhaps as an optional."""
+    """Return the next batch, perhaps as an optional, in a graph."""
     span = begin(meter, STEPS, WAIT)
     with tf.control_dependencies(span.ops):
         batch = get_next()

@@ -21,39 +21,15 @@ _ONCE = Fraction(1)
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
 # The result has the first operand's rows.
 _KEEPING = _PASSING | {
-    *(
-        "Abs",
-        "Cast",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "LeakyRelu",
-        "Log",
-        "Log1p",
-        "LogSoftmax",
-        "Neg",
-        "OnesLike",
-    ),
+    *("Abs", "Cast", "Elu", "Erf", "Erfc", "Exp", "LeakyRelu", "Log", "Log1p", "LogSoftmax", "Neg"),
     *("Relu", "Relu6", "Rsqrt", "RsqrtGrad", "Selu", "Sigmoid", "SigmoidGrad", "Sign", "Softmax", "Softplus"),
-    *("Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
+    *("OnesLike", "Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
     *("AvgPool", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolGrad"),
 }
 _OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse others
 _BROADCASTING = {
-    *(
-        "Add",
-        "AddV2",
-        "DivNoNan",
-        "Equal",
-        "Greater",
-        "GreaterEqual",
-        "Less",
-        "LessEqual",
-        "Maximum",
-        "Minimum",
-    ),
-    *("Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
+    *("Add", "AddV2", "DivNoNan", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum"),
+    *("Minimum", "Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
 }
 # TensorFlow makes one op of one of these and of the op after it, if nobody else asks for its result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}

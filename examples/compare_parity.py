@@ -205,13 +205,7 @@ def draw_bars(axis, counts):
             if width > 0.06:
                 ink = {"wrong": "#241a00", "not applicable": None}.get(kind, "white")
                 axis.text(
-                    left + width / 2,
-                    place,
-                    counted[kind],
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=8,
-                    color=ink,
+                    left + width / 2, place, counted[kind], ha="center", va="center_baseline", fontsize=8, color=ink
                 )
             left += width
     axis.set(xlim=(0, 1), xticks=[])
@@ -226,9 +220,7 @@ def main():
     listed = functools.partial(str.split, sep=",")
     parser.add_argument("--only", type=listed, help="subjects, such as losses,optimizers")
     parser.add_argument(
-        "--rows",
-        type=listed,
-        help="patterns of names, such as 'clip*,ema'; default: every third of a large table",
+        "--rows", type=listed, help="patterns of names, such as 'clip*,ema'; default: every third of a large table"
     )
     parser.add_argument("--all", action="store_true", help="all rows, of the large tables too")
     parser.add_argument("--towers", type=int, default=2, help="and replicas; default: %(default)s")

@@ -45,11 +45,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parent
 def open_side(name, options):
     """Start a process for a strategy."""
     paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(paths)}
     task = {"towers": options.towers, "data": options.data}
     task |= {"batch_size": options.batch_size, "steps": options.steps}
     return Side(name, name, task, environment=environment, module="strategies.worker")
@@ -113,12 +109,8 @@ def tell(text):
 def parse():
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=NAMES, help="files of strategies/"
-    )
-    parser.add_argument(
-        "--data", choices=("digits", "cifar10"), default="digits", help="default: %(default)s"
-    )
+    parser.add_argument("--only", type=lambda text: text.split(","), default=NAMES, help="files of strategies/")
+    parser.add_argument("--data", choices=("digits", "cifar10"), default="digits", help="default: %(default)s")
     parser.add_argument("--towers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=22, help="of a round; default: %(default)s")

@@ -42,9 +42,7 @@ def build_model():
             keras.layers.Dense(10, activation="softmax"),
         ]
     )
-    model.compile(
-        optimizer=keras.optimizers.Adam(3e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
+    model.compile(optimizer=keras.optimizers.Adam(3e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 

@@ -67,9 +67,7 @@ def tell(name, history, reference):
     parts = []
     for log, title in CURVES.items():
         gaps = np.abs(np.subtract(history[log], reference[log]))
-        parts.append(
-            f"{title} {history[log][-1]:.4f} (apart {gaps[0]:.0e} in epoch 1, {max(gaps):.0e} at most)"
-        )
+        parts.append(f"{title} {history[log][-1]:.4f} (apart {gaps[0]:.0e} in epoch 1, {max(gaps):.0e} at most)")
     print(f"{name}: {', '.join(parts)}", flush=True)
 
 

@@ -77,9 +77,7 @@ def find_rows(only, patterns, everything=False):
     """
     subjects = sorted(file.stem.removeprefix("test_parity_") for file in TESTS.glob("test_parity_*.py"))
     if not subjects:
-        raise SystemExit(
-            f"Expected the tables in {TESTS}. Run this from a clone: its tests are not installed."
-        )
+        raise SystemExit(f"Expected the tables in {TESTS}. Run this from a clone: its tests are not installed.")
     if unknown := set(only or ()) - set(subjects):
         raise SystemExit(f"Expected --only to name some of {subjects}. Received: {sorted(unknown)}")
     rows, seen = [], set()
@@ -227,9 +225,7 @@ def first_line(message):
     message = re.sub(r"\x1b\[\d+m|\{\{.*?\}\}\s*", "", message)
     if inner := re.search(r"\(0\) \w+:\s+(.*)", message):
         return inner[1][:300]
-    where = (
-        r"\s*$|\s|\[\[|Graph execution error|Detected at|File |<stack|\d+ root error|Exception encountered"
-    )
+    where = r"\s*$|\s|\[\[|Graph execution error|Detected at|File |<stack|\d+ root error|Exception encountered"
     return next((line[:300] for line in message.splitlines() if not re.match(where, line)), "")
 
 

@@ -25,12 +25,7 @@ class NcclError(NcclSyncError):
     """
 
     def __init__(
-        self,
-        status: int,
-        call: str,
-        last_error: str = "",
-        status_name: str = "unknown status",
-        during: str = "",
+        self, status: int, call: str, last_error: str = "", status_name: str = "unknown status", during: str = ""
     ) -> None:
         self.status = status
         self.call = call

@@ -130,9 +130,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
     @functools.wraps(factory)
     def build(*args, **kwargs):
         other_libraries.check_outside_strategy()
-        replicas = Towers(
-            **{field.name: getattr(options, field.name) for field in dataclasses.fields(TowerOptions)}
-        )
+        replicas = Towers(**{field.name: getattr(options, field.name) for field in dataclasses.fields(TowerOptions)})
         try:
             with tf.device(f"/{replicas.devices[0]}"):
                 model = factory(*args, **kwargs)
@@ -155,8 +153,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "Expected the factory to return a keras.Model. "
-            f"Received: {model!r} of type {type(model).__name__}"
+            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
         strategy = keras_compat.strategy_of(owner)

@@ -37,9 +37,7 @@ state.choose_placement = lambda count, devices, backend: (
     chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
 )
 """
-LOOKED_AT = {
-    "README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5"
-}
+LOOKED_AT = {"README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5"}
 
 # Runs a notebook's cells in turn, as its kernel does.
 NOTEBOOK = """
@@ -249,11 +247,7 @@ def test_more_than_one_host(built_standin, tmp_path):
 def run_example(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
     """Run an example in a Python of its own, from another folder than the source tree."""
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, str(EXAMPLES / name), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
     )
 
 

@@ -83,9 +83,7 @@ def test_skipped_without_a_gpu(built_standin, tmp_path, environment, reason):
 @pytest.mark.slow
 def test_a_failure_is_not_overlooked(built_standin, tmp_path):
     """An NCCL that gives wrong numbers fails the tests, and the command with them."""
-    path = os.pathsep.join(
-        [str(SUITE), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    path = os.pathsep.join([str(SUITE), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
     code, printed = run(
         *["-m", "pytest", "tests/gpu", "-k", "broadcast or preflight or blocks", "-p", "no:cacheprovider"],
         **{**built_standin.environment, "PYTHONPATH": path, "STANDIN_FAIL": "corrupt:0:1"},
@@ -102,9 +100,7 @@ def test_wheels_in_pieces(load, tmp_path):
     assert [path.read_bytes() for path in prepare.join_pieces(tmp_path, joined)] == [whole]
     assert prepare.projects(joined) == {"one"}
     (tmp_path / "two_x-1.0-py3-none-any.whl.part01").write_bytes(whole)
-    with pytest.raises(
-        prepare.CannotRun, match=r"all pieces of two_x-1\.0-py3-none-any\.whl.*numbered \[0\]"
-    ):
+    with pytest.raises(prepare.CannotRun, match=r"all pieces of two_x-1\.0-py3-none-any\.whl.*numbered \[0\]"):
         prepare.join_pieces(tmp_path, joined)
 
 

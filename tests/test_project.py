@@ -43,16 +43,7 @@ MOST_PARAMETERS = 7
 # The decorator's options are written out for type checkers and editors.
 MAY_BE_WIDE = {"parallel.nccl_parallel"}
 
-TOP_LEVEL = {
-    "pyproject.toml",
-    "README.md",
-    "CHANGELOG.md",
-    "LICENSE",
-    "ncclsync",
-    "csrc",
-    "tests",
-    "examples",
-}
+TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "ncclsync", "csrc", "tests", "examples"}
 
 
 def sources() -> dict[str, ast.Module]:
@@ -208,9 +199,7 @@ def test_an_upward_import_is_found(planted):
 
 def test_only_native_imports_the_extension():
     """Every native call goes through one module, and so through one check."""
-    assert {name for name, tree in sources().items() if "_native" in imported_modules(tree)} == {
-        "communicator.native"
-    }
+    assert {name for name, tree in sources().items() if "_native" in imported_modules(tree)} == {"communicator.native"}
 
 
 def test_only_compat_uses_private_interfaces():
@@ -262,9 +251,7 @@ def test_functions_take_few_parameters():
 
 def test_a_wide_function_is_found():
     """The check above can fail."""
-    methods = (
-        "def wide(self, a, b, /, c, d, *e, f, g, h, i, **j): ...\ndef ok(self, a, b, c, d, e, f, g): ..."
-    )
+    methods = "def wide(self, a, b, /, c, d, *e, f, g, h, i, **j): ...\ndef ok(self, a, b, c, d, e, f, g): ..."
     assert wide_functions("m", ast.parse(methods)) == {"m.wide"}
 
 
@@ -321,9 +308,7 @@ NO_VERBS = """
 def beginnings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield each documented thing of a module, private ones too, with the first word of its docstring."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
-            text := ast.get_docstring(node)
-        ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             yield getattr(node, "name", "the module"), text.split()[0]
 
 
@@ -346,9 +331,7 @@ def test_docstrings_begin_with_a_verb():
     assert found == set()
 
 
-@pytest.mark.parametrize(
-    "text", ["What it is.", "Returns it.", "Those of it.", "N ranks.", "`f`: it.", "Rows."]
-)
+@pytest.mark.parametrize("text", ["What it is.", "Returns it.", "Those of it.", "N ranks.", "`f`: it.", "Rows."])
 def test_other_beginnings_are_found(text):
     """The check above can fail."""
     ((_, word),) = beginnings(ast.parse(f"'''{text}'''"))

@@ -152,9 +152,7 @@ def test_strategy_differs_by_what_it_tells(results, name):
 @pytest.mark.slow
 def test_ring_of_processes_is_replicated_towers(results):
     """What differs is who sends what to whom: with even batches both schemes give the same weights."""
-    ring, towers = (
-        results[name]["distances"]["batch norm"] for name in ("ring_processes", "replicated_towers")
-    )
+    ring, towers = (results[name]["distances"]["batch norm"] for name in ("ring_processes", "replicated_towers"))
     assert ring == pytest.approx(towers, abs=EQUAL)
 
 
@@ -331,9 +329,7 @@ def test_worker_tells_what_is_missing(monkeypatch, tmp_path):
         compare_strategies.main()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--only", "horovod"], ["--towers", "1"], ["--towers", "5"], ["--rounds", "1"]]
-)
+@pytest.mark.parametrize("arguments", [["--only", "horovod"], ["--towers", "1"], ["--towers", "5"], ["--rounds", "1"]])
 def test_bad_options_are_refused(monkeypatch, capsys, arguments):
     """Before any process is started."""
     monkeypatch.setattr(sys, "argv", ["", *arguments])

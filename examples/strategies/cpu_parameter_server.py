@@ -22,14 +22,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from strategies.strategy import (
-    SERVER,
-    TrainingStrategy,
-    batch_signature,
-    equal_shards,
-    shard_gradients,
-    tower_devices,
-)
+from strategies.strategy import SERVER, TrainingStrategy, batch_signature, equal_shards, shard_gradients, tower_devices
 from strategies.task import make_optimizer
 
 

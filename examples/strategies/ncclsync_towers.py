@@ -21,9 +21,7 @@ class Strategy(TrainingStrategy):
 
     SYSTEM = "ncclsync, sync_batch_norm=True"
     THROUGH = "host memory, peer to peer; NCCL on GPUs"
-    FORMULA = (
-        "2·(N − 1)·(P + 3·S), as a ring: a normalisation's sums are three times as large as its averages"
-    )
+    FORMULA = "2·(N − 1)·(P + 3·S), as a ring: a normalisation's sums are three times as large as its averages"
     WHY: ClassVar = {}
 
     def __init__(self, build, towers):

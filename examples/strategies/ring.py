@@ -16,13 +16,9 @@ class Ring:
         """Add up all ranks' vectors, in place: N − 1 steps that add, N − 1 that hand the sums on."""
         chunks = np.array_split(vector, self.ranks)
         for step in range(self.ranks - 1):
-            chunks[(self.rank - step - 1) % self.ranks] += self._exchange(
-                chunks[(self.rank - step) % self.ranks]
-            )
+            chunks[(self.rank - step - 1) % self.ranks] += self._exchange(chunks[(self.rank - step) % self.ranks])
         for step in range(self.ranks - 1):
-            chunks[(self.rank - step) % self.ranks][:] = self._exchange(
-                chunks[(self.rank - step + 1) % self.ranks]
-            )
+            chunks[(self.rank - step) % self.ranks][:] = self._exchange(chunks[(self.rank - step + 1) % self.ranks])
 
     def broadcast(self, vector):
         """Give all ranks rank 0's vector, in place: it is handed on around the ring."""

@@ -34,9 +34,7 @@ class Strategy(TrainingStrategy):
 
     SYSTEM = "Serial model, broadcast (avolkov1)"
     THROUGH = "the CPU, which holds the serial model"
-    FORMULA = (
-        "2·N·P + N·S + S + 2·O: weights and averages out, gradients in, averages back; outputs both ways"
-    )
+    FORMULA = "2·N·P + N·S + S + 2·O: weights and averages out, gradients in, averages back; outputs both ways"
     WHY: ClassVar = {
         "batch norm": "each slice is normalised by itself; the moving averages are the first tower's",
         "synchronized": "the towers are no replicas that Keras knows of: synchronized=True does nothing",

@@ -37,9 +37,7 @@ def show(rows, towers):
         table.add_row(*cells(row).values())
     console.print(table, markup=False, highlight=False)
     for row in rows:
-        causes = [
-            f"{condition}: {cause}" for condition, cause in row.why.items() if condition in row.distances
-        ]
+        causes = [f"{condition}: {cause}" for condition, cause in row.why.items() if condition in row.distances]
         if causes:
             console.print(f"{row.system}\n    " + "\n    ".join(causes), markup=False, highlight=False)
 

@@ -50,9 +50,7 @@ AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 
 
-def read_buffers(
-    collective: AnyCollective, memory: Mapping[int, str], world_size: int
-) -> tuple[Buffers, Buffers]:
+def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_size: int) -> tuple[Buffers, Buffers]:
     """Return the buffers that a collective reads and those that it writes; of a broadcast the same.
 
     Args:
@@ -79,9 +77,7 @@ def _check_list(what: str, buffers: Any) -> None:
     """Raise TypeError unless an argument can be a list of buffers; an array's rows are one."""
     ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
     if not ordered or isinstance(buffers, (str, bytes, Mapping)):
-        raise TypeError(
-            f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}"
-        )
+        raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}")
 
 
 class Communicator(abc.ABC):
@@ -121,9 +117,7 @@ class Communicator(abc.ABC):
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
 
-    def all_reduce(
-        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
-    ) -> None:
+    def all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
 
         Args:
@@ -153,9 +147,7 @@ class Communicator(abc.ABC):
         """
         self.run_group([Broadcast(buffers, root, label)])
 
-    def reduce_scatter(
-        self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = ""
-    ) -> None:
+    def reduce_scatter(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives its block of the result. Collective; blocks until done.
 
         Args:

@@ -222,9 +222,7 @@ def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
     # A number cast to a pointer loses all bits above.
     if pointer + count * DTYPE_SIZES[code] > _ADDRESSES:
         bits = _ADDRESSES.bit_length() - 1
-        raise ValueError(
-            f"Expected {what}[{rank}] to begin and to end below address 2^{bits}. Received: {buffer!r}"
-        )
+        raise ValueError(f"Expected {what}[{rank}] to begin and to end below address 2^{bits}. Received: {buffer!r}")
     return ffi.cast(_POINTER, pointer), count, code
 
 
@@ -241,9 +239,7 @@ def _dtype_code(dtype: Any, what: str, rank: int) -> int:
         else:
             name = dtype.name if dtype.isnative else str(dtype)
     if name not in DTYPES:
-        raise TypeError(
-            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {name}"
-        )
+        raise TypeError(f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {name}")
     return DTYPES[name]
 
 

@@ -36,12 +36,8 @@ def _read_table(describe: Any, *outputs: Any) -> list[tuple]:
 
 _NAME, _VALUE, _SIZE = ffi.new("const char**"), ffi.new("int*"), ffi.new("size_t*")
 
-STATUS_NAMES: dict[int, str] = {
-    value: name for name, value in _read_table(lib.ncs_result_describe, _NAME, _VALUE)
-}
-DTYPES: dict[str, int] = {
-    name: value for name, value, _ in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
-}
+STATUS_NAMES: dict[int, str] = {value: name for name, value in _read_table(lib.ncs_result_describe, _NAME, _VALUE)}
+DTYPES: dict[str, int] = {name: value for name, value, _ in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)}
 DTYPE_SIZES: dict[int, int] = {
     value: size for _, value, size in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
 }

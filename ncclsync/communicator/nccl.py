@@ -61,11 +61,7 @@ class NcclCommunicator(Communicator):
     memory = CUDA
 
     def __init__(
-        self,
-        devices: Sequence[int],
-        *,
-        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
-        preflight: bool = True,
+        self, devices: Sequence[int], *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S, preflight: bool = True
     ) -> None:
         """Join GPUs of this process. Blocks until all ranks are up.
 
@@ -119,9 +115,7 @@ class NcclCommunicator(Communicator):
         if not whole or not max(local_ranks) < world_size <= _MOST:
             raise ValueError(f"Expected ranks below world_size. Received: {ranks!r}, {world_size!r}")
         if len(local_ranks) != len(ordinals) or len(set(local_ranks)) != len(local_ranks):
-            raise ValueError(
-                f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}"
-            )
+            raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
         self._handle = None
         self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight)
@@ -262,9 +256,7 @@ class NcclCommunicator(Communicator):
             with self._aborted_on_error(handle):
                 self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
-    def _launch(
-        self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]
-    ) -> None:
+    def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]) -> None:
         """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
         self._run_task(handle, what, call, begin)

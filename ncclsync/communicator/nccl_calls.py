@@ -36,8 +36,7 @@ _ADVICE = (
     ("Duplicate GPU", "Each rank needs a GPU of its own: let the processes see or name different ones"),
     (
         "peer",
-        "These GPUs have no direct path to each other: set NCCL_P2P_DISABLE=1, so that NCCL goes through "
-        "host memory",
+        "These GPUs have no direct path to each other: set NCCL_P2P_DISABLE=1, so that NCCL goes through host memory",
     ),
 )
 
@@ -74,11 +73,7 @@ def unique_id(library: native.NcclLibrary) -> bytes:
 
 
 def create(
-    library: native.NcclLibrary,
-    joined_by: bytes | None,
-    world_size: int,
-    ranks: Sequence[int],
-    devices: Sequence[int],
+    library: native.NcclLibrary, joined_by: bytes | None, world_size: int, ranks: Sequence[int], devices: Sequence[int]
 ) -> Any:
     """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it.
 
@@ -130,9 +125,7 @@ def _raise_without_cuda(
         raise_explained(deeper, devices)
     if tried:
         raise NcclUnavailableError(native.missing_runtime(tried)) from error
-    raise NcclUnavailableError(
-        f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}"
-    ) from error
+    raise NcclUnavailableError(f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}") from error
 
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
@@ -145,9 +138,7 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
         ) from error
     if not remedy:
         raise error
-    raise type(error)(
-        error.status, error.call, f"{words}.{remedy}", error.status_name, error.during
-    ) from error
+    raise type(error)(error.status, error.call, f"{words}.{remedy}", error.status_name, error.during) from error
 
 
 def _is_done(status: int, failure: Any) -> bool:

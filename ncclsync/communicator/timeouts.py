@@ -72,9 +72,7 @@ def wait(
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         if _is_interrupted():
-            raise NcclSyncError(
-                f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s"
-            )
+            raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
             limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"

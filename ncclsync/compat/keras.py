@@ -50,9 +50,7 @@ def paths_of(model: keras.Model) -> dict[int, str]:
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     named = [(variable, variable.path) for variable in variables]
-    named += [
-        (state, f"{metric.name}/{state.name}") for metric in metrics_of(model) for state in metric.variables
-    ]
+    named += [(state, f"{metric.name}/{state.name}") for metric in metrics_of(model) for state in metric.variables]
     return {id(tf_compat.backend_variable(variable)): name for variable, name in named}
 
 

@@ -76,9 +76,7 @@ def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.Abstract
 
     That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
     """
-    return tf_compat.methods_wrapped(
-        tf_compat.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap
-    )
+    return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap)
 
 
 def has_wrapped_update(optimizer: keras.Optimizer) -> bool:
@@ -133,9 +131,7 @@ def update_replaced(
 
 
 @contextlib.contextmanager
-def increments_scaled(
-    optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor
-) -> Iterator[None]:
+def increments_scaled(optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor) -> Iterator[None]:
     """Let what an optimizer adds to these variables, or subtracts, be `factor` times as much."""
     scaled = {id(tf_compat.backend_variable(variable)) for variable in variables}
 

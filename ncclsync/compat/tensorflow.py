@@ -70,13 +70,7 @@ def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
         repeatable: the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
-    writers = (
-        "Assign",
-        "ResourceApply",
-        "ResourceScatter",
-        "ResourceSparseApply",
-        "ResourceStridedSliceAssign",
-    )
+    writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
     known = op_type in repeatable or op_type.startswith(writers)
     return definition is not None and definition.is_stateful and not known
 
@@ -295,9 +289,7 @@ def autograph_converted(function: Callable) -> Callable:
     def called(*args, **kwargs):
         with autograph_context.ControlStatusCtx(status=autograph_context.Status.ENABLED):
             context = tf.__internal__.autograph.control_status_ctx()
-            return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)(
-                *args, **kwargs
-            )
+            return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)(*args, **kwargs)
 
     return called
 

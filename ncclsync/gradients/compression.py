@@ -22,9 +22,7 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         """Start with nothing kept."""
-        self._kept: dict[
-            int, tuple[tf.Variable, tf.Variable]
-        ] = {}  # by id of a variable: it, and what is kept
+        self._kept: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # by id of a variable: it, and what is kept
 
     def add_up(self, gradients: Sequence[Any], variables: Sequence[Any], context: Context) -> list[Any]:
         """Add up the towers' parts of the batch's gradients.

@@ -29,16 +29,9 @@ _nested = threading.local()
 
 
 @contextlib.contextmanager
-def step_hooks(
-    compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None
-) -> Iterator[None]:
+def step_hooks(compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None) -> Iterator[None]:
     """Let all hooks of this module hold while a step is traced."""
-    with (
-        gradients_reduced(compression, sharding),
-        functions_inlined(),
-        summaries_written_once(),
-        tapes_checked(),
-    ):
+    with gradients_reduced(compression, sharding), functions_inlined(), summaries_written_once(), tapes_checked():
         yield
 
 
@@ -172,9 +165,7 @@ def summaries_written_once() -> contextlib.AbstractContextManager[None]:
             value = tf.convert_to_tensor(tensor() if callable(tensor) else tensor)
             (value,) = context.mark([value], "whole")
             return tf.cond(
-                tf.equal(context.share.tower, 0),
-                lambda: write(tag, value, *args, **kwargs),
-                lambda: tf.constant(False),
+                tf.equal(context.share.tower, 0), lambda: write(tag, value, *args, **kwargs), lambda: tf.constant(False)
             )
 
         return written_once

@@ -69,9 +69,7 @@ class OnNonFinite:
         Raises:
             NonFiniteError: unless the step is to be skipped.
         """
-        rows = next(
-            int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank
-        )
+        rows = next(int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank)
         ends = np.cumsum(shard_sizes(rows, towers))
         found: dict[int, tuple[int, int, tuple[str, ...]]] = {}
         indices: list[int] = []

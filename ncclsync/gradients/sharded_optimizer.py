@@ -45,20 +45,13 @@ class _Sharded:
     """Hold one optimizer that is divided."""
 
     def __init__(
-        self,
-        optimizer: keras.Optimizer,
-        weights: Sequence[Any],
-        copies: Copies,
-        bucket_bytes: int,
-        towers: int,
+        self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies, bucket_bytes: int, towers: int
     ) -> None:
         self._dense = {id(weight) for weight in weights}
         _check(optimizer, weights)
         self.twin = keras_optimizers.twin_of(optimizer)
         self.groups = _groups(optimizer, weights, bucket_bytes, towers)
-        kept = [
-            group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.weights[0])
-        ]
+        kept = [group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.weights[0])]
         if kept:
             self.twin.exclude_from_weight_decay(var_list=[flat.value for flat in kept])
         self.twin.build([group.flat for group in self.groups])
@@ -106,9 +99,7 @@ class _Sharded:
             group.flat.assign(tf.concat(held, 0))
         keras_optimizers.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
         updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.weights]
-        sent = [
-            flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)
-        ]
+        sent = [flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)]
         for (weight, place), rows in zip(pairs, context.exchange(sent, GATHERED), strict=True):
             weight.assign(place.whole(rows, weight.shape))
 
@@ -255,9 +246,7 @@ def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
         )
 
 
-def _groups(
-    optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int
-) -> tuple[_Group, ...]:
+def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int) -> tuple[_Group, ...]:
     """Put weights of one dtype, device and treatment into flat variables, in the order of the weights."""
     kinds: dict[Any, list[tuple[list[Any], list[Place]]]] = {}
     for weight in weights:
@@ -277,8 +266,6 @@ def _groups(
     for (_, device, _), lists in kinds.items():
         for members, places in lists:
             with tf.device(device):
-                flat = keras.Variable(
-                    tf.zeros([places[-1].end], members[0].dtype), name=f"partition_{len(groups)}"
-                )
+                flat = keras.Variable(tf.zeros([places[-1].end], members[0].dtype), name=f"partition_{len(groups)}")
             groups.append(_Group(tuple(members), tuple(places), flat))
     return tuple(groups)

@@ -15,15 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_passes.arithmetic import (
-    COMPUTED,
-    MOST_PERIOD,
-    MOST_REGISTERS,
-    WHOLE,
-    Expression,
-    Writer,
-    repeat_of,
-)
+from ncclsync.host_passes.arithmetic import COMPUTED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Expression, Writer, repeat_of
 from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
@@ -82,11 +74,7 @@ class Chain:
 
 
 def find_chains(
-    graph: StepGraph,
-    shapes: Shapes,
-    ops: Sequence[str],
-    needed: Collection[str],
-    taken: Sequence[Collection[str]],
+    graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str], taken: Sequence[Collection[str]]
 ) -> list[Chain]:
     """Find the chains of one segment.
 
@@ -185,9 +173,7 @@ def _stages(
     return stages
 
 
-def _components(
-    graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]
-) -> Iterator[list[str]]:
+def _components(graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]) -> Iterator[list[str]]:
     """Yield ops of one place that share an array, one's result too, as many as an expression can have.
 
     Ops that wait for each other stay together: else, of two chains, each might wait for the other.
@@ -246,9 +232,7 @@ def _chain_of(
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:
         return None
-    repeats = [
-        WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs
-    ]
+    repeats = [WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs]
     added_up = [(s.values, s.period, s.is_mean) for s in added]
     expression = writer.expression(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
     if expression is None:

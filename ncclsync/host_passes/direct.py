@@ -20,9 +20,7 @@ def unpacked(bucket: Bucket) -> Bucket:
 
 
 def join(
-    buckets: Sequence[Bucket],
-    tensors: Sequence[Sequence[Sequence[tf.Tensor]]],
-    fractions: Sequence[tf.Tensor],
+    buckets: Sequence[Bucket], tensors: Sequence[Sequence[Sequence[tf.Tensor]]], fractions: Sequence[tf.Tensor]
 ) -> list[list[list[tf.Tensor]]]:
     """Join the towers' tensors, in a graph; see `Bucket.join`.
 

@@ -74,9 +74,7 @@ def _consumers(graph: StepGraph, ops: Sequence[str]) -> dict[str, set[str]]:
     return consumers
 
 
-def _members(
-    graph: StepGraph, ops: Sequence[str], needed: Collection[str], consumers: dict[str, set[str]]
-) -> set[str]:
+def _members(graph: StepGraph, ops: Sequence[str], needed: Collection[str], consumers: dict[str, set[str]]) -> set[str]:
     """Return the writes of arrays of floats, and the ops that compute for them alone."""
     writers: dict[str, set[str]] = collections.defaultdict(set)  # by handle
     for name in ops:

@@ -80,9 +80,7 @@ class Shapes:
         if op.type == "BiasAddGrad":
             return set(range(rank - 1)) if rank and op.get_attr("data_format") == b"NHWC" else None
         axes = self._graph.inputs[name][1]
-        return (
-            {axis % rank for axis in self._numbers(axes)} if rank and self._graph.is_constant(axes) else None
-        )
+        return {axis % rank for axis in self._numbers(axes)} if rank and self._graph.is_constant(axes) else None
 
     def _rank(self, name: str) -> int:
         return self.spec(name).shape.rank or 0
@@ -116,8 +114,7 @@ class Shapes:
     def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
         """Record that the other tensor has so many times the rows of the one."""
         (root, first), (other_root, second) = (
-            rows if isinstance(rows, tuple) else (None, Fraction(rows))
-            for rows in (self._rows(one), self._rows(other))
+            rows if isinstance(rows, tuple) else (None, Fraction(rows)) for rows in (self._rows(one), self._rows(other))
         )
         if other_root not in (None, root):
             self._alike[other_root] = (root, first * times / second)
@@ -175,11 +172,7 @@ class Shapes:
         elif op.type in _BROADCASTING:
             rank = self.spec(result).shape.rank
             shapes = {operand: self.spec(operand).shape for operand in inputs}
-            full = [
-                o
-                for o, shape in shapes.items()
-                if shape.rank is None or (shape.rank == rank and shape[0] != 1)
-            ]
+            full = [o for o, shape in shapes.items() if shape.rank is None or (shape.rank == rank and shape[0] != 1)]
             if len({self._rows(operand) for operand in full}) == 1:
                 self._unite(full[0], result)
 

@@ -36,9 +36,7 @@ def fill_buckets(
         ValueError: if the lengths differ or `bucket_bytes` is not positive.
     """
     if len(sizes_bytes) != len(kinds):
-        raise ValueError(
-            f"Expected as many kinds as sizes. Received: {len(kinds)} kinds, {len(sizes_bytes)} sizes."
-        )
+        raise ValueError(f"Expected as many kinds as sizes. Received: {len(kinds)} kinds, {len(sizes_bytes)} sizes.")
     if bucket_bytes < 1:
         raise ValueError(f"Expected bucket_bytes to be at least 1. Received: {bucket_bytes}")
     buckets: list[list[int]] = []

@@ -228,9 +228,7 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def stacked(row):
-        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked(
-            [upstream], "own row"
-        )[0]
+        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked([upstream], "own row")[0]
 
     return stacked(row)
 
@@ -292,9 +290,7 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     if context is None or not context.can_exchange():
         return result
     dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
-    for i, tensor in zip(
-        dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True
-    ):
+    for i, tensor in zip(dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True):
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):

@@ -7,14 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from ncclsync.communicator import (
-    AllGather,
-    AllReduce,
-    Communicator,
-    NcclCommunicator,
-    ReduceScatter,
-    empty_aligned,
-)
+from ncclsync.communicator import AllGather, AllReduce, Communicator, NcclCommunicator, ReduceScatter, empty_aligned
 from ncclsync.errors import NcclSyncError
 
 # These take a tensor from each tower and give each one.
@@ -76,9 +69,7 @@ def _shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf
     return tf.TensorShape([rows, *sent[1:]])
 
 
-def _join_on_host(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, collective: Joining
-) -> list[tf.Tensor]:
+def _join_on_host(tensors: Sequence[tf.Tensor], communicator: Communicator, collective: Joining) -> list[tf.Tensor]:
     borrowed, ranks = weakref.ref(communicator), len(tensors)
     differ = isinstance(collective, ReduceScatter)  # else all receive the same
 

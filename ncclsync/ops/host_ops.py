@@ -31,9 +31,7 @@ def available() -> bool:
     return True
 
 
-def all_reduce(
-    tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor], op: str
-) -> list[tf.Tensor]:
+def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
     """Reduce tensors of all towers, in a graph.
 
     Args:

@@ -147,9 +147,7 @@ class Meter:
         if not host_ops.available():
             logger.warning("Timestamps of a step are recorded by Python ops, at about 35 µs each")
 
-    def begin(
-        self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any
-    ) -> Begun:
+    def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
         """Begin a span; see the function `begin`."""
         number, of_any = len(self._spans), tf.is_tensor(row)
         self._spans.append(Span(0 if of_any else row, name, details))
@@ -168,12 +166,7 @@ class Meter:
         return Begun([self._record(number, False, after, tokens, about)], end)
 
     def _record(
-        self,
-        span: int,
-        ends: bool,
-        after: Sequence[Any],
-        tokens: Sequence[tf.Tensor],
-        values: Sequence[tf.Tensor],
+        self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Operation:
         graph = tf.compat.v1.get_default_graph()
         # Within a branch an identity stands for a tensor from outside; for an op there, all of it waits.

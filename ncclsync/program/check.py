@@ -38,12 +38,7 @@ logger = logging.getLogger("ncclsync")
 
 # Relative to the largest magnitude of the tensor, and to that of all gradients: a gradient that is zero but
 # for rounding is as large as the rounding of others. By the dtype that numbers were computed in.
-_TOLERANCES = {
-    "float64": (1e-6, 1e-10),
-    "float32": (1e-3, 1e-5),
-    "bfloat16": (0.1, 1e-2),
-    "float16": (0.05, 1e-3),
-}
+_TOLERANCES = {"float64": (1e-6, 1e-10), "float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 1e-3)}
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)  # from the least precise
 # Two towers show what more would: the program is the same for any number.
 _TOWERS = 2
@@ -109,15 +104,11 @@ class StepCheck:
         # By the handle, past whoever tracks reads; in the host's memory, shared there until a step writes.
         with tf.device("/CPU:0"):
             self._state = {
-                id(variable): tf.identity(
-                    tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-                )
+                id(variable): tf.identity(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
                 for variable in variables
             }
 
-    def run(
-        self, batch: Any, names_of: Callable[[Sequence[tf.Variable]], list[str]], towers: int
-    ) -> Found | None:
+    def run(self, batch: Any, names_of: Callable[[Sequence[tf.Variable]], list[str]], towers: int) -> Found | None:
         """Run the step on some rows of `batch`; return what differs, None if nothing does.
 
         Args:
@@ -145,11 +136,7 @@ class StepCheck:
             else min(towers, _TOWERS)
         )
         given = tf.nest.flatten(batch, expand_composites=True)
-        fixed = [
-            t.shape[0]
-            for t in self._trace.function.inputs[: len(alone.arguments)]
-            if t.shape.rank and t.shape[0]
-        ]
+        fixed = [t.shape[0] for t in self._trace.function.inputs[: len(alone.arguments)] if t.shape.rank and t.shape[0]]
         all_rows = next(leaf.shape[0] for leaf in given if leaf is not None and leaf.shape.rank)
         sizes = [all_rows] if fixed and not _is_composite(batch) else [2 * count + 1, all_rows]
         with _precise(), tf.device(f"/{self._home_device}"):
@@ -187,9 +174,7 @@ class StepCheck:
         sizes = shard_sizes(rows, count)
         for dtype in dtypes:
             both = _Both(alone, placing, batch, sizes, dtype, self._state)
-            differences = both.differences(
-                names_of, self._outputs if self._results is not Results.EACH else 0
-            )
+            differences = both.differences(names_of, self._outputs if self._results is not Results.EACH else 0)
             if not differences:
                 return None
         line = _Both(alone, placing, batch, sizes, dtypes[-1], self._state, keep=True).first_difference()
@@ -276,14 +261,7 @@ class _Machine:
                 value = tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)
                 self._constants[op.name] = self.cast(value, self.wide(value.dtype))
             return [self._constants[op.name]]
-        if op.type in (
-            "Identity",
-            "IdentityN",
-            "PlaceholderWithDefault",
-            "StopGradient",
-            "PreventGradient",
-            "Print",
-        ):
+        if op.type in ("Identity", "IdentityN", "PlaceholderWithDefault", "StopGradient", "PreventGradient", "Print"):
             return list(inputs[: len(op.outputs)])
         if op.type in ("NoOp", "PrintV2"):
             return [None] * len(op.outputs)
@@ -462,9 +440,7 @@ class _Run:
             state[first] = given[1]
             return []
         if op.type in ("AssignAddVariableOp", "AssignSubVariableOp"):
-            state[first] = (
-                state[first] + given[1] if op.type == "AssignAddVariableOp" else state[first] - given[1]
-            )
+            state[first] = state[first] + given[1] if op.type == "AssignAddVariableOp" else state[first] - given[1]
             return []
         if op.type == "VariableShape":
             return [tf.shape(state[first], op.outputs[0].dtype)]
@@ -474,9 +450,7 @@ class _Run:
         variables = {}
         for name, value in state.items():
             dtype = self.graph.variable_of[name].dtype if narrow else value.dtype
-            variables[name] = tf.Variable(
-                machine.cast(value, dtype), trainable=False, shape=tf.TensorShape(None)
-            )
+            variables[name] = tf.Variable(machine.cast(value, dtype), trainable=False, shape=tf.TensorShape(None))
         inputs = [variables[one].handle if isinstance(one, str) else one for one in given]
         results = machine.run(op, inputs)
         for name in self.graph.writes[op.name]:
@@ -505,9 +479,7 @@ def joined(values: Sequence[Any], collective: Collective, shares: Sequence[Share
     if collective.kind == "broadcast":
         return values[collective.root]
     if collective.op == "mean":
-        return tf.add_n(
-            [one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)]
-        )
+        return tf.add_n([one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)])
     result, others = values[0], values[1:]
     binary = {"sum": tf.add, "prod": tf.multiply, "max": tf.maximum, "min": tf.minimum}[collective.op]
     for other in others:
@@ -537,13 +509,9 @@ class _Both:
         marked = {name for mark in self._marks for name in self._outputs_of(mark)}
         results = {tensor.name for tensor in alone.results}
         state = {key: machine.cast(value, machine.wide(value.dtype)) for key, value in state.items()}
-        self._one = _Run(
-            alone, machine, _shares([sum(sizes)]), [batch], state, None if keep else marked | results
-        )
+        self._one = _Run(alone, machine, _shares([sum(sizes)]), [batch], state, None if keep else marked | results)
         ends = np.cumsum(sizes)
-        batches = [
-            _rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)
-        ]
+        batches = [_rows_between(batch, int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)]
         needed = {self._name_on_towers(name) for name in marked} | {name for name, _ in placing.graph.outputs}
         self._shares = _shares(sizes)
         self._many = _Run(
@@ -688,9 +656,7 @@ class _Both:
             floor = rounding * there + absolute * largest
             if error := max(_error(*pair, relative, 1.0, floor) for pair in pairs):
                 found.append((names_of([variables[handle]])[0], error))
-        for number, (result, (name, how)) in enumerate(
-            zip(self._alone.results, self._graph.outputs, strict=False)
-        ):
+        for number, (result, (name, how)) in enumerate(zip(self._alone.results, self._graph.outputs, strict=False)):
             if number >= outputs:
                 break
             expected = self._one.value(result.name)[0]
@@ -751,12 +717,8 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_compared(mark: Mark) -> bool:
     """Return whether gradients meet at a mark."""
-    summed = (
-        mark.collective.kind == "all_reduce" and mark.collective.op == "sum" and mark.collective.empty_too
-    )
-    return mark.purpose in ("whole", "parts", "slices", "slices part") or (
-        mark.purpose == "collective" and summed
-    )
+    summed = mark.collective.kind == "all_reduce" and mark.collective.op == "sum" and mark.collective.empty_too
+    return mark.purpose in ("whole", "parts", "slices", "slices part") or (mark.purpose == "collective" and summed)
 
 
 def _shares(sizes: Sequence[int]) -> list[Share]:

@@ -102,9 +102,7 @@ def _may_raise(op: tf.Operation) -> bool:
     return op.type in ("Assert", "CheckNumerics", "CheckNumericsV2") or "PyFunc" in op.type
 
 
-def _plan_segments(
-    graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool
-) -> tuple[Segment, ...]:
+def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool) -> tuple[Segment, ...]:
     segment_of = scheduled.segments
     # The layout takes these from the segments, beside the buckets.
     outputs = [name for name, _ in graph.outputs]
@@ -144,9 +142,7 @@ def _plan_segments(
         later = {*outputs, *itertools.chain(*uses[number + 1 :])}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
         sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
-        segments.append(
-            Segment(tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number], plan)
-        )
+        segments.append(Segment(tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number], plan))
     return tuple(segments)
 
 

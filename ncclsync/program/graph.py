@@ -73,14 +73,11 @@ class StepGraph:
         self.kept = {
             name
             for name, variable in self.variables
-            if self.role[name] in (Role.SAME, Role.PARTIAL, Role.PARTITION)
-            and not tf_compat.is_seed(variable)
+            if self.role[name] in (Role.SAME, Role.PARTIAL, Role.PARTITION) and not tf_compat.is_seed(variable)
         }
         self.placeholders = {op_name(name) for name in flat_inputs}
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
-        self.results = [
-            tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs
-        ]
+        self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
         # Rows of a shard, where they are known.
         self.rows = {t.shape[0] for t in function.inputs[:count] if t.shape.rank} - {None}
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
@@ -93,9 +90,7 @@ class StepGraph:
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
-        self.open_axes: dict[
-            str, int
-        ] = {}  # of tensors that have a tower's rows, where the trace has a length
+        self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self._result_of: dict[tuple[str, Collective, str | None], str] = {}

@@ -35,9 +35,7 @@ logger = logging.getLogger("ncclsync")
 _SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
 
-_ADDING = frozenset(
-    {"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"}
-)
+_ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
 
 
 class Unshared(Exception):
@@ -145,10 +143,7 @@ class Partition(Placer):
         self._append(op)
         if any(not placed.whole for placed in (*call.given[1], *made)):
             self._costs[0] += _cost(op)
-        elif any(
-            output.shape.rank is None or None in output.shape.as_list()
-            for output in (*op.inputs, *op.outputs)
-        ):
+        elif any(output.shape.rank is None or None in output.shape.as_list() for output in (*op.inputs, *op.outputs)):
             self._costs[1] += _cost(op)
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
@@ -291,9 +286,7 @@ class Partition(Placer):
                 return tensor
             with self._building():
                 return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
-        raise NcclSyncError(
-            f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}"
-        )
+        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         if before.kind is Kind.ITEMS:
@@ -344,9 +337,7 @@ class Partition(Placer):
             shape = shape[: tf.where(first, tf.size(shape), 0)]
         return self._received_whole(flat, shape, tensor, op)
 
-    def _received_whole(
-        self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation
-    ) -> tf.Tensor:
+    def _received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
         for one in (flat, shape):
             one.set_shape([None])
@@ -463,9 +454,7 @@ class Partition(Placer):
             raise Unshared(handles)
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
-        logger.debug(
-            "%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1]))
-        )
+        logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
         if call.op.type not in rules.DRAWS and self._hides(call.op, REPEATABLE):
             self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
@@ -668,11 +657,7 @@ class Partition(Placer):
         collective = mark.collective
         if collective.kind == "all_gather" and placed.kind is Kind.SHARD:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
-        if (
-            placed.kind is Kind.PARTIAL
-            and collective.kind == "all_reduce"
-            and collective.op in ("mean", placed.op)
-        ):
+        if placed.kind is Kind.PARTIAL and collective.kind == "all_reduce" and collective.op in ("mean", placed.op):
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
         local = self._local_value(name)
         settled = collective.kind == "broadcast" or (
@@ -692,10 +677,7 @@ class Partition(Placer):
             return self._local[name]
         op = self.graph.tf_graph.get_tensor_by_name(name).op
         kept = (
-            not op.inputs
-            or op.name in self.graph.marks
-            or op.name in self.graph.passing
-            or tf_compat.is_stateful(op)
+            not op.inputs or op.name in self.graph.marks or op.name in self.graph.passing or tf_compat.is_stateful(op)
         )
         if kept:
             return tensor
@@ -719,10 +701,7 @@ class Partition(Placer):
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
         if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
-            return [
-                self.convert(t, placed, REPLICATE, op)
-                for t, placed in zip(call.tensors, call.inputs, strict=True)
-            ]
+            return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
         with self._building():
@@ -767,11 +746,7 @@ def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
 
 def _cost(op: tf.Operation) -> float:
     """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
-    sizes = [
-        _elements(tensor)
-        for tensor in (*op.inputs, *op.outputs)
-        if tensor.dtype not in (tf.resource, tf.variant)
-    ]
+    sizes = [_elements(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in (tf.resource, tf.variant)]
     cost = float(sum(sizes))
     if op.type in (
         "MatMul",
@@ -826,9 +801,7 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
         source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
         line = user_line(graph.by_name[names[-1]].traceback)
         collective = Collective("all_reduce", "sum")
-        graph.exchanges[result] = Exchange(
-            source, result, collective, variable.shape, variable.dtype, line=line
-        )
+        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
         graph.folds.append(Fold(handle, source, result, tuple(names), True))
 
 

@@ -79,9 +79,7 @@ def _overlapping(
     None where all of them fit one bucket.
     """
     early = [result for result in results if _travels_early(graph, levels, level, graph.exchanges[result])]
-    sizes = {
-        result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early
-    }
+    sizes = {result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early}
     if sum(sizes.values()) <= bucket_bytes:
         return []
     depths: dict[str, int] = {}  # how many ops run one after another, up to each
@@ -129,9 +127,7 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     floors: dict[str, int] = collections.defaultdict(int)
     levels = _earliest(graph, floors)
     last = max(
-        [levels[name] for name in levels]
-        + [_available(graph, levels, result) for result in graph.exchanges]
-        + [0]
+        [levels[name] for name in levels] + [_available(graph, levels, result) for result in graph.exchanges] + [0]
     )
     weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
     if weight_writes:

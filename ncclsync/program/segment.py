@@ -148,9 +148,7 @@ def _write_folds(
     return writes
 
 
-def _graph_def(
-    plan: SegmentPlan, tensors: Collection[str]
-) -> tuple[tf.compat.v1.GraphDef, dict[str, str], list[Any]]:
+def _graph_def(plan: SegmentPlan, tensors: Collection[str]) -> tuple[tf.compat.v1.GraphDef, dict[str, str], list[Any]]:
     """Return the plan's ops; for tensors from outside, names to map them in by; and new functions."""
     graph, inside = plan.graph, set(plan.ops)
     prefix = "ncclsync"
@@ -187,18 +185,9 @@ def _graph_def(
 
 def _sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
     """Return the reads among `ops` of variables that the step updates sparsely, and these' shapes."""
-    sparse = {
-        handle
-        for op in graph.ops
-        if op.type.startswith("ResourceScatter")
-        for handle in graph.writes[op.name]
-    }
+    sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
     reads = [name for name in ops if graph.by_name[name].type == "ReadVariableOp"]
-    return {
-        name: graph.variable_of[graph.inputs[name][0]].shape
-        for name in reads
-        if graph.inputs[name][0] in sparse
-    }
+    return {name: graph.variable_of[graph.inputs[name][0]].shape for name in reads if graph.inputs[name][0] in sparse}
 
 
 def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:

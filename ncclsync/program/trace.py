@@ -81,9 +81,7 @@ class _Marking:
                 "collective out of it, or leave it away: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
-        results = self.mark(
-            [*tensors, *conditions], "collective", collective=collective, conditional=when is not None
-        )
+        results = self.mark([*tensors, *conditions], "collective", collective=collective, conditional=when is not None)
         results = results[: len(tensors)]
         if collective.changes_rows:
             # On towers there will be other rows, which what is traced from here on must not know.

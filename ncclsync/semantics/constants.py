@@ -34,9 +34,7 @@ def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     if op.type == "Reshape":
         return np.reshape(given[0], given[1])
     if op.type == "Prod":
-        return np.asarray(
-            np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims"))
-        )
+        return np.asarray(np.prod(given[0], axis=tuple(np.ravel(given[1])), keepdims=op.get_attr("keep_dims")))
     if op.type == "Pack":
         return np.stack(given, axis=op.get_attr("axis"))
     if op.type == "ConcatV2":

@@ -27,9 +27,7 @@ class Functions:
         shapes = tuple(str(tensor.shape) for tensor in inputs)
         if (name, shapes) not in self._graphs:
             known = [None if tensor.dtype in (tf.resource, tf.variant) else tensor.shape for tensor in inputs]
-            self._graphs[name, shapes] = tf_compat.function_as_graph(
-                self._definitions[name], known, self._outer
-            )
+            self._graphs[name, shapes] = tf_compat.function_as_graph(self._definitions[name], known, self._outer)
         return self._graphs[name, shapes]
 
     def calls(self, op_type: str) -> bool:

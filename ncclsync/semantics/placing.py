@@ -243,8 +243,7 @@ class Placer(abc.ABC):
             _logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
             handles = any(
-                p.kind is Kind.LOCAL and t.dtype == tf.resource
-                for p, t in zip(call.inputs, call.tensors, strict=True)
+                p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)
             )
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
                 return [_local_of(call.inputs)] * len(call.op.outputs)
@@ -310,9 +309,7 @@ def _check_begins_with_rows(begin: tf.Tensor, placed: Placement) -> None:
 
 
 def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
-    return [
-        (key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func
-    ]
+    return [(key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func]
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:

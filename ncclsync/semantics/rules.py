@@ -179,9 +179,7 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
     return None if placed is None else [placed]
 
 
-def align(
-    call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0
-) -> Placement | None:
+def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0) -> Placement | None:
     """Bring operands together that are broadcast against each other along their last axes.
 
     Args:
@@ -267,11 +265,7 @@ def _sum_partial(call: Call) -> Sequence[Placement] | None:
 @_linear("Add", "AddV2", "Sub", "AddN")
 def _add_partial(call: Call) -> Sequence[Placement] | None:
     shape = _shape(call.op.outputs[0])
-    if (
-        any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs)
-        or shape is None
-        or None in shape
-    ):
+    if any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs) or shape is None or None in shape:
         return None
     ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
     # A whole operand may be added to a mean on every tower, and to a sum on one.
@@ -350,11 +344,7 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     over = {int(axis) % rank for axis in np.ravel(over)}
     keeps = call.op.get_attr("keep_dims")
     if placed.axis not in over:
-        return [
-            shard(
-                placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each
-            )
-        ]
+        return [shard(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each)]
     dtype = call.op.inputs[0].dtype
     if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
         return None
@@ -777,9 +767,7 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
 def _slice_counts(call: Call) -> Sequence[Placement] | None:
     counts = np.array(call.inputs[0].counts)
     begin, end, strides = (call.constant(i) for i in (1, 2, 3))
-    masks = [
-        call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    ]
+    masks = [call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")]
     if any(value is None or value.size != 1 for value in (begin, end, strides)) or masks[2] or masks[3]:
         return None
     if masks[4]:
@@ -797,10 +785,7 @@ def _slice_spec(call: Call) -> list[Any] | None:
     length = call.op.inputs[1].shape[0]
     if length is None or rank is None:
         return None
-    bits = {
-        name: call.op.get_attr(f"{name}_mask")
-        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    }
+    bits = {name: call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     spec: list[Any] = []
     for i in range(length):
         bit = 1 << i
@@ -836,11 +821,7 @@ def _sliced_axis(spec: list[Any], axis: int) -> Any:
 @_rule("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, placed = call.inputs[0], call.inputs[4]
-    if (
-        shape.kind is not Kind.ROWS
-        or placed.kind is not Kind.SHARD
-        or any(not p.whole for p in call.inputs[1:4])
-    ):
+    if shape.kind is not Kind.ROWS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
         return None
     axis = _only(shape.counts)
     spec = None if axis is None else _slice_spec(call)
@@ -863,9 +844,7 @@ def _pack(call: Call) -> Sequence[Placement] | None:
     if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
         return None
     placed = call.inputs[_sharded(call)[0]]
-    if any(
-        call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)
-    ):
+    if any(call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)):
         return None
     rank = (_rank(call, 0) or 0) + 1
     axis = call.op.get_attr("axis") % rank
@@ -984,9 +963,7 @@ def _stitch(call: Call) -> Sequence[Placement] | None:
     half = len(call.inputs) // 2
     places = [call.constant(i) for i in range(half)]
     values = call.inputs[half:]
-    if any(place is None for place in places) or any(
-        p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values
-    ):
+    if any(place is None for place in places) or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values):
         return None
     counts: dict[int, int] = {}
     for place, placed in zip(places, values, strict=True):
@@ -1209,11 +1186,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD:
         return None
     count = _constant_element(call, 1, placed.axis)
-    return (
-        [shard(placed.axis, placed.blocks * count, placed.each)]
-        if count and (count == 1 or placed.each)
-        else None
-    )
+    return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
 @_rule("GatherV2", counting=True)
@@ -1363,12 +1336,8 @@ def _counting_product(call: Call) -> Sequence[Placement] | None:
     factor = call.constant(1 - at)
     if call.op.type == "Mul":
         known = factor is not None and int(factor) > 0 and counts[0] > 0
-        return (
-            [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
-        )
-    divides = (
-        at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
-    )
+        return [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
+    divides = at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
     return [rows((counts[0] // int(factor),))] if divides else None
 
 
@@ -1380,11 +1349,7 @@ def _counting_cast(call: Call) -> Sequence[Placement] | None:
 
 
 # By op type: these count rows and are no rows themselves.
-COUNTS: dict[str, Rule] = {
-    "Cast": _counting_cast,
-    "Identity": lambda call: [call.inputs[0]],
-    "Mul": _counting_product,
-}
+COUNTS: dict[str, Rule] = {"Cast": _counting_cast, "Identity": lambda call: [call.inputs[0]], "Mul": _counting_product}
 COUNTS |= {"FloorDiv": _counting_product, "StopGradient": lambda call: [call.inputs[0]]}
 
 
@@ -1455,9 +1420,7 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
 @_rule("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS or any(
-        p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]
-    ):
+    if placed.kind is not Kind.ITEMS or any(p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]):
         return None
     of = placed.of or REPLICATE
     pops = call.op.type == "TensorListPopBack"

@@ -77,9 +77,7 @@ def shard_batch(batch: Any, towers: int) -> Shards:
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
         counts = [count_rows(leaf) for leaf in rowed]
         same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
-        checks.append(
-            tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts))
-        )
+        checks.append(tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     share, rest = rows // towers, rows % towers
@@ -93,9 +91,7 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         splits = [whole // towers] * towers
     missing = tf.reduce_sum(counts) - rows
     pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
-    batches = [
-        tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)
-    ]
+    batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)]
     empty = tf.cast(rows == 0, tf.int32)
     held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
     fractions = tf.unstack(tf.cast(held, tf.float64) / tf.cast(rows + empty, tf.float64), towers)
@@ -116,8 +112,7 @@ def rowed_leaves(batch: Any) -> list[Any]:
     rowed = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
     if not rowed:
         raise ValueError(
-            "Expected a batch with at least one tensor whose first axis runs over the samples. "
-            f"Received: {batch}"
+            f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
         )
     if len({_static_rows(leaf) for leaf in rowed} - {None}) > 1:
         shapes = [tuple(leaf.shape.as_list()) for leaf in rowed]

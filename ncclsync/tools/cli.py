@@ -62,11 +62,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative; default: by dtype")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
     parser.add_argument(
-        "--open-size",
-        type=at_least(1),
-        default=32,
-        metavar="N",
-        help="of open dimensions, default %(default)s",
+        "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default %(default)s"
     )
     parser.add_argument("--sync-batch-norm", action="store_true", help="as in nccl_parallel")
     parser.add_argument("--batch-invariant-random", action="store_true", help="as in nccl_parallel")
@@ -118,9 +114,7 @@ def _verify(given: argparse.Namespace) -> int:
         **options,
     )
     console = Console()
-    console.print(
-        report if console.is_terminal else str(report), markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(report if console.is_terminal else str(report), markup=False, highlight=False, soft_wrap=True)
     return SAME if report.ok else DIFFERENT
 
 

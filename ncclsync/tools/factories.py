@@ -85,14 +85,7 @@ def _is_of_file(module: types.ModuleType, path: str) -> bool:
 
 
 def model_and_data(
-    factory: Callable,
-    name: str,
-    *,
-    batch_size: int | None,
-    default: int,
-    batches: int,
-    seed: int,
-    open_size: int,
+    factory: Callable, name: str, *, batch_size: int | None, default: int, batches: int, seed: int, open_size: int
 ) -> tuple[Any, tuple[Any, ...], int]:
     """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
 

@@ -97,10 +97,7 @@ def _is_grouped(bucket: Bucket) -> bool:
 
 
 def _join(
-    buckets: Sequence[Bucket],
-    sent: Sequence[Sequence[Sequence[tf.Tensor]]],
-    towers: TowerState,
-    labels: Sequence[str],
+    buckets: Sequence[Bucket], sent: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState, labels: Sequence[str]
 ) -> list[list[list[tf.Tensor]]]:
     """Join buckets of one tensor by the communicator: all of them grouped, or one of any kind."""
     columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][N]
@@ -121,9 +118,7 @@ def _collective(wire: Collective, label: str) -> Joining:
     return kind((), (), wire.op, label)
 
 
-def _join_one(
-    wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str
-) -> list[tf.Tensor]:
+def _join_one(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str) -> list[tf.Tensor]:
     """Join one bucket that is sent, gathered, or reduced to one tower; [N] in, [N] out."""
     count = len(towers)
     if wire.root >= count:

@@ -125,9 +125,7 @@ class Explanation:
         shards = _table("tower", "rows", "of the batch", "device")
         for one in self.shards:
             size = str(one.end - one.begin)
-            shards.add_row(
-                str(one.tower), size, f"{one.begin} to {one.end - 1}" if size != "0" else "", one.device
-            )
+            shards.add_row(str(one.tower), size, f"{one.begin} to {one.end - 1}" if size != "0" else "", one.device)
         wholes = _table("gathered for", "bytes", "ops", "at")
         for whole in self.wholes:
             wholes.add_row(whole.op, str(whole.size_bytes), str(whole.ops), Text(whole.line))
@@ -193,9 +191,7 @@ def _subject(variable: tf.Variable) -> str:
     return "metrics" if role_of(variable) is Role.SUM else "variables"
 
 
-def _cuts(
-    segments: Sequence[Segment], subjects: Mapping[str, str], towers: int, rows: int | None
-) -> Iterable[CutRow]:
+def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int, rows: int | None) -> Iterable[CutRow]:
     for number, segment in enumerate(segments, start=1):
         found: dict[tuple[str, str], list[Exchange]] = {}
         for exchange in (e for bucket in segment.outgoing for e in bucket.exchanges):

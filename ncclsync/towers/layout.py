@@ -20,9 +20,7 @@ from ncclsync.towers.results import combine
 from ncclsync.towers.state import TowerState
 
 
-def lay_out(
-    program: Program, towers: TowerState, batch: Any, rollback: Rollback, meter: Meter | None = None
-) -> Any:
+def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback, meter: Meter | None = None) -> Any:
     """Run `program` on all towers, in the graph that is being built if there is one.
 
     Args:
@@ -95,9 +93,7 @@ class _Run:
             done += [outcome[-1], *span.end(tokens=outcome[-1:])]
         return sent, [tf.group(*done)]
 
-    def exchange(
-        self, number: int, segment: Segment, sent: list[list[tf.Tensor]], after: Sequence[Any]
-    ) -> None:
+    def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], after: Sequence[Any]) -> None:
         """Join what the towers send after a segment; see `compute`."""
         begin_call = functools.partial(self._begin_call, number, after)
         travelling = [tensor for row in self.received for tensors in row.values() for tensor in tensors]

@@ -120,16 +120,12 @@ class TowerOptions:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
         if self.check_every is not None:
             if not _is_int(self.check_every):
-                raise TypeError(
-                    f"Expected check_every to be a number of steps. Received: {self.check_every!r}"
-                )
+                raise TypeError(f"Expected check_every to be a number of steps. Received: {self.check_every!r}")
             if self.check_every < 1:
                 raise ValueError(f"Expected check_every to be at least 1. Received: {self.check_every}")
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
-                raise TypeError(
-                    f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}"
-                )
+                raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")
 
     def _check_towers(self) -> None:
         towers, devices = self.towers, self.devices
@@ -157,8 +153,7 @@ class TowerOptions:
             )
         if len(devices) > MOST_TOWERS:
             raise ValueError(
-                f"Expected devices to name at most {MOST_TOWERS}, one for each tower. "
-                f"Received: {len(devices)}"
+                f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"
             )
 
 
@@ -170,15 +165,10 @@ def takes(options: type[TowerOptions]) -> Callable[[Function], Function]:
     """Give a function that ends in `**options` the options' signature, and their text at "{options}"."""
 
     def document(function: Function) -> Function:
-        texts = [
-            (one.__doc__ or "").partition("Attributes:\n")[2].rstrip() for one in reversed(options.__mro__)
-        ]
+        texts = [(one.__doc__ or "").partition("Attributes:\n")[2].rstrip() for one in reversed(options.__mro__)]
         text = textwrap.dedent("\n".join(filter(None, texts)))
         function.__doc__ = re.sub(
-            r"^( *)\{options\}",
-            lambda at: textwrap.indent(text, at[1]),
-            function.__doc__ or "",
-            flags=re.MULTILINE,
+            r"^( *)\{options\}", lambda at: textwrap.indent(text, at[1]), function.__doc__ or "", flags=re.MULTILINE
         )
         *named, _ = inspect.signature(function).parameters.values()
         known = {parameter.name for parameter in named}

@@ -59,9 +59,7 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
     else:
         why = "asked for"
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
-            raise ValueError(
-                f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}"
-            )
+            raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")
     choice = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
     _logger.info("%s", choice)
     return Placement(tuple(chosen), backend, choice)

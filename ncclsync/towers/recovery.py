@@ -50,9 +50,7 @@ class KeptBatch:
             lambda spec: (
                 None
                 if spec is None
-                else tf.nest.pack_sequence_as(
-                    spec, [next(leaves) for _ in components_of(spec)], expand_composites=True
-                )
+                else tf.nest.pack_sequence_as(spec, [next(leaves) for _ in components_of(spec)], expand_composites=True)
             ),
             self._specs,
         )
@@ -97,9 +95,7 @@ class Rollback:
         """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
         if finite is not None:
             with tf.control_dependencies([done]):
-                done = tf.cond(
-                    tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite)
-                )
+                done = tf.cond(tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite))
         if self._open is None:
             return done
         with tf.control_dependencies([done]):

@@ -215,9 +215,7 @@ class TowerState:
         if not differing:
             return
         names = self.names_of([variable for variable, _ in differing])
-        error = DivergenceError(
-            self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True))
-        )
+        error = DivergenceError(self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True)))
         if not self._sentinel.repairs or any(0 in odd for _, odd in differing):
             raise error
         logger.warning("%s. Repaired: tower 0's values were sent to all", error)

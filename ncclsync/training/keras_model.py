@@ -110,9 +110,7 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
     if not isinstance(batch, (tuple, list)):
         raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
     if not 1 <= len(batch) <= 3:
-        raise ValueError(
-            f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements"
-        )
+        raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
     specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)

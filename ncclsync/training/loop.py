@@ -100,8 +100,7 @@ class Towers(TowerState):
         rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
         if rows is None:
             raise ValueError(
-                "Expected a batch with at least one tensor whose first axis runs over the samples. "
-                f"Received: {batch}"
+                f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
             )
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:

@@ -63,9 +63,7 @@ def check_targets(model: keras.Model, y: Any) -> None:
         model: compiled.
         y: of a batch, None if there is none.
     """
-    stock = all(
-        getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss")
-    )
+    stock = all(getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
     if y is None and stock and any(loss is not None for loss in keras.tree.flatten(model.loss)):
         raise ValueError(
             f"Expected data with targets, (x, y) or (x, y, sample_weight), since {model.name} was compiled "

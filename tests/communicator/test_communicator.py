@@ -127,9 +127,7 @@ def test_all_gather_gives_all_ranks_blocks(size):
     """In the order of the ranks, of every dtype and length: into arrays of their own, in place, into one."""
     with CpuCommunicator(size) as comm:
         for dtype, count in [*itertools.product(DTYPES, COUNTS[:3]), (DTYPES[0], COUNTS[-1])]:
-            sends = [
-                send + np.array(rank, dtype) for rank, send in enumerate(unique_inputs(size, count, dtype))
-            ]
+            sends = [send + np.array(rank, dtype) for rank, send in enumerate(unique_inputs(size, count, dtype))]
             expected = np.concatenate(sends)
             recvs = [np.full(size * count, 77, dtype) for _ in range(size)]
             comm.all_gather(sends, recvs)
@@ -261,9 +259,7 @@ def test_what_is_written_around_the_cache_is_the_same(dtype, starts):
     for level, op in itertools.product(LEVELS, ("sum", "avg")):
         with native.Pool(2, level) as pool:
             communicator = CpuCommunicator(3, pool=pool)
-            whole, parts = (
-                [empty_aligned(count + 16, dtype)[start : start + count] for start in starts] for _ in "12"
-            )
+            whole, parts = ([empty_aligned(count + 16, dtype)[start : start + count] for start in starts] for _ in "12")
             communicator.all_reduce(sends, whole, op)
             for begin in range(0, count, part):
                 cut = slice(begin, begin + part)
@@ -501,9 +497,7 @@ def test_groups_are_of_collectives():
         with pytest.raises(TypeError, match=rf"Expected each collective to be {kinds}. Received: "):
             comm.run_group(group)
     for group, received in ((3, "int"), (None, "NoneType"), (made, "AllReduce")):
-        with pytest.raises(
-            TypeError, match=f"Expected collectives to be a list of {kinds}. Received: {received}"
-        ):
+        with pytest.raises(TypeError, match=f"Expected collectives to be a list of {kinds}. Received: {received}"):
             comm.run_group(group)
     assert not recvs[0].any()
     comm.run_group(iter([made]))

@@ -41,9 +41,7 @@ def read_arrows(csrc: pathlib.Path) -> dict[str, set[str]]:
             owners.update(dict.fromkeys(re.findall(defined, texts[name], re.M), name))
     arrows = {name: set(re.findall(r'#include "([^"]+)"', text)) for name, text in texts.items()}
     for name in set(owners.values()):  # a header only declares
-        arrows[name] |= {owners[word] for word in re.findall(r"\bncs_\w+", texts[name]) if word in owners} - {
-            name
-        }
+        arrows[name] |= {owners[word] for word in re.findall(r"\bncs_\w+", texts[name]) if word in owners} - {name}
     return arrows
 
 
@@ -74,11 +72,7 @@ def test_files_use_each_other_one_way_only():
 @pytest.mark.parametrize(
     ("added", "file", "expected"),
     [
-        (
-            "int ncs_use(void) { return ncs_cpu_reduce != 0; }",
-            "cpu/pool.c",
-            {"cpu/pool.c", "cpu/collectives.c"},
-        ),
+        ("int ncs_use(void) { return ncs_cpu_reduce != 0; }", "cpu/pool.c", {"cpu/pool.c", "cpu/collectives.c"}),
         ('#include "tf/api.h"', "nccl/api.h", {"nccl/api.h -> tf/api.h"}),
         ("void* use = &ncs_pool_level;", "nccl/group.c", {"nccl/group.c -> cpu/pool.c"}),
         ("void* use = &ncs_pool_level;", "ncclsync.c", {"ncclsync.c -> cpu/pool.c"}),

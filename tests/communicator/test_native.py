@@ -10,9 +10,7 @@ import pytest
 from ncclsync.communicator import native
 from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
 
-needs_wheel = pytest.mark.skipif(
-    len(native._candidates(*native._NCCL)) < 2, reason="nvidia-nccl-cu12 is not installed"
-)
+needs_wheel = pytest.mark.skipif(len(native._candidates(*native._NCCL)) < 2, reason="nvidia-nccl-cu12 is not installed")
 
 
 def run_python(code: str, **environment: str) -> str:

@@ -42,12 +42,7 @@ def run(built_standin, tmp_path):
     def run_code(code: str, fail: str = "", expect: str = "done", **environment: str) -> list[str]:
         log = tmp_path / "calls"
         log.unlink(missing_ok=True)
-        variables = {
-            **built_standin.environment,
-            "STANDIN_LOG": str(log),
-            "STANDIN_FAIL": fail,
-            **environment,
-        }
+        variables = {**built_standin.environment, "STANDIN_LOG": str(log), "STANDIN_FAIL": fail, **environment}
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", PREAMBLE + code],
             env={**os.environ, **variables},

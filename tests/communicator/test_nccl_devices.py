@@ -47,9 +47,7 @@ def test_own_work_that_never_ends(any_standin, monkeypatch):
     )
     assert comm.closed and comm.failure is caught.value
     assert any_standin.alive() != before
-    with pytest.raises(
-        NcclTimeoutError, match=r"abort of the earlier communicator on GPUs \[4, 0, 2\] to end"
-    ):
+    with pytest.raises(NcclTimeoutError, match=r"abort of the earlier communicator on GPUs \[4, 0, 2\] to end"):
         comm.reopen()
     any_standin.fail("")
     comm.timeout_s = 5.0

@@ -139,9 +139,7 @@ def test_warning_before_the_time_out(standin, monkeypatch, caplog):
     assert "rank 0 (GPU 4) not arrived; it is given up after 0.5 s" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    "fail, call", [("stuck_init:2", "ncclCommInitRankConfig"), ("stuck:1", "ncclAllReduce")]
-)
+@pytest.mark.parametrize("fail, call", [("stuck_init:2", "ncclCommInitRankConfig"), ("stuck:1", "ncclAllReduce")])
 def test_creation_that_never_ends(standin, fail, call):
     """In joining, or in the preflight, where a hang has the causes that corruption has."""
     standin.fail(fail)

@@ -105,16 +105,11 @@ def test_group_that_does_not_end(standin):
     comm.reopen()
     rows = (MIXED[0],) * 9
     standin.fail("stuck:1:2")
-    with pytest.raises(
-        NcclTimeoutError, match=r"\(bucket 5 of 9\)[^;]*; 3 more; all-reduce 12 \(bucket 9 of 9"
-    ):
+    with pytest.raises(NcclTimeoutError, match=r"\(bucket 5 of 9\)[^;]*; 3 more; all-reduce 12 \(bucket 9 of 9"):
         comm.run_group(group(*given(3, rows), rows, on_device))
 
 
-FAILURES = {
-    "ncclAllReduce:5=5": "all-reduce 2 (bucket 2 of 6)",
-    "ncclBroadcast:2": "broadcast 3 (bucket 3 of 6)",
-}
+FAILURES = {"ncclAllReduce:5=5": "all-reduce 2 (bucket 2 of 6)", "ncclBroadcast:2": "broadcast 3 (bucket 3 of 6)"}
 
 
 @pytest.mark.parametrize("fail", FAILURES)

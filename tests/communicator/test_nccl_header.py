@@ -95,9 +95,7 @@ CUDA_HEADERS = {
 FIELDS = ("size", "magic", "version", "blocking", "cgaClusterSize")
 
 
-def layout(
-    folder: pathlib.Path, header: str, magic: str, undefined: str, *includes: pathlib.Path
-) -> list[int]:
+def layout(folder: pathlib.Path, header: str, magic: str, undefined: str, *includes: pathlib.Path) -> list[int]:
     """Compile and run a program that prints the layout of the structs that we pass to NCCL."""
     numbers = [
         "sizeof(ncclUniqueId)",
@@ -109,9 +107,7 @@ def layout(
     ]
     prints = "".join(f'  printf("%lu\\n", (unsigned long)({number}));\n' for number in numbers)
     source, program = folder / f"{header}.c", folder / f"{header}.out"
-    source.write_text(
-        f'#include <stddef.h>\n#include <stdio.h>\n#include "{header}"\nint main(void) {{\n{prints}}}\n'
-    )
+    source.write_text(f'#include <stddef.h>\n#include <stdio.h>\n#include "{header}"\nint main(void) {{\n{prints}}}\n')
     found = [f"-I{include}" for include in includes]
     subprocess.run([COMPILER, *found, source, "-o", program], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
@@ -124,8 +120,6 @@ def test_structs_are_nccls(header_path, tmp_path):
     for name, text in CUDA_HEADERS.items():
         (tmp_path / name).write_text(text + "\n")
     ours = layout(tmp_path, "api.h", "NCS_NCCL_API_MAGIC", "NCS_CONFIG_UNDEF_INT", CSRC / "nccl", CSRC)
-    theirs = layout(
-        tmp_path, "nccl.h", "NCCL_API_MAGIC", "NCCL_CONFIG_UNDEF_INT", header_path.parent, tmp_path
-    )
+    theirs = layout(tmp_path, "nccl.h", "NCCL_API_MAGIC", "NCCL_CONFIG_UNDEF_INT", header_path.parent, tmp_path)
     assert ours[:-1] == theirs[:-1]
     assert ours[-1] == 24 <= theirs[-1]  # as of 2.14; a longer one would be another version's

@@ -9,13 +9,7 @@ import pytest
 from test_nccl_failures import buffers, opened, reduce_ones
 
 from ncclsync.communicator import NcclCommunicator, native, preflight
-from ncclsync.errors import (
-    NcclError,
-    NcclPreflightError,
-    NcclSyncError,
-    NcclTimeoutError,
-    NcclUnavailableError,
-)
+from ncclsync.errors import NcclError, NcclPreflightError, NcclSyncError, NcclTimeoutError, NcclUnavailableError
 
 pytestmark = pytest.mark.timeout(60)
 

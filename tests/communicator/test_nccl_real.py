@@ -15,10 +15,7 @@ import pytest
 from ncclsync.communicator import native
 
 PATHS = native._candidates(*native._NCCL)
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(len(PATHS) < 2, reason="nvidia-nccl-cu12 is not installed"),
-]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(len(PATHS) < 2, reason="nvidia-nccl-cu12 is not installed")]
 without_gpu = pytest.mark.skipif(
     bool(shutil.which("nvidia-smi")) or pathlib.Path("/dev/nvidia0").exists(), reason="this machine has a GPU"
 )
@@ -49,9 +46,7 @@ def nccl():
 def test_version_is_the_headers(nccl):
     """As `nccl_version()` tells it, and as the header beside the library declares it."""
     header = pathlib.Path(PATHS[0]).parent.parent / "include" / "nccl.h"
-    code = next(
-        line.split()[2] for line in header.read_text().splitlines() if "define NCCL_VERSION_CODE" in line
-    )
+    code = next(line.split()[2] for line in header.read_text().splitlines() if "define NCCL_VERSION_CODE" in line)
     major, minor, patch = native.NcclLibrary().version()
     assert major * 10000 + minor * 100 + patch == int(code)
 

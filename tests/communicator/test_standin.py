@@ -124,10 +124,7 @@ def test_every_collective(ranks):
         "broadcast": (6, lambda s, d, r: nccl.ncclBroadcast(s, d, count, FLOAT32, 1, comm(r), stream[r])),
         "reduce": (6, lambda s, d, r: nccl.ncclReduce(s, d, count, FLOAT32, SUM, 2, comm(r), stream[r])),
         "all_gather": (18, lambda s, d, r: nccl.ncclAllGather(s, d, count, FLOAT32, comm(r), stream[r])),
-        "reduce_scatter": (
-            2,
-            lambda s, d, r: nccl.ncclReduceScatter(s, d, part, FLOAT32, SUM, comm(r), stream[r]),
-        ),
+        "reduce_scatter": (2, lambda s, d, r: nccl.ncclReduceScatter(s, d, part, FLOAT32, SUM, comm(r), stream[r])),
     }
     expected = {
         "all_reduce": [total] * 3,
@@ -200,9 +197,7 @@ def test_overlaps(ranks):
             if call is scatter:
                 expected[r][own[r]] = total[own[r]]
             elif call is gather:
-                expected[r] = np.concatenate(
-                    [array[slot] for array, slot in zip(numbers(), own, strict=True)]
-                )
+                expected[r] = np.concatenate([array[slot] for array, slot in zip(numbers(), own, strict=True)])
             else:
                 expected[r][:2] = total[:2]
         np.testing.assert_array_equal(wholes, expected)
@@ -323,17 +318,12 @@ def test_duplicate_device(standin):
 def test_split(ranks):
     """Ranks of one color, in the order of their keys."""
     new = [ctypes.c_void_p() for _ in range(3)]
-    assert (
-        ranks.group(lambda r: ranks.nccl.ncclCommSplit(ranks.comm(r), r % 2, -r, ctypes.byref(new[r]), None))
-        == 0
-    )
+    assert ranks.group(lambda r: ranks.nccl.ncclCommSplit(ranks.comm(r), r % 2, -r, ctypes.byref(new[r]), None)) == 0
     sends = numbers(count=1)
     recvs = [np.zeros(2, np.float32) for _ in range(3)]
     assert (
         ranks.group(
-            lambda r: ranks.nccl.ncclAllGather(
-                at(sends[r]), at(recvs[r]), size(1), 7, new[r], ranks.streams[r]
-            )
+            lambda r: ranks.nccl.ncclAllGather(at(sends[r]), at(recvs[r]), size(1), 7, new[r], ranks.streams[r])
         )
         == 0
     )

@@ -48,9 +48,7 @@ CALLS = {
     "scatter_sub": lambda v: v.scatter_sub(tf.IndexedSlices([9.0], [1])),
     "scatter_update": lambda v: v.scatter_update(tf.IndexedSlices([9.0], [1])),
     "_strided_slice_assign": lambda v: v[1:2].assign([9.0]),
-    "_restore_from_tensors": lambda v: v._restore_from_tensors(
-        {"VARIABLE_VALUE": tf.constant([4.0, 5.0, 6.0])}
-    ),
+    "_restore_from_tensors": lambda v: v._restore_from_tensors({"VARIABLE_VALUE": tf.constant([4.0, 5.0, 6.0])}),
 }
 
 # Ops that write a variable. `tf_compat.hides_state` knows them by how their names begin.
@@ -107,9 +105,7 @@ NO_DRAW = re.compile(
     r"Dataset|SeedGenerator|^CudnnRNN|^RandomGammaGrad$|^RecordInput$|^Rng(ReadAnd)?Skip$|^StatefulStandardNormal$"
     r"|^StatefulPartitionedCall$|^Stateless(Case|If|While)$|^PyFuncStateless$"
 )
-RANDOM_NAMES = re.compile(
-    r"Random|Stateless|Stateful|Sampler|Shuffle|Multinomial|Dropout|TruncatedNormal|^Rng"
-)
+RANDOM_NAMES = re.compile(r"Random|Stateless|Stateful|Sampler|Shuffle|Multinomial|Dropout|TruncatedNormal|^Rng")
 
 
 def definition(op):
@@ -132,9 +128,7 @@ def is_random(op):
 def assert_known(found, known, decide):
     """Fail on names that are not known, with what is to be decided of them."""
     unknown = sorted(set(found) - set(known))
-    assert not unknown, (
-        f"TensorFlow {tf.__version__} has {', '.join(unknown)}, which nobody here knows. {decide}"
-    )
+    assert not unknown, f"TensorFlow {tf.__version__} has {', '.join(unknown)}, which nobody here knows. {decide}"
 
 
 def methods_of_the_handle():

@@ -155,10 +155,7 @@ def test_optimizers_and_metrics_go_through_the_wrapped_methods():
 
     weight = keras.Variable([1.0])
     with tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", counting):
-        for optimizer in (
-            keras.optimizers.Adam(),
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
-        ):
+        for optimizer in (keras.optimizers.Adam(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
             calls.clear()
             optimizer.apply_gradients([(tf.constant([1.0]), weight)])
             assert type(optimizer).__name__ in calls
@@ -174,9 +171,7 @@ def test_variables_of():
     class Mine(keras.Model):
         def __init__(self):
             super().__init__()
-            self.inner = keras.Sequential(
-                [keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)]
-            )
+            self.inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
             self.plain = tf.Variable(1.0)
             self.tools = {"first": keras.optimizers.Adam(), "rest": [keras.optimizers.SGD()]}
             self.seen = keras.metrics.Mean()
@@ -343,9 +338,7 @@ def accumulating():
 def test_accumulation_of_an_optimizer():
     """Built as `apply` would, told when it updates, and which variables it accumulates in."""
     optimizer, variables = accumulating()
-    assert keras_optimizers.accumulates(optimizer) and not keras_optimizers.accumulates(
-        keras.optimizers.Adam()
-    )
+    assert keras_optimizers.accumulates(optimizer) and not keras_optimizers.accumulates(keras.optimizers.Adam())
     assert keras_optimizers.built_for(optimizer, variables) == variables and optimizer.built
     assert keras_optimizers.built_for(optimizer, None) == variables
     due = []
@@ -459,9 +452,7 @@ def test_paths_of():
 
 def built(optimizer):
     """An optimizer that is built for two weights, and these."""
-    weights = [
-        keras.Variable(np.ones(shape, "float32"), name=name) for shape, name in (((2, 3), "a"), ((4,), "b"))
-    ]
+    weights = [keras.Variable(np.ones(shape, "float32"), name=name) for shape, name in (((2, 3), "a"), ((4,), "b"))]
     optimizer.build(weights)
     return optimizer, weights
 
@@ -526,9 +517,7 @@ def test_slots_and_scalars():
     optimizer, weights = built(keras.optimizers.Nadam())
     slots = keras_optimizers.slots_of(optimizer)
     assert sorted(slots) == ["_momentums", "_velocities"]
-    assert all(
-        [slot.shape for slot in of_one] == [weight.shape for weight in weights] for of_one in slots.values()
-    )
+    assert all([slot.shape for slot in of_one] == [weight.shape for weight in weights] for of_one in slots.values())
     assert sorted(keras_optimizers.scalars_of(optimizer)) == ["_iterations", "_learning_rate", "_u_product"]
     assert keras_optimizers.slots_of(built(keras.optimizers.SGD())[0]) == {}
 
@@ -608,10 +597,7 @@ def test_velocities():
     of_rate = {
         name
         for name in OPTIMIZERS
-        if any(
-            np.any(one != other)
-            for one, other in zip(updated(name, 0.1)[1], updated(name, 0.2)[1], strict=True)
-        )
+        if any(np.any(one != other) for one, other in zip(updated(name, 0.1)[1], updated(name, 0.2)[1], strict=True))
     }
     # Ftrl's are no multiple of the rate, and those of ScheduleFreeAdamW are weights.
     assert of_rate == {"SGD", "RMSprop", "Ftrl", "ScheduleFreeAdamW"} & set(OPTIMIZERS)
@@ -696,9 +682,7 @@ def test_calls_of_a_functional_model():
     assert plus.adds and added.adds and not second.adds and given == same and given.inputs() == []
     assert second.layer is shared and second.inputs()[0] == keras_compat.Call(shared, 0)
     assert second == keras_compat.Call(shared, 1)
-    (last,) = keras_compat.calls_at_end(
-        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
-    )
+    (last,) = keras_compat.calls_at_end(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")]))
     assert last.layer.name == "last"
     assert keras_compat.calls_at_end(shared) == keras_compat.calls_at_end(keras.Sequential()) == []
 
@@ -752,15 +736,10 @@ def test_attributes_of_and_run_op():
         given = tf.range(4, dtype=dtype)
         attributes = tf_compat.attributes_of(ops["ConcatV2"])
         assert (attributes["N"], attributes["T"]) == (2, tf.float32)
-        (joined,) = tf_compat.run_op(
-            "ConcatV2", [given, given, tf.constant(0)], {**attributes, "T": dtype}, 1
-        )
+        (joined,) = tf_compat.run_op("ConcatV2", [given, given, tf.constant(0)], {**attributes, "T": dtype}, 1)
         assert joined.dtype == dtype and joined.shape == [8]
     attributes = {**tf_compat.attributes_of(ops["Split"]), "T": tf.float64}
-    assert [part.shape for part in tf_compat.run_op("Split", [tf.constant(0), joined], attributes, 2)] == [
-        4,
-        4,
-    ]
+    assert [part.shape for part in tf_compat.run_op("Split", [tf.constant(0), joined], attributes, 2)] == [4, 4]
     pooled = tf_compat.run_op("MaxPool", [tf.ones([1, 2, 2, 1])], tf_compat.attributes_of(ops["MaxPool"]), 1)
     assert pooled[0].shape == [1, 1, 1, 1]
     loop = ops["StatelessWhile"]
@@ -774,13 +753,7 @@ def test_attributes_of_and_run_op():
 def test_hides_state():
     """What a variable holds is no hidden state; Python, an iterator and a draw without a seed have one."""
     none = frozenset()
-    for kind in (
-        "AddV2",
-        "StatelessRandomUniformV2",
-        "AssignAddVariableOp",
-        "ResourceScatterAdd",
-        "NoSuchOp",
-    ):
+    for kind in ("AddV2", "StatelessRandomUniformV2", "AssignAddVariableOp", "ResourceScatterAdd", "NoSuchOp"):
         assert not tf_compat.hides_state(kind, none), kind
     for kind in ("PyFunc", "EagerPyFunc", "IteratorGetNext", "RandomUniform", "PrintV2"):
         assert tf_compat.hides_state(kind, none), kind
@@ -791,9 +764,7 @@ def test_function_as_graph_and_copied_op():
     """A loop's body is a graph with inputs and outputs; an op can be made again of other inputs."""
 
     def step(x):
-        return tf.while_loop(
-            lambda i, total: i < 3, lambda i, total: (i + 1, tf.concat([total, x], 0)[:4]), (0, x)
-        )
+        return tf.while_loop(lambda i, total: i < 3, lambda i, total: (i + 1, tf.concat([total, x], 0)[:4]), (0, x))
 
     function = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4]))
     (loop,) = [op for op in function.graph.get_operations() if op.type == "StatelessWhile"]

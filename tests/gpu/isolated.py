@@ -95,9 +95,7 @@ def run_command(
         output.seek(0)
         printed = output.read()
     if outcome != "ended with 0":
-        raise AssertionError(
-            f"Expected {what} to end with 0 within {limit_s:g} s. Received: it {outcome}\n{printed}"
-        )
+        raise AssertionError(f"Expected {what} to end with 0 within {limit_s:g} s. Received: it {outcome}\n{printed}")
     return printed
 
 

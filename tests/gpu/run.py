@@ -23,11 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 NEEDED = ("cffi>=1.17", "numpy", "ml_dtypes", "pytest>=8", "setuptools>=77", "nvidia-nccl-cu12>=2.30")
 RUNTIME = "nvidia-cuda-runtime-cu12"
 # Installed where there is a wheel: what gives buffers, and what trains.
-WELCOME = {
-    "cupy-cuda12x": ["cupy-cuda12x"],
-    "torch": ["torch"],
-    "tensorflow": ["tensorflow[and-cuda]", "rich"],
-}
+WELCOME = {"cupy-cuda12x": ["cupy-cuda12x"], "torch": ["torch"], "tensorflow": ["tensorflow[and-cuda]", "rich"]}
 SOURCE = ("csrc", "ncclsync", "tests", "pyproject.toml", "README.md", "LICENSE")
 SUITE_LIMIT_S, COMPARISON_LIMIT_S, PIP_LIMIT_S = 1500.0, 480.0, 600.0
 
@@ -114,9 +110,7 @@ def prepare(wheels: pathlib.Path, out: pathlib.Path) -> tuple[object, pathlib.Pa
     return python, source
 
 
-def run_step(
-    what: str, command: list[object], limit_s: float, folder: pathlib.Path, log: pathlib.Path
-) -> bool:
+def run_step(what: str, command: list[object], limit_s: float, folder: pathlib.Path, log: pathlib.Path) -> bool:
     """Run one step; keep and print what it prints; return whether it succeeded."""
     print(f"=== {what}", flush=True)
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or command[0] == sys.executable}
@@ -137,8 +131,7 @@ def count(report: pathlib.Path) -> dict[str, int]:
         return {"passed": 0, "failed": 1, "skipped": 0}
     suites = list(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
     total, failed, errors, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites)
-        for name in ("tests", "failures", "errors", "skipped")
+        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
     )
     return {"passed": total - failed - errors - skipped, "failed": failed + errors, "skipped": skipped}
 
@@ -146,9 +139,7 @@ def count(report: pathlib.Path) -> dict[str, int]:
 def main() -> int:
     """Prepare, run, summarise; return 0 if all that could run succeeded, and something could."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=pathlib.Path, required=True, help="a folder for everything that comes out"
-    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder for everything that comes out")
     parser.add_argument("--wheels", type=pathlib.Path, help="a folder of wheels to install from")
     parser.add_argument("--sizes", nargs="+", default=[], help="of the comparison, in bytes")
     parser.add_argument("--rounds", nargs=1, default=[], help="of the comparison")
@@ -165,16 +156,7 @@ def main() -> int:
 
     report = out / "tests.xml"
     report.unlink(missing_ok=True)
-    suite = [
-        python,
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "-p",
-        "no:cacheprovider",
-        "--durations=0",
-        f"--junitxml={report}",
-    ]
+    suite = [python, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "--durations=0", f"--junitxml={report}"]
     lines, succeeded = [], run_step("tests/gpu", suite, SUITE_LIMIT_S, source, out / "tests.log")
     counts = count(report)
     lines.append(", ".join(f"{number} {word}" for word, number in counts.items()))
@@ -184,22 +166,11 @@ def main() -> int:
     options += ["--rounds", *arguments.rounds] if arguments.rounds else []
     for ranks in (2, 3) if counts["passed"] > 0 else ():
         log = out / f"overhead-{ranks}.log"
-        words = [
-            "--ranks",
-            ranks,
-            "--json",
-            log.with_suffix(".json"),
-            "--limit",
-            COMPARISON_LIMIT_S,
-            *options,
-        ]
+        words = ["--ranks", ranks, "--json", log.with_suffix(".json"), "--limit", COMPARISON_LIMIT_S, *options]
         command = [python, source / "tests" / "gpu" / "overhead.py", *words]
         done = run_step(f"the comparison of {ranks} ranks", command, COMPARISON_LIMIT_S, source, log)
         succeeded = succeeded and done
-        lines += [
-            "",
-            *(log.read_text().splitlines() if done else [f"no comparison of {ranks} ranks: see {log}"]),
-        ]
+        lines += ["", *(log.read_text().splitlines() if done else [f"no comparison of {ranks} ranks: see {log}"])]
     (out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("=== summary", *lines, sep="\n")
     return 0 if succeeded else 1

@@ -115,8 +115,7 @@ def buckets_of_one_buffer(ranks):
         for step in range(3):
             for begin, end in itertools.pairwise(cuts):
                 pieces = [
-                    [(placed.pointer + 4 * begin, end - begin, "float32") for placed in side]
-                    for side in (sends, recvs)
+                    [(placed.pointer + 4 * begin, end - begin, "float32") for placed in side] for side in (sends, recvs)
                 ]
                 comm.all_reduce(*pieces, "sum" if step < 2 else "max", label=f"elements {begin} to {end}")
             for recv in recvs:
@@ -179,10 +178,7 @@ def refused_memory():
     runtime, cases = open_runtime(), []
     with NcclCommunicator([0, 0], timeout_s=60.0) as comm, open_memory() as memory:
         good = [memory.put(np.ones(5, np.float32)).buffer for _ in range(2)]
-        for device, call, words in (
-            (0, "cudaMallocHost", "host memory"),
-            (1, "cudaMalloc", "memory of GPU 1"),
-        ):
+        for device, call, words in ((0, "cudaMallocHost", "host memory"), (1, "cudaMalloc", "memory of GPU 1")):
             if device >= count_gpus():
                 continue
             pointer = ctypes.c_void_p()

@@ -216,9 +216,7 @@ def test_a_hang_is_a_failure():
     with pytest.raises(AssertionError) as caught:
         isolated.run(sleep, limit_s=1.0, seconds=60)
     assert time.monotonic() - began < 10
-    assert "Expected sleep(seconds=60) to end with 0 within 1 s. Received: it ended with 1" in str(
-        caught.value
-    )
+    assert "Expected sleep(seconds=60) to end with 0 within 1 s. Received: it ended with 1" in str(caught.value)
     assert "Timeout (0:00:01)!" in str(caught.value) and "in sleep" in str(caught.value)
     with pytest.raises(AssertionError, match="KeyboardInterrupt"):
         isolated.run(be_interrupted)

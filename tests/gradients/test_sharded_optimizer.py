@@ -197,9 +197,7 @@ def test_sparse_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [{"jit_compile": True, "steps_per_execution": 3}, {"run_eagerly": True}]
-)
+@pytest.mark.parametrize("arguments", [{"jit_compile": True, "steps_per_execution": 3}, {"run_eagerly": True}])
 def test_ways_to_run(arguments):
     """XLA, several steps per call, and no graph at all, in the middle of a run."""
     alone, model = mlp(), on_towers(mlp, 3, shard_optimizer=True)
@@ -217,10 +215,7 @@ def test_two_optimizers():
     class Two(keras.Model):
         def __init__(self):
             super().__init__()
-            self.first, self.second = (
-                keras.layers.Dense(7, name="first"),
-                keras.layers.Dense(5, name="second"),
-            )
+            self.first, self.second = (keras.layers.Dense(7, name="first"), keras.layers.Dense(5, name="second"))
             self.other = keras.optimizers.SGD(0.1, momentum=0.9)
 
         def call(self, x):
@@ -243,9 +238,7 @@ def test_two_optimizers():
     alone, model = build(), on_towers(build, 3, shard_optimizer=True)
     assert_close(fit(model), fit(alone))
     assert_close(state(model), state(alone))
-    assert_close(
-        [np.asarray(v) for v in model.other.variables], [np.asarray(v) for v in alone.other.variables]
-    )
+    assert_close([np.asarray(v) for v in model.other.variables], [np.asarray(v) for v in alone.other.variables])
     assert len(model.towers.sharding._sharded) == 2
 
 
@@ -283,10 +276,7 @@ REFUSED = {
     "Adafactor": (keras.optimizers.Adafactor, "Adafactor: it keeps "),
     "Muon": (keras.optimizers.Muon, "Muon: it keeps nothing"),
     "custom": (lambda: Branching(0.1), "Branching: its update computes Mean"),
-    "accumulating": (
-        lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
-        "gradient_accumulation_steps=2",
-    ),
+    "accumulating": (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps=2"),
     "scaling": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "within a branch"),
 }
 
@@ -326,9 +316,7 @@ def test_argument():
     assert model.towers.sharding is None
 
 
-@pytest.mark.parametrize(
-    "optimizer", [keras.optimizers.Ftrl, keras.optimizers.Adadelta, keras.optimizers.Adamax]
-)
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Ftrl, keras.optimizers.Adadelta, keras.optimizers.Adamax])
 def test_element_wise(optimizer):
     """Keras' optimizers that are not named above."""
     assert find_coupling(optimizer(), {0, 1, 2, 4}) is None

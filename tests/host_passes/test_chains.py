@@ -336,9 +336,7 @@ def test_sums_of_nothing(chains):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
     """A gradient is added up over the axes that were repeated; of one row too."""
-    batch, *others = [
-        tf.constant(np.nan_to_num(v, posinf=2, neginf=3)) for v in operands("float64", 2 * rows)
-    ]
+    batch, *others = [tf.constant(np.nan_to_num(v, posinf=2, neginf=3)) for v in operands("float64", 2 * rows)]
     batch, others = tf.clip_by_value(batch, -3, 3), [tf.clip_by_value(other, -3, 3) for other in others]
 
     def step(batch):
@@ -390,9 +388,7 @@ def trained(factory):
     keras.utils.set_random_seed(3)
     model = on_towers(factory, 3)
     x, y = data(rows=16)
-    model.fit(
-        x, y, batch_size=7, verbose=0, shuffle=False
-    )  # the last batch is smaller than the towers' number
+    model.fit(x, y, batch_size=7, verbose=0, shuffle=False)  # the last batch is smaller than the towers' number
     return model
 
 
@@ -443,8 +439,7 @@ def sums_of(shape):
 
 @pytest.mark.parametrize("dtype, rtol", [("float32", 1e-6), ("float64", 1e-14)])
 @pytest.mark.parametrize(
-    "rows, shape",
-    [(2, (5, 3)), (300, (7, 10)), (64, (4, 512)), (40, (3, 700)), (3, (1, 2048)), (9000, (2, 1))],
+    "rows, shape", [(2, (5, 3)), (300, (7, 10)), (64, (4, 512)), (40, (3, 700)), (3, (1, 2048)), (9000, (2, 1))]
 )
 def test_sums(chains, dtype, rtol, rows, shape):
     """Sums over the first axes of all towers' rows are as exact as their dtype allows."""
@@ -453,9 +448,7 @@ def test_sums(chains, dtype, rtol, rows, shape):
     y = random.normal(1, 1, (1, 1, shape[-1])).astype(dtype)
     steps = sums_of(shape)
     with ncclsync.Towers(2) as towers:
-        found = towers.run(
-            lambda batch: {n: f(batch, tf.constant(y)) for n, f in steps.items()}, tf.constant(x)
-        )
+        found = towers.run(lambda batch: {n: f(batch, tf.constant(y)) for n, f in steps.items()}, tf.constant(x))
     for name, function in steps.items():
         exact = function(tf.constant(x.astype("float64")), tf.constant(y.astype("float64"))).numpy()
         np.testing.assert_allclose(found[name], exact, rtol=0, atol=rtol * np.abs(exact).max(), err_msg=name)

@@ -29,10 +29,7 @@ def _registered():
 def towers_values(dtype, shapes, towers):
     """[N][V] small whole numbers, exact in every dtype."""
     return [[np.arange(np.prod(s)).reshape(s) % 4 + i for s in shapes] for i in range(towers)], [
-        [
-            tf.cast(tf.constant(np.arange(np.prod(s)).reshape(s) % 4 + i, tf.int32), dtype)
-            for s in map(tuple, shapes)
-        ]
+        [tf.cast(tf.constant(np.arange(np.prod(s)).reshape(s) % 4 + i, tf.int32), dtype) for s in map(tuple, shapes)]
         for i in range(towers)
     ]
 

@@ -161,9 +161,7 @@ def test_reductions_of_every_dtype():
     mean = np.dot([2, 2, 1, 1], SIZES) / ROWS
     expected = {"sum": [6, 8], "prod": [4, 16], "max": [2, 2], "min": [1, 2], "mean": [mean, 2]}
     for i, (dtype, op) in enumerate(cases):
-        assert_close(
-            results[:, i], on_every_tower(expected[op]), TOLERANCE.get(dtype, 0.0), what=f"{dtype} {op}"
-        )
+        assert_close(results[:, i], on_every_tower(expected[op]), TOLERANCE.get(dtype, 0.0), what=f"{dtype} {op}")
 
 
 def test_scalars_structures_and_none():
@@ -250,9 +248,7 @@ def test_synchronised_normalisation(rows):
 
     class Norm(keras.layers.Layer):
         def call(self, inputs):
-            mean, square = ops.all_reduce(
-                [tf.reduce_mean(inputs, 0), tf.reduce_mean(inputs * inputs, 0)], op="mean"
-            )
+            mean, square = ops.all_reduce([tf.reduce_mean(inputs, 0), tf.reduce_mean(inputs * inputs, 0)], op="mean")
             return (inputs - mean) * tf.math.rsqrt(square - mean * mean + 1e-3)
 
     def factory():
@@ -357,10 +353,7 @@ def test_group_on_devices(loops):
 def counted(communicator):
     calls = []
     real = communicator.run_group
-    communicator.run_group = lambda group: (
-        calls.extend(one.sends[0].dtype.name for one in group),
-        real(group),
-    )
+    communicator.run_group = lambda group: (calls.extend(one.sends[0].dtype.name for one in group), real(group))
     try:
         yield calls
     finally:
@@ -424,7 +417,5 @@ def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, py_ops,
     assert len(large) == expected
     for one in (model, alone):
         one.train_on_batch(X[48:], Y[48:])
-    assert_close(
-        [v.numpy() for v in model.optimizer.variables], [v.numpy() for v in alone.optimizer.variables]
-    )
+    assert_close([v.numpy() for v in model.optimizer.variables], [v.numpy() for v in alone.optimizer.variables])
     assert_close(model.get_weights(), alone.get_weights())

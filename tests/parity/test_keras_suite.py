@@ -52,10 +52,7 @@ def test_what_fails_on_towers_alone_is_told(tmp_path, capsys):
     known = {"*::test_known_failure": "Keras' own function is replaced, on the one object"}
     assert keras_suite.main(arguments, known) == 1
     printed = capsys.readouterr().out
-    assert (
-        "1 files ran, 1 compile no model and did not\n5 tests on towers: 2 passed, 0 skipped, 3 failed"
-        in printed
-    )
+    assert "1 files ran, 1 compile no model and did not\n5 tests on towers: 2 passed, 0 skipped, 3 failed" in printed
     assert "4 put a model on towers, 1 trained one there, by 2 calls of a step\n" in printed
     assert "fail on towers: 2, of these known: 1\n  known (1) *::test_known_failure: Keras' own" in printed
     assert f"  {name}test_new_failure: failed: AssertionError: True is not false : on two\n" in printed

@@ -94,11 +94,7 @@ def with_dtypes(outputs):
     return [outputs, {name: output.dtype.name for name, output in outputs.items()}]
 
 
-METHODS = {
-    "fit": (mlp, fit_from),
-    "evaluate": (mlp, evaluate_from),
-    "predict": (model_of_many_dtypes, predict_from),
-}
+METHODS = {"fit": (mlp, fit_from), "evaluate": (mlp, evaluate_from), "predict": (model_of_many_dtypes, predict_from)}
 
 
 def all_sizes(run, source, model):
@@ -187,9 +183,7 @@ EMPTY = {
     "several_steps_a_call": Case(lambda: mlp(steps_per_execution=2), empty_among_others),
     "eager": Case(lambda: mlp(run_eagerly=True), empty_among_others),
     "divided_optimizer": Case(mlp, empty_among_others, options={"shard_optimizer": True}),
-    "accumulating": Case(
-        lambda: mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), empty_among_others
-    ),
+    "accumulating": Case(lambda: mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), empty_among_others),
     "watched": Case(mlp, empty_among_others, options={"on_nonfinite": "raise"}),
     # Moments of no rows are NaN, also on one device.
     "normalised": Case(normalised, empty_among_others, options={"sync_batch_norm": True}),

@@ -154,9 +154,7 @@ def shown(verbose):
         lines = re.split(r"[\n\r\x08]+", re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()))
         lines = [line for line in lines if re.match(r"Epoch|4/4|2/2", line)]
         # How often a line is refreshed depends on the time; how it ends does not.
-        last = [
-            line for line, after in zip(lines, [*lines[1:], "Epoch"], strict=True) if after[:5] == "Epoch"
-        ]
+        last = [line for line, after in zip(lines, [*lines[1:], "Epoch"], strict=True) if after[:5] == "Epoch"]
         names = [re.findall(r"Epoch \d/\d|\d/\d|\w+(?=: )", line) for line in last]
         return [names, [[float(value) for value in re.findall(r": (\d+\.\d+)", line)] for line in last]]
 
@@ -265,17 +263,13 @@ CASES = {
     "History": Case(jumpy, using(callbacks.History, "history", "epoch", "params")),
     "CSVLogger": Case(jumpy, logged_to_csv),
     "EarlyStopping": Case(jumpy, early()),
-    "EarlyStopping_baseline": Case(
-        jumpy, early(monitor="val_accuracy", mode="max", baseline=0.9, start_from_epoch=2)
-    ),
+    "EarlyStopping_baseline": Case(jumpy, early(monitor="val_accuracy", mode="max", baseline=0.9, start_from_epoch=2)),
     "ReduceLROnPlateau": Case(jumpy, using(plateau, "best", "wait")),
     "LearningRateScheduler": Case(
         jumpy, using(lambda: callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch))
     ),
     "ModelCheckpoint_best": Case(jumpy, checkpoints("{epoch}.keras", save_best_only=True)),
-    "ModelCheckpoint_weights": Case(
-        jumpy, checkpoints("{epoch}-{accuracy:.2f}.weights.h5", save_weights_only=True)
-    ),
+    "ModelCheckpoint_weights": Case(jumpy, checkpoints("{epoch}-{accuracy:.2f}.weights.h5", save_weights_only=True)),
     "ModelCheckpoint_batches": Case(
         jumpy, checkpoints("{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=3)
     ),
@@ -285,8 +279,7 @@ CASES = {
     "ProgbarLogger": Case(jumpy, shown(1)),
     "ProgbarLogger_lines": Case(jumpy, shown(2)),
     "SwapEMAWeights": Case(
-        lambda: jumpy(use_ema=True, ema_momentum=0.8),
-        using(lambda: callbacks.SwapEMAWeights(swap_on_epoch=True)),
+        lambda: jumpy(use_ema=True, ema_momentum=0.8), using(lambda: callbacks.SwapEMAWeights(swap_on_epoch=True))
     ),
     "TerminateOnNaN": Case(jumpy, using(callbacks.TerminateOnNaN, x=BAD)),
     "TensorBoard": Case(jumpy, written_by_tensorboard(histogram_freq=1, write_graph=True)),

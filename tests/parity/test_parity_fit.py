@@ -72,9 +72,7 @@ def test_compile_again():
     def run(model):
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         first = fit(model, X, Y, batch_size=20)
-        model.compile(
-            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-        )
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
         return [first, fit(model, X, Y, batch_size=20)]
 
     model = on_towers(mlp, 3)
@@ -124,10 +122,7 @@ def test_update_by_hand():
         return model
 
     def run(model):
-        return [
-            model.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False).history,
-            model.get_weights(),
-        ]
+        return [model.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False).history, model.get_weights()]
 
     model = on_towers(factory, 4)
     assert_close(run(model), run(factory()))

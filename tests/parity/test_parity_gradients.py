@@ -59,9 +59,7 @@ def wide_and_deep():
     ids, features = keras.Input((TIME,), dtype="int32", name="ids"), keras.Input((12,), name="features")
     pooled = layers.GlobalAveragePooling1D()(layers.Embedding(WORDS, 4)(ids))
     joined = layers.Concatenate()([pooled, hidden()(features)])
-    return compiled(
-        keras.Model({"ids": ids, "features": features}, layers.Dense(5)(joined)), optimizers.Adam(0.01)
-    )
+    return compiled(keras.Model({"ids": ids, "features": features}, layers.Dense(5)(joined)), optimizers.Adam(0.01))
 
 
 def one_embedding_for_two_inputs():
@@ -308,9 +306,7 @@ DOUBLE = 1e-12
 CASES |= {
     "sparse-clipnorm": Case(words(lambda: optimizers.SGD(0.5, clipnorm=0.1)), fit(DISJOINT, Y)),
     "sparse-global_clipnorm": Case(words(lambda: optimizers.SGD(0.5, global_clipnorm=0.1)), fit(REPEATED, Y)),
-    "sparse-loss_scale": Case(
-        words(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01))), fit(IDS, Y)
-    ),
+    "sparse-loss_scale": Case(words(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01))), fit(IDS, Y)),
     "sparse-eagerly": Case(words(run_eagerly=True), fit(IDS, Y, epochs=1)),
     "sparse-sample_weight": Case(words(), fit(IDS, Y, sample_weight=np.linspace(0.1, 2.0, ROWS))),
     "sparse-tied_to_dense": Case(tied, fit(IDS, Y)),
@@ -322,8 +318,7 @@ CASES |= {
         dense(lambda: layers.Embedding(WORDS, 4, trainable=False), layers.Flatten), fit(np.abs(X), Y)
     ),
     "all_frozen_but_the_last": Case(
-        dense(lambda: layers.Dense(8, trainable=False), lambda: layers.BatchNormalization(trainable=False)),
-        fit(X, Y),
+        dense(lambda: layers.Dense(8, trainable=False), lambda: layers.BatchNormalization(trainable=False)), fit(X, Y)
     ),
     "trainable_changed": Case(dense(hidden), thawing),
     "trainable_changed-same_optimizer": Case(dense(hidden), freezing_with_one_optimizer),
@@ -346,30 +341,18 @@ CASES |= {
     "bfloat16_weights": Case(in_dtypes("bfloat16"), fit(X, Y, epochs=1), 2.0**-8),
     "float64": Case(in_dtypes("float64", "float64"), weights_of_fit(X.astype("float64"), Y), DOUBLE),
     "float64-Adam": Case(
-        in_dtypes("float64", "float64", lambda: optimizers.Adam(0.01)),
-        weights_of_fit(X.astype("float64"), Y),
-        DOUBLE,
+        in_dtypes("float64", "float64", lambda: optimizers.Adam(0.01)), weights_of_fit(X.astype("float64"), Y), DOUBLE
     ),
     "float64-clipped_by_hand": Case(hand_clipped_float64, weights_of_fit(X.astype("float64"), Y), DOUBLE),
 }
-PROCESSED = (
-    clipped_by_global_norm,
-    clipped_by_norm,
-    clipped_by_value,
-    normalised,
-    centralised,
-    squared,
-    in_one_vector,
-)
+PROCESSED = (clipped_by_global_norm, clipped_by_norm, clipped_by_value, normalised, centralised, squared, in_one_vector)
 CASES |= {f"by_hand-{f.__name__}": Case(dense(hidden, cls=by_hand(f)), fit(X, Y)) for f in PROCESSED}
 CASES |= {
     "by_hand-untouched": Case(dense(hidden, cls=ByHand), fit(X, Y)),
     "by_hand-apply": Case(dense(hidden, cls=AppliesBareGradients), fit(X, Y)),
     "by_hand-kept": Case(dense(hidden, cls=KeepsGradients), fit(X, Y)),
     "by_hand-two_tapes": Case(dense(hidden, cls=TwoTapes), fit(X, Y)),
-    "by_hand-eagerly": Case(
-        dense(hidden, cls=by_hand(clipped_by_global_norm), run_eagerly=True), fit(X, Y, epochs=1)
-    ),
+    "by_hand-eagerly": Case(dense(hidden, cls=by_hand(clipped_by_global_norm), run_eagerly=True), fit(X, Y, epochs=1)),
     "by_hand-sparse": Case(clipped_embedding, fit(REPEATED, Y)),
 }
 

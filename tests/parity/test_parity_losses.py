@@ -58,9 +58,7 @@ def shaped(loss, shape, activation=None, last=layers.Identity):
     def build():
         keras.utils.set_random_seed(1)
         units = int(np.prod(shape))
-        model = keras.Sequential(
-            [keras.Input((12,)), layers.Dense(units, activation), layers.Reshape(shape), last()]
-        )
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(units, activation), layers.Reshape(shape), last()])
         model.compile(keras.optimizers.SGD(0.02), loss)
         return model
 
@@ -88,9 +86,7 @@ def series(layer):
 
     def build():
         keras.utils.set_random_seed(1)
-        model = keras.Sequential(
-            [keras.Input((TIME, 3)), layers.Masking(0.0), layer(), layers.Dense(CLASSES)]
-        )
+        model = keras.Sequential([keras.Input((TIME, 3)), layers.Masking(0.0), layer(), layers.Dense(CLASSES)])
         model.compile(keras.optimizers.SGD(0.02), sparse_categorical(), metrics=["accuracy"])
         return model
 
@@ -163,9 +159,7 @@ CLASSES_OF_LOSSES = {
     "MeanSquaredError": Case(dense(losses.MeanSquaredError()), fit(X, VALUES)),
     "MeanAbsoluteError": Case(dense(losses.MeanAbsoluteError()), fit(X, VALUES)),
     "MeanAbsolutePercentageError": Case(dense(losses.MeanAbsolutePercentageError()), fit(X, 99 * VALUES)),
-    "MeanSquaredLogarithmicError": Case(
-        dense(losses.MeanSquaredLogarithmicError(), "softplus"), fit(X, VALUES)
-    ),
+    "MeanSquaredLogarithmicError": Case(dense(losses.MeanSquaredLogarithmicError(), "softplus"), fit(X, VALUES)),
     "CosineSimilarity": Case(dense(losses.CosineSimilarity()), fit(X, VALUES)),
     "Huber": Case(dense(losses.Huber(0.7)), fit(X, VALUES)),
     "LogCosh": Case(dense(losses.LogCosh()), fit(X, VALUES)),
@@ -181,18 +175,12 @@ CLASSES_OF_LOSSES = {
     "CategoricalCrossentropy": Case(
         dense(losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)), fit(X, ONE_HOT)
     ),
-    "CategoricalFocalCrossentropy": Case(
-        dense(losses.CategoricalFocalCrossentropy(), "softmax"), fit(X, ONE_HOT)
-    ),
+    "CategoricalFocalCrossentropy": Case(dense(losses.CategoricalFocalCrossentropy(), "softmax"), fit(X, ONE_HOT)),
     "CategoricalGeneralizedCrossEntropy": Case(
         dense(losses.CategoricalGeneralizedCrossEntropy(), "softmax"), fit(X, LABELS)
     ),
-    "SparseCategoricalCrossentropy": Case(
-        dense(losses.SparseCategoricalCrossentropy(), "softmax"), fit(X, LABELS)
-    ),
-    "Circle": Case(
-        shaped(losses.Circle(gamma=4.0), (CLASSES,), last=layers.UnitNormalization), fit(X, LABELS)
-    ),
+    "SparseCategoricalCrossentropy": Case(dense(losses.SparseCategoricalCrossentropy(), "softmax"), fit(X, LABELS)),
+    "Circle": Case(shaped(losses.Circle(gamma=4.0), (CLASSES,), last=layers.UnitNormalization), fit(X, LABELS)),
     "CTC": Case(shaped(losses.CTC(), (6, CLASSES)), fit(X, WORDS)),
     "Dice": Case(shaped(losses.Dice(axis=(1, 2, 3)), (4, 4, 2), "sigmoid"), fit(X, PICTURES)),
     "Dice-whole_batch": Case(shaped(losses.Dice(), (4, 4, 2), "sigmoid"), fit(X, PICTURES)),
@@ -220,9 +208,7 @@ CASES = {
     "class_weight": Case(dense(sparse_categorical()), fit(X, LABELS, class_weight=CLASS_WEIGHT)),
     "weighted_metrics": Case(
         dense(
-            sparse_categorical(),
-            metrics=["accuracy"],
-            weighted_metrics=["accuracy", "sparse_categorical_crossentropy"],
+            sparse_categorical(), metrics=["accuracy"], weighted_metrics=["accuracy", "sparse_categorical_crossentropy"]
         ),
         fit(X, LABELS, sample_weight=WEIGHTS),
     ),
@@ -230,14 +216,9 @@ CASES = {
         dense(sparse_categorical(), weighted_metrics=["accuracy"]),
         fit(X, LABELS, sample_weight=np.where(PLACE[:, 0] < 10, 0.0, WEIGHTS)),
     ),
+    **{f"{reduction}-plain": Case(dense(sparse_categorical(reduction)), fit(X, LABELS)) for reduction in REDUCTIONS},
     **{
-        f"{reduction}-plain": Case(dense(sparse_categorical(reduction)), fit(X, LABELS))
-        for reduction in REDUCTIONS
-    },
-    **{
-        f"{reduction}-weights": Case(
-            dense(sparse_categorical(reduction)), fit(X, LABELS, sample_weight=WEIGHTS)
-        )
+        f"{reduction}-weights": Case(dense(sparse_categorical(reduction)), fit(X, LABELS, sample_weight=WEIGHTS))
         for reduction in REDUCTIONS
     },
 }
@@ -256,8 +237,7 @@ CASES |= {
 }
 CASES |= {
     "step_weights": Case(
-        timesteps(mask=False, weighted_metrics=["accuracy"]),
-        fit(IDS, STEP_LABELS, sample_weight=STEP_WEIGHTS),
+        timesteps(mask=False, weighted_metrics=["accuracy"]), fit(IDS, STEP_LABELS, sample_weight=STEP_WEIGHTS)
     ),
     "step_weights-mean_with_sample_weight": Case(
         timesteps(sparse_categorical("mean_with_sample_weight"), mask=False),
@@ -268,9 +248,7 @@ CASES |= {
         fit(UNEVEN, STEP_LABELS, validation_data=(HALF_MASKED, STEP_LABELS)),
     ),
     "masking_layer": Case(series(lambda: layers.Dense(4)), fit(SERIES, STEP_LABELS)),
-    "masking_layer_lstm": Case(
-        series(lambda: layers.LSTM(4, return_sequences=True)), fit(SERIES, STEP_LABELS)
-    ),
+    "masking_layer_lstm": Case(series(lambda: layers.LSTM(4, return_sequences=True)), fit(SERIES, STEP_LABELS)),
     "masked_mean_squared_error": Case(
         timesteps(losses.MeanSquaredError()), fit(UNEVEN, STEP_LABELS[..., None] + VALUES[:, None])
     ),
@@ -296,22 +274,19 @@ CASES |= {
         regularised(kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1)), fit(X, LABELS)
     ),
     "bias_l1_l2": Case(
-        regularised(bias_regularizer=keras.regularizers.L1L2(0.1, 0.1), bias_initializer="ones"),
-        fit(X, LABELS),
+        regularised(bias_regularizer=keras.regularizers.L1L2(0.1, 0.1), bias_initializer="ones"), fit(X, LABELS)
     ),
     "activity_l1": Case(regularised(activity_regularizer=keras.regularizers.L1(0.1)), fit(X, LABELS)),
     "activity_l2": Case(regularised(activity_regularizer=keras.regularizers.L2(0.1)), fit(X, LABELS)),
     "regularised_with_summed_loss": Case(
-        dense(sparse_categorical("sum"), body=[lambda: layers.Dense(8, kernel_regularizer="l2")]),
-        fit(X, LABELS),
+        dense(sparse_categorical("sum"), body=[lambda: layers.Dense(8, kernel_regularizer="l2")]), fit(X, LABELS)
     ),
     "added_mean": Case(adding(lambda x, scale: 0.3 * keras.ops.mean(x * x)), fit(X, LABELS)),
     "added_mean_of_scaled": Case(adding(lambda x, scale: keras.ops.mean((scale * x) ** 2)), fit(X, LABELS)),
     "added_constant": Case(adding(lambda x, scale: keras.ops.convert_to_tensor(0.7)), fit(X, LABELS)),
     "added_of_weight": Case(adding(lambda x, scale: 0.5 * (scale - 2.0) ** 2), fit(X, LABELS)),
     "activity_regularization_layer": Case(
-        dense(sparse_categorical(), body=[lambda: layers.ActivityRegularization(l1=0.1, l2=0.1)]),
-        fit(X, LABELS),
+        dense(sparse_categorical(), body=[lambda: layers.ActivityRegularization(l1=0.1, l2=0.1)]), fit(X, LABELS)
     ),
 }
 

@@ -19,9 +19,7 @@ STEPS = np.arange(6) < 1 + np.arange(len(X))[:, None] % 6  # masks of 1 to 6 tim
 SERIES = np.random.default_rng(2).standard_normal((len(X), 6, 2)).astype("float32") * STEPS[:, :, None]
 
 BUILT_IN = {
-    name: cls
-    for name, cls in vars(metrics).items()
-    if isinstance(cls, type) and issubclass(cls, metrics.Metric)
+    name: cls for name, cls in vars(metrics).items() if isinstance(cls, type) and issubclass(cls, metrics.Metric)
 }
 NOT_METRICS = {"Metric": "the base class"}
 
@@ -32,9 +30,7 @@ def dense(units, activation, loss, make_metrics=lambda: None, **compile_argument
     def factory():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((12,)), layers.Dense(units, activation=activation)])
-        model.compile(
-            keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=make_metrics(), **compile_arguments
-        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=make_metrics(), **compile_arguments)
         return model
 
     return factory
@@ -44,9 +40,7 @@ def measure(x, y, **options):
     """A `run`: fit with validation, evaluate; all logs, and the metrics' own state."""
 
     def run(model):
-        fitted = model.fit(
-            x, y, batch_size=20, epochs=2, verbose=0, shuffle=False, validation_data=(x, y), **options
-        )
+        fitted = model.fit(x, y, batch_size=20, epochs=2, verbose=0, shuffle=False, validation_data=(x, y), **options)
         states = [[np.asarray(v) for v in metric.variables] for metric in model.metrics]
         return {
             "history": fitted.history,

@@ -24,9 +24,7 @@ def cnn():
             keras.layers.Dense(5, activation="softmax"),
         ]
     )
-    model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 
@@ -65,9 +63,7 @@ class Residual(keras.Model):
 def subclassed():
     keras.utils.set_random_seed(4)
     model = Residual()
-    model.compile(
-        "rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
+    model.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
 

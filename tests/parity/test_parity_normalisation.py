@@ -103,10 +103,7 @@ def rows(batch_norm, **options):
             d8, functools.partial(bn, scale=False), relu, d8, functools.partial(bn, center=False)
         ),
         "regularised": dense(
-            d8,
-            functools.partial(
-                bn, gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint="unit_norm"
-            ),
+            d8, functools.partial(bn, gamma_regularizer="l2", beta_regularizer="l1", gamma_constraint="unit_norm")
         ),
         "frozen": dense(d8, functools.partial(bn, trainable=False), relu, d8, bn),
         "mask": series(bn),
@@ -121,9 +118,7 @@ def rows(batch_norm, **options):
         "mixed_float16": Case(
             stack(lambda: [d8(), bn(), relu(), d8(), bn()], policy="mixed_float16"), steps(X), 3e-3, options
         ),
-        "mixed_bfloat16": Case(
-            stack(lambda: [d8(), bn(), relu()], policy="mixed_bfloat16"), steps(X), 2e-2, options
-        ),
+        "mixed_bfloat16": Case(stack(lambda: [d8(), bn(), relu()], policy="mixed_bfloat16"), steps(X), 2e-2, options),
         "eagerly": dense(d8, bn, relu, run_eagerly=True),
         "last_batch_of_one_row": Case(stack(lambda: [d8(), bn(), relu()]), fit_quietly(X), options=options),
     }

@@ -46,9 +46,7 @@ OPTIMIZERS = {
     "SGD-nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "RMSprop": lambda: optimizers.RMSprop(0.01),
     "RMSprop-momentum": lambda: optimizers.RMSprop(0.01, momentum=0.5),
-    "RMSprop-centered": lambda: optimizers.RMSprop(
-        0.01, centered=True, epsilon=1e-3
-    ),  # g² - mean(g)² cancels
+    "RMSprop-centered": lambda: optimizers.RMSprop(0.01, centered=True, epsilon=1e-3),  # g² - mean(g)² cancels
     "Adam": lambda: optimizers.Adam(0.01),
     "Adam-amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
     "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
@@ -76,9 +74,7 @@ OPTIMIZERS = {
     "ScheduleFreeAdamW-warmup": lambda: optimizers.ScheduleFreeAdamW(0.01, warmup_steps=5, weight_decay=0.1),
     "MultiOptimizer": lambda: optimizers.MultiOptimizer(adam_for_biases()),
     "MultiOptimizer-callable": lambda: optimizers.MultiOptimizer(by_rank()),
-    "MultiOptimizer-loss_scale_factor": lambda: optimizers.MultiOptimizer(
-        adam_for_biases(), loss_scale_factor=8.0
-    ),
+    "MultiOptimizer-loss_scale_factor": lambda: optimizers.MultiOptimizer(adam_for_biases(), loss_scale_factor=8.0),
     "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
     "LossScaleOptimizer-grows": lambda: optimizers.LossScaleOptimizer(
         optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=3
@@ -91,28 +87,20 @@ OPTIMIZERS = {
     "loss_scale_factor": lambda: optimizers.SGD(0.1, loss_scale_factor=1024.0),
     "loss_scale_factor-clipnorm": lambda: optimizers.SGD(0.1, loss_scale_factor=1024.0, global_clipnorm=0.1),
     "ema": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8),
-    "ema-overwriting": lambda: optimizers.Adam(
-        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
-    ),
+    "ema-overwriting": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
     # An epoch has 4 steps, the run 20: updates cross epochs (3, 5), and the run ends between updates (3, 7).
     "accumulation-2": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "accumulation-3": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "accumulation-5": lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=5),
     "accumulation-7": lambda: optimizers.RMSprop(0.01, gradient_accumulation_steps=7),
     "accumulation-clipnorm": lambda: optimizers.SGD(0.5, gradient_accumulation_steps=3, clipnorm=0.1),
-    "accumulation-global_clipnorm": lambda: optimizers.SGD(
-        0.5, gradient_accumulation_steps=2, global_clipnorm=0.1
-    ),
+    "accumulation-global_clipnorm": lambda: optimizers.SGD(0.5, gradient_accumulation_steps=2, global_clipnorm=0.1),
     "accumulation-clipvalue": lambda: optimizers.SGD(0.5, gradient_accumulation_steps=2, clipvalue=0.02),
-    "accumulation-weight_decay": lambda: optimizers.AdamW(
-        0.01, gradient_accumulation_steps=3, weight_decay=0.1
-    ),
+    "accumulation-weight_decay": lambda: optimizers.AdamW(0.01, gradient_accumulation_steps=3, weight_decay=0.1),
     "accumulation-ema": lambda: optimizers.SGD(
         0.1, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
     ),
-    "accumulation-loss_scale_factor": lambda: optimizers.SGD(
-        0.1, gradient_accumulation_steps=2, loss_scale_factor=8.0
-    ),
+    "accumulation-loss_scale_factor": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2, loss_scale_factor=8.0),
     "accumulation-LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(
         optimizers.Adam(0.01, gradient_accumulation_steps=3), dynamic_growth_steps=4
     ),
@@ -121,9 +109,7 @@ OPTIMIZERS = {
     "CosineDecayRestarts": lambda: optimizers.SGD(schedules.CosineDecayRestarts(0.1, 5)),
     "ExponentialDecay": lambda: optimizers.SGD(schedules.ExponentialDecay(0.1, 4, 0.5, staircase=True)),
     "InverseTimeDecay": lambda: optimizers.SGD(schedules.InverseTimeDecay(0.1, 4, 0.5)),
-    "PiecewiseConstantDecay": lambda: optimizers.SGD(
-        schedules.PiecewiseConstantDecay([3, 9], [0.1, 0.05, 0.2])
-    ),
+    "PiecewiseConstantDecay": lambda: optimizers.SGD(schedules.PiecewiseConstantDecay([3, 9], [0.1, 0.05, 0.2])),
     "PolynomialDecay": lambda: optimizers.SGD(schedules.PolynomialDecay(0.1, 7, 0.01, power=2.0, cycle=True)),
     "LearningRateSchedule": lambda: optimizers.SGD(Falling()),
     "learning_rate_callable": lambda: optimizers.SGD(lambda: keras.ops.convert_to_tensor(0.1)),
@@ -198,9 +184,7 @@ CASES |= {
         compiled("accumulation-2", loss=keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")),
         fit(X / 10, Y),
     ),
-    "accumulation-sparse": Case(
-        embedding(lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3)), fit(IDS, Y)
-    ),
+    "accumulation-sparse": Case(embedding(lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3)), fit(IDS, Y)),
     "accumulation-sparse-Adam": Case(
         embedding(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2)), fit(IDS, Y)
     ),

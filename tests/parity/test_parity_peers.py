@@ -49,9 +49,7 @@ def classifier(*body, inputs=(12,), dtype=None, policy="float32", cls=keras.Sequ
 
 def one_weight():
     """w = 1, a large gradient, a rate of 1: a step of norm 1 ends at 0, or at -1 if both towers clip."""
-    model = keras.Sequential(
-        [keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="ones", name="w")]
-    )
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="ones", name="w")])
     model.compile(optimizers.SGD(1.0, global_clipnorm=1.0), "mse")
     return model
 
@@ -142,9 +140,7 @@ CASES = {
     "keras#19340_last_batch_of_3_rows": Case(mlp, evaluated(43)),
     "tf#41657_last_batch_of_1_row": Case(mlp, evaluated(41)),
     "keras#21167_first_batch_odd": Case(mlp, evaluated(13)),
-    "keras#17429_accumulation": Case(
-        lambda: mlp(optimizers.Adam(0.01, gradient_accumulation_steps=2)), fit(X, Y)
-    ),
+    "keras#17429_accumulation": Case(lambda: mlp(optimizers.Adam(0.01, gradient_accumulation_steps=2)), fit(X, Y)),
     "keras#15509_mean_loss_of_own_step": Case(classifier(relu, cls=MeanLossStep), fit(X, Y)),
     # Complaints.
     "keras#19246_empty_replica": Case(plain_sgd, unknown_length(17)),
@@ -155,12 +151,9 @@ CASES = {
     "keras#18666_mixed_float16_loss_scale": Case(
         classifier(relu, policy="mixed_float16", optimizer="sgd"), fit(X, Y), tolerance=3e-3
     ),
-    "keras#21069_indexed_slices": Case(
-        classifier(embedding, layers.Flatten, inputs=(7,), dtype="int32"), fit(IDS, Y)
-    ),
+    "keras#21069_indexed_slices": Case(classifier(embedding, layers.Flatten, inputs=(7,), dtype="int32"), fit(IDS, Y)),
     "tf-keras#99_embedding_jit_compile": Case(
-        classifier(embedding, layers.Flatten, inputs=(7,), dtype="int32", jit_compile=True),
-        fit(IDS, Y, epochs=2),
+        classifier(embedding, layers.Flatten, inputs=(7,), dtype="int32", jit_compile=True), fit(IDS, Y, epochs=2)
     ),
 }
 

@@ -544,17 +544,13 @@ STEPS = {
     "regularised": Case(
         sequential(lambda: layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2")), fit(X, Y)
     ),
-    "constraint": Case(
-        sequential(lambda: layers.Dense(8, kernel_constraint="max_norm"), optimizer="sgd"), fit(X, Y)
-    ),
+    "constraint": Case(sequential(lambda: layers.Dense(8, kernel_constraint="max_norm"), optimizer="sgd"), fit(X, Y)),
     "frozen": Case(sequential(lambda: layers.Dense(8, trainable=False)), fit(X, Y)),
 }
 
 MODELS = {
     "fields": Case(fields, all_ways(FIELDS, Y)),
-    "nested": Case(
-        nested_models, all_ways({"left": X, "right": X[::-1].copy()}, {"label": Y, "value": X[:, :2]})
-    ),
+    "nested": Case(nested_models, all_ways({"left": X, "right": X[::-1].copy()}, {"label": Y, "value": X[:, :2]})),
     "list_outputs": Case(list_outputs, all_ways(X, [Y, X[:, :3], X[:, :2]])),
     "layer_with_state": Case(sequential(dense, Stateful, optimizer=sgd), all_ways(X, Y)),
     "layer_counts_rows": Case(sequential(dense, CountsRows, optimizer=sgd), fit(X, Y, epochs=2)),
@@ -564,9 +560,7 @@ MODELS = {
         sequential(lambda: layers.Embedding(20, 4), layers.Flatten, inputs=(7,), dtype="int32"), fit(IDS, Y)
     ),
     "sparse_gradients_eagerly": Case(
-        sequential(
-            lambda: layers.Embedding(20, 4), layers.Flatten, inputs=(7,), dtype="int32", run_eagerly=True
-        ),
+        sequential(lambda: layers.Embedding(20, 4), layers.Flatten, inputs=(7,), dtype="int32", run_eagerly=True),
         fit(IDS, Y, epochs=2),
     ),
     "tied_embedding": Case(functional(tied, (7,), dtype="int32"), fit(IDS, Y)),
@@ -575,12 +569,7 @@ MODELS = {
         stateful(lambda: layers.Bidirectional(layers.GRU(3, stateful=True))), states_kept
     ),
     "masked_lstm": Case(
-        sequential(
-            lambda: layers.Embedding(20, 4, mask_zero=True),
-            lambda: layers.LSTM(6),
-            inputs=(7,),
-            dtype="int32",
-        ),
+        sequential(lambda: layers.Embedding(20, 4, mask_zero=True), lambda: layers.LSTM(6), inputs=(7,), dtype="int32"),
         fit(np.where(np.arange(7) < 1 + np.arange(len(X))[:, None] % 6, IDS, 0), Y),
     ),
     "sparse_input": Case(
@@ -596,10 +585,7 @@ MODELS = {
     ),
     "recurrent": Case(functional(recurrent, (8, 3)), fit(SERIES, Y, epochs=3)),
     "recurrent_unrolled": Case(
-        functional(
-            lambda x: layers.GRU(3, unroll=True)(layers.LSTM(3, return_sequences=True, unroll=True)(x)),
-            (3, 8),
-        ),
+        functional(lambda x: layers.GRU(3, unroll=True)(layers.LSTM(3, return_sequences=True, unroll=True)(x)), (3, 8)),
         fit(SERIES.reshape(len(X), 3, 8), Y, epochs=3),
     ),
     "dense_kinds": Case(functional(dense_kinds, (12,)), fit(X, Y)),

@@ -263,9 +263,7 @@ GROUPS = [list(IMAGE_LAYERS)[k::6] for k in range(6)]
 CASES = {
     "dropout": trained(X, Dense, layer("Dropout", rate=0.5)),
     "dropout_called_twice": trained(X, Dense, Folded, layer("Dropout", rate=0.3, noise_shape=(1, 16))),
-    "dropout_fewer_rows_than_towers": trained(
-        X[:12], Dense, layer("Dropout", rate=0.5), fit_options={"batch_size": 3}
-    ),
+    "dropout_fewer_rows_than_towers": trained(X[:12], Dense, layer("Dropout", rate=0.5), fit_options={"batch_size": 3}),
     "dropout_compiled_by_xla": Case(
         functools.partial(dropout_model, jit_compile=True), fit(X, Y, epochs=2), options=INVARIANT
     ),
@@ -307,9 +305,7 @@ CASES = {
         layer("GRU", units=4, dropout=0.3, recurrent_dropout=0.3, reset_after=False, return_sequences=True),
         layer("SimpleRNN", units=3, dropout=0.3, recurrent_dropout=0.2),
     ),
-    "conv_lstm": trained(
-        VOLUMES, layer("ConvLSTM2D", filters=2, kernel_size=2, dropout=0.3, recurrent_dropout=0.3)
-    ),
+    "conv_lstm": trained(VOLUMES, layer("ConvLSTM2D", filters=2, kernel_size=2, dropout=0.3, recurrent_dropout=0.3)),
     "attention": trained(SEQUENCES, Attention),
     "generators_and_functions": Case(
         functools.partial(classifier, lambda: [Dense(), Generators()]), fit(X, Y, epochs=2), options=INVARIANT
@@ -325,9 +321,7 @@ CASES = {
     "gan": Case(gan, fit(X, batch_size=20, epochs=2), options=INVARIANT),
     "evaluate_and_predict": Case(dropout_model, evaluate_and_predict, options=INVARIANT),
     **{
-        f"images_{i}": Case(
-            functools.partial(transformed, names, IMAGE_LAYERS), predict_images, 1e-4, INVARIANT
-        )
+        f"images_{i}": Case(functools.partial(transformed, names, IMAGE_LAYERS), predict_images, 1e-4, INVARIANT)
         for i, names in enumerate(GROUPS)
     },
 }
@@ -349,9 +343,7 @@ DRAWS = {
     "uniform_of_a_fixed_seed": lambda n, x, seed: keras.random.uniform((n, 12), seed=11),
     "uniform_for_all": lambda n, x, seed: keras.random.uniform((1, 12), seed=seed),
     "uniform_scalar": lambda n, x, seed: keras.random.uniform((), seed=seed),
-    "uniform_twice_the_rows": lambda n, x, seed: tf.reshape(
-        keras.random.uniform((2 * n, 6), seed=seed), [-1, 12]
-    ),
+    "uniform_twice_the_rows": lambda n, x, seed: tf.reshape(keras.random.uniform((2 * n, 6), seed=seed), [-1, 12]),
     "truncated_normal": lambda n, x, seed: keras.random.truncated_normal((n, 12), seed=seed),
     "randint": lambda n, x, seed: keras.random.randint((n, 12), 0, 100, seed=seed),
     "full_int": lambda n, x, seed: tf.random.stateless_uniform([n, 1], [1, 2], None, None, tf.int32) % 97,
@@ -361,9 +353,7 @@ DRAWS = {
     "beta": lambda n, x, seed: keras.random.beta((n, 1), 0.4, 0.6, seed=seed),
     "beta_per_sample": lambda n, x, seed: keras.random.beta((n, 1), positive(x), 0.6, seed=seed),
     "binomial": lambda n, x, seed: keras.random.binomial((n, 12), 20.0, 0.3, seed=seed),
-    "binomial_per_sample": lambda n, x, seed: keras.random.binomial(
-        (n, 1), 30.0 * positive(x), 0.3, seed=seed
-    ),
+    "binomial_per_sample": lambda n, x, seed: keras.random.binomial((n, 1), 30.0 * positive(x), 0.3, seed=seed),
     "poisson": lambda n, x, seed: tf.random.stateless_poisson([n, 12], [1, 2], 3.0),
     "poisson_per_sample": lambda n, x, seed: tf.random.stateless_poisson([n, 12], [1, 2], 20.0 * abs(x)),
     "categorical": lambda n, x, seed: keras.random.categorical(x, 1, seed=seed),
@@ -424,14 +414,8 @@ def test_every_layer_that_draws_is_in_a_row():
 
 REFUSED = {
     "stateful": (lambda n, x, seed: tf.random.normal([n, 12]), "RandomStandardNormal"),
-    "stateful_op": (
-        lambda n, x, seed: tf.raw_ops.RandomUniform(shape=[n, 1], dtype=tf.float32),
-        "RandomUniform",
-    ),
-    "tf_image": (
-        lambda n, x, seed: tf.image.random_brightness(x[:, :, None, None], 0.5)[:, :, 0, 0],
-        "RandomUniform",
-    ),
+    "stateful_op": (lambda n, x, seed: tf.raw_ops.RandomUniform(shape=[n, 1], dtype=tf.float32), "RandomUniform"),
+    "tf_image": (lambda n, x, seed: tf.image.random_brightness(x[:, :, None, None], 0.5)[:, :, 0, 0], "RandomUniform"),
     "sample_of_candidates": (
         lambda n, x, seed: tf.random.log_uniform_candidate_sampler(
             tf.zeros([1, 1], tf.int64), 1, 1, True, 40

@@ -48,9 +48,7 @@ def test_program_in_a_process_of_its_own(tmp_path):
     """`python -c` and a plain script, without a main guard, after TensorFlow operations of the user's."""
     (tmp_path / "script.py").write_text(PROGRAM)
     processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for arguments in (["-c", PROGRAM], [tmp_path / "script.py"])
     ]
     for process in processes:

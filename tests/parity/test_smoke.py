@@ -25,9 +25,7 @@ def cnn_with_batch_norm():
             keras.layers.Dense(5, activation="softmax"),
         ]
     )
-    model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 
@@ -53,10 +51,7 @@ CASES = {
     ),
     "embedding": Case(embedding, fit(TOKENS, Y, epochs=2)),
     "gan": Case(
-        gan,
-        fit(
-            tf.data.Dataset.from_tensor_slices((X, NOISE)).batch(20), batch_size=None, epochs=2, shuffle=None
-        ),
+        gan, fit(tf.data.Dataset.from_tensor_slices((X, NOISE)).batch(20), batch_size=None, epochs=2, shuffle=None)
     ),
 }
 

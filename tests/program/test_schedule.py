@@ -64,10 +64,7 @@ def test_what_follows_the_update(cls, optimizer):
         return model
 
     model, alone = on_towers(factory, 3), factory()
-    told = [
-        [one.train_on_batch(X[:rows], Y[:rows], return_dict=True) for rows in (24, 7, 2)]
-        for one in (model, alone)
-    ]
+    told = [[one.train_on_batch(X[:rows], Y[:rows], return_dict=True) for rows in (24, 7, 2)] for one in (model, alone)]
     assert_close(*told)
     assert_close(state(model), state(alone))
     assert model.towers.divergence() == 0.0

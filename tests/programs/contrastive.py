@@ -26,8 +26,7 @@ def image_encoder(width=6):
 
 def vector_encoder(width=6, name="encoder"):
     return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(width, name="features")],
-        name=name,
+        [keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(width, name="features")], name=name
     )
 
 
@@ -59,9 +58,7 @@ class ContrastiveModel(keras.Model):
         contrastive_labels = ops.arange(batch_size)
         self.contrastive_accuracy.update_state(contrastive_labels, similarities)
         self.contrastive_accuracy.update_state(contrastive_labels, ops.transpose(similarities))
-        loss_1_2 = keras.losses.sparse_categorical_crossentropy(
-            contrastive_labels, similarities, from_logits=True
-        )
+        loss_1_2 = keras.losses.sparse_categorical_crossentropy(contrastive_labels, similarities, from_logits=True)
         loss_2_1 = keras.losses.sparse_categorical_crossentropy(
             contrastive_labels, ops.transpose(similarities), from_logits=True
         )
@@ -82,9 +79,7 @@ class ContrastiveModel(keras.Model):
 
 
 @program(
-    "https://keras.io/examples/vision/semisupervised_simclr/",
-    options={"batch_invariant_random": True},
-    towers=(4, 3),
+    "https://keras.io/examples/vision/semisupervised_simclr/", options={"batch_invariant_random": True}, towers=(4, 3)
 )
 def simclr():
     """NT-Xent; the loss is a vector over the batch, and the gradient is asked of the vector: of its sum."""
@@ -192,9 +187,7 @@ def clip_dual_encoder():
             logits = ops.matmul(caption_embeddings, ops.transpose(image_embeddings)) / self.temperature
             images_similarity = ops.matmul(image_embeddings, ops.transpose(image_embeddings))
             captions_similarity = ops.matmul(caption_embeddings, ops.transpose(caption_embeddings))
-            targets = keras.activations.softmax(
-                (captions_similarity + images_similarity) / (2 * self.temperature)
-            )
+            targets = keras.activations.softmax((captions_similarity + images_similarity) / (2 * self.temperature))
             captions_loss = keras.losses.categorical_crossentropy(targets, logits, from_logits=True)
             images_loss = keras.losses.categorical_crossentropy(
                 ops.transpose(targets), ops.transpose(logits), from_logits=True
@@ -240,9 +233,7 @@ def clip_with_logit_scale():
             logits = ops.exp(self.logit_scale) * ops.matmul(image_features, ops.transpose(text_features))
             labels = ops.arange(ops.shape(logits)[0])
             loss_i = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-            loss_t = keras.losses.sparse_categorical_crossentropy(
-                labels, ops.transpose(logits), from_logits=True
-            )
+            loss_t = keras.losses.sparse_categorical_crossentropy(labels, ops.transpose(logits), from_logits=True)
             return (ops.mean(loss_i) + ops.mean(loss_t)) / 2
 
     def build():
@@ -317,9 +308,7 @@ def barlow_behind_noise():
 
 
 @program(
-    "https://keras.io/examples/vision/barlow_twins/",
-    warned="(?i)random|GaussianNoise|dropout",
-    still="features/bias",
+    "https://keras.io/examples/vision/barlow_twins/", warned="(?i)random|GaussianNoise|dropout", still="features/bias"
 )
 def barlow_behind_noise_per_tower():
     """The same with random numbers per tower, the default, which is warned of."""
@@ -332,9 +321,7 @@ def barlow_behind_noise_per_tower():
     return build, fit(VECTORS)
 
 
-@program(
-    "https://github.com/facebookresearch/vicreg/blob/main/main_vicreg.py", coupled=True, still="features/bias"
-)
+@program("https://github.com/facebookresearch/vicreg/blob/main/main_vicreg.py", coupled=True, still="features/bias")
 def vicreg():
     """Invariance, a hinge on each feature's deviation, the covariances squared: all over the batch."""
 
@@ -437,15 +424,12 @@ def triplet_semihard():
             tf.math.greater(pdist_matrix_tile, tf.reshape(tf.transpose(pdist_matrix), [-1, 1])),
         )
         mask_final = tf.reshape(
-            tf.math.greater(tf.reduce_sum(tf.cast(mask, y_pred.dtype), 1, keepdims=True), 0.0),
-            [batch_size, batch_size],
+            tf.math.greater(tf.reduce_sum(tf.cast(mask, y_pred.dtype), 1, keepdims=True), 0.0), [batch_size, batch_size]
         )
         mask_final = tf.transpose(mask_final)
         mask = tf.cast(mask, y_pred.dtype)
         adjacency_not = tf.cast(adjacency_not, y_pred.dtype)
-        negatives_outside = tf.transpose(
-            tf.reshape(masked_minimum(pdist_matrix_tile, mask), [batch_size, batch_size])
-        )
+        negatives_outside = tf.transpose(tf.reshape(masked_minimum(pdist_matrix_tile, mask), [batch_size, batch_size]))
         negatives_inside = tf.tile(masked_maximum(pdist_matrix, adjacency_not), [1, batch_size])
         semi_hard_negatives = tf.where(mask_final, negatives_outside, negatives_inside)
         loss_mat = margin + pdist_matrix - semi_hard_negatives

@@ -94,9 +94,7 @@ def gan():
     return model
 
 
-@program(
-    "https://keras.io/examples/generative/dcgan_overriding_train_step/", options=INVARIANT, towers=(4, 3)
-)
+@program("https://keras.io/examples/generative/dcgan_overriding_train_step/", options=INVARIANT, towers=(4, 3))
 def dcgan():
     """Noise of the shape of two copies of the batch, one below the other."""
     return gan, fit(IMAGES)
@@ -151,9 +149,7 @@ def conditional_gan():
     return build, fit(IMAGES, np.eye(2)[LABELS])
 
 
-@program(
-    "https://keras.io/examples/generative/wgan_gp/", options=INVARIANT, towers=(4, 3), still="dense.*/bias"
-)
+@program("https://keras.io/examples/generative/wgan_gp/", options=INVARIANT, towers=(4, 3), still="dense.*/bias")
 def wgan_gp():
     """Two critic steps for one of the generator; the norm of a gradient with respect to mixed images."""
 
@@ -198,17 +194,13 @@ def wgan_gp():
                     gp = self.gradient_penalty(batch_size, real_images, fake_images)
                     d_loss = d_cost + gp * self.gp_weight
                 d_gradient = tape.gradient(d_loss, self.discriminator.trainable_variables)
-                self.d_optimizer.apply_gradients(
-                    zip(d_gradient, self.discriminator.trainable_variables, strict=True)
-                )
+                self.d_optimizer.apply_gradients(zip(d_gradient, self.discriminator.trainable_variables, strict=True))
             latent = keras.random.normal((batch_size, self.latent_dim), seed=self.seeds)
             with tf.GradientTape() as tape:
                 generated_images = self.generator(latent, training=True)
                 g_loss = self.g_loss_fn(self.discriminator(generated_images, training=True))
             gen_gradient = tape.gradient(g_loss, self.generator.trainable_variables)
-            self.g_optimizer.apply_gradients(
-                zip(gen_gradient, self.generator.trainable_variables, strict=True)
-            )
+            self.g_optimizer.apply_gradients(zip(gen_gradient, self.generator.trainable_variables, strict=True))
             return {"d_loss": d_loss, "g_loss": g_loss}
 
     def build():
@@ -391,9 +383,7 @@ def ddim():
             noise_rates, signal_rates = self.diffusion_schedule(diffusion_times)
             noisy_images = signal_rates * images + noise_rates * noises
             with tf.GradientTape() as tape:
-                pred_noises, pred_images = self.denoise(
-                    noisy_images, noise_rates, signal_rates, training=True
-                )
+                pred_noises, pred_images = self.denoise(noisy_images, noise_rates, signal_rates, training=True)
                 noise_loss = self.loss(noises, pred_noises)
                 image_loss = self.loss(images, pred_images)
             gradients = tape.gradient(noise_loss, self.network.trainable_weights)
@@ -509,8 +499,7 @@ def cyclegan():
             networks = [self.gen_G, self.gen_F, self.disc_X, self.disc_Y]
             losses = [total_loss_G, total_loss_F, disc_X_loss, disc_Y_loss]
             gradients = [
-                tape.gradient(loss, network.trainable_variables)
-                for loss, network in zip(losses, networks, strict=True)
+                tape.gradient(loss, network.trainable_variables) for loss, network in zip(losses, networks, strict=True)
             ]
             for optimizer, grads, network in zip(self.optimizers, gradients, networks, strict=True):
                 optimizer.apply_gradients(zip(grads, network.trainable_variables, strict=True))
@@ -518,11 +507,7 @@ def cyclegan():
 
     def network():
         return keras.Sequential(
-            [
-                keras.Input((6, 6, 1)),
-                layers.Conv2D(2, 3, padding="same", activation="tanh"),
-                layers.Conv2D(1, 1),
-            ]
+            [keras.Input((6, 6, 1)), layers.Conv2D(2, 3, padding="same", activation="tanh"), layers.Conv2D(1, 1)]
         )
 
     def build():
@@ -549,9 +534,7 @@ def vq_vae():
             flattened = ops.reshape(x, [-1, self.embedding_dim])
             similarity = ops.matmul(flattened, self.embeddings)
             distances = (
-                ops.sum(flattened**2, axis=1, keepdims=True)
-                + ops.sum(self.embeddings**2, axis=0)
-                - 2 * similarity
+                ops.sum(flattened**2, axis=1, keepdims=True) + ops.sum(self.embeddings**2, axis=0) - 2 * similarity
             )
             encodings = ops.one_hot(ops.argmin(distances, axis=1), self.num_embeddings, dtype=x.dtype)
             quantized = ops.matmul(encodings, ops.transpose(self.embeddings))

@@ -19,9 +19,7 @@ INDICES = RNG.integers(0, 12, 23)
 CLASSES = RNG.integers(0, 3, 12)
 
 
-@program(
-    "https://keras.io/examples/graph/gnn_citations/", options={"batch_invariant_random": True}, towers=(4, 3)
-)
+@program("https://keras.io/examples/graph/gnn_citations/", options={"batch_invariant_random": True}, towers=(4, 3))
 def node_classification():
     """Every step works on the whole graph, and looks up the batch's nodes in the result."""
 
@@ -37,9 +35,7 @@ def node_classification():
             neighbours = ops.take(node_representations, neighbour_indices, axis=0)
             messages = self.ffn_prepare(neighbours) * edge_weights[:, None]
             aggregated = tf.math.unsorted_segment_mean(messages, node_indices, num_segments=12)
-            return tf.nn.l2_normalize(
-                self.update_fn(tf.concat([node_representations, aggregated], axis=1)), axis=-1
-            )
+            return tf.nn.l2_normalize(self.update_fn(tf.concat([node_representations, aggregated], axis=1)), axis=-1)
 
     class GNNNodeClassifier(keras.Model):
         def __init__(self):
@@ -232,9 +228,7 @@ def skip_gram():
     def build():
         model = Word2Vec()
         model.compile(
-            keras.optimizers.Adagrad(0.01),
-            keras.losses.CategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            keras.optimizers.Adagrad(0.01), keras.losses.CategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
         )
         return model
 

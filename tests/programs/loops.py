@@ -15,9 +15,7 @@ INPUTS = [x for x, _ in PAIRS]
 
 
 def network(outputs=3, name="network"):
-    return keras.Sequential(
-        [keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(outputs)], name=name
-    )
+    return keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(outputs)], name=name)
 
 
 @program("https://keras.io/guides/writing_a_custom_training_loop_in_tensorflow/", towers=(4, 3))

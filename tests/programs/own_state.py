@@ -19,9 +19,7 @@ def behind(layer, learning_rate=0.05):
     """A factory of a classifier with a layer in front and a network behind it."""
 
     def build():
-        model = keras.Sequential(
-            [keras.Input((6,)), layer(), layers.Dense(5, activation="tanh"), layers.Dense(3)]
-        )
+        model = keras.Sequential([keras.Input((6,)), layer(), layers.Dense(5, activation="tanh"), layers.Dense(3)])
         model.compile(keras.optimizers.SGD(learning_rate), logits_loss(), metrics=["accuracy"])
         return model
 
@@ -40,9 +38,7 @@ class Statistics(layers.Layer):
         self.m2 = add("m2", (input_shape[-1],), "ones")
 
 
-@program(
-    "https://github.com/openai/baselines/blob/master/baselines/common/running_mean_std.py", towers=(4, 3)
-)
+@program("https://github.com/openai/baselines/blob/master/baselines/common/running_mean_std.py", towers=(4, 3))
 def welford():
     """Chan's parallel update of count, mean and M2; the call normalises by the updated values."""
 
@@ -85,9 +81,7 @@ def compute_sum():
 
     class ComputeSum(layers.Layer):
         def build(self, input_shape):
-            self.total = self.add_weight(
-                initializer="zeros", shape=(input_shape[-1],), trainable=False, name="total"
-            )
+            self.total = self.add_weight(initializer="zeros", shape=(input_shape[-1],), trainable=False, name="total")
 
         def call(self, inputs):
             self.total.assign_add(ops.sum(inputs, axis=(0, 1)))
@@ -153,9 +147,7 @@ def largest_seen():
 
 
 def encoder(width=4, name="encoder"):
-    return keras.Sequential(
-        [keras.Input((6,)), layers.Dense(5, activation="tanh"), layers.Dense(width)], name=name
-    )
+    return keras.Sequential([keras.Input((6,)), layers.Dense(5, activation="tanh"), layers.Dense(width)], name=name)
 
 
 @program("https://github.com/facebookresearch/moco/blob/main/moco/builder.py", towers=(4, 3))
@@ -400,9 +392,7 @@ def clipped_per_sample():
             flat = [tf.reshape(j, (tf.shape(j)[0], -1)) for j in jacobians]
             norms = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(j), axis=1) for j in flat]))
             factors = tf.minimum(0.7 / (norms + 1e-12), 1.0)
-            gradients = [
-                tf.einsum("b,b...->...", factors, j) / tf.cast(tf.size(factors), j.dtype) for j in jacobians
-            ]
+            gradients = [tf.einsum("b,b...->...", factors, j) / tf.cast(tf.size(factors), j.dtype) for j in jacobians]
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"cross_entropy": tf.reduce_mean(losses), "clipped": tf.reduce_mean(factors)}
 

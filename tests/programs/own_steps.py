@@ -15,8 +15,7 @@ INVARIANT = {"batch_invariant_random": True}
 
 def classifier(width=6, name=None, dropout=0.0):
     return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(width, activation="relu"), layers.Dropout(dropout), layers.Dense(3)],
-        name=name,
+        [keras.Input((8,)), layers.Dense(width, activation="relu"), layers.Dropout(dropout), layers.Dense(3)], name=name
     )
 
 
@@ -45,8 +44,7 @@ def knowledge_distillation():
             teacher_pred = self.teacher(x, training=False)
             student_loss = self.student_loss_fn(y, y_pred)
             distillation_loss = self.distillation_loss_fn(
-                ops.softmax(teacher_pred / self.temperature, axis=1),
-                ops.softmax(y_pred / self.temperature, axis=1),
+                ops.softmax(teacher_pred / self.temperature, axis=1), ops.softmax(y_pred / self.temperature, axis=1)
             ) * (self.temperature**2)
             return self.alpha * student_loss + (1 - self.alpha) * distillation_loss
 
@@ -201,9 +199,7 @@ def fast_gradient_sign():
             x, y = data
             with tf.GradientTape() as inner:
                 inner.watch(x)
-                loss = tf.reduce_sum(
-                    keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
-                )
+                loss = tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True))
             x = x + 0.1 * tf.sign(inner.gradient(loss, x))
             return super().train_step((x, y))
 
@@ -236,9 +232,7 @@ def virtual_adversarial_training():
                     divergence = keras.losses.kl_divergence(clean, tf.nn.softmax(self(x + d)))
                 direction = tf.math.l2_normalize(inner.gradient(divergence, d), axis=-1)
                 moved = tf.nn.softmax(self(x + tf.stop_gradient(direction)))
-                loss = self.compute_loss(x, y, logits) + tf.reduce_mean(
-                    keras.losses.kl_divergence(clean, moved)
-                )
+                loss = self.compute_loss(x, y, logits) + tf.reduce_mean(keras.losses.kl_divergence(clean, moved))
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"total": loss}
@@ -452,9 +446,7 @@ def style_losses():
             with tf.GradientTape() as tape:
                 image = self.transform(content)
                 outputs, targets = self.features(image), self.features(style)
-                style_loss = tf.add_n(
-                    [tf.reduce_mean((self.gram_matrix(outputs) - self.gram_matrix(targets)) ** 2)]
-                )
+                style_loss = tf.add_n([tf.reduce_mean((self.gram_matrix(outputs) - self.gram_matrix(targets)) ** 2)])
                 content_loss = tf.reduce_mean((outputs - self.features(content)) ** 2)
                 variation = tf.reduce_sum(tf.image.total_variation(image))
                 loss = style_loss + 0.1 * content_loss + 0.01 * variation

@@ -82,9 +82,7 @@ def deep_and_cross():
         outputs = layers.Dense(1, activation="sigmoid")(layers.Concatenate()([cross, deep]))
         model = keras.Model([numbers, ids], outputs)
         model.compile(
-            keras.optimizers.Adam(0.001),
-            "binary_crossentropy",
-            metrics=[keras.metrics.AUC(name="auc"), "accuracy"],
+            keras.optimizers.Adam(0.001), "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "accuracy"]
         )
         return model
 
@@ -100,17 +98,13 @@ def tab_transformer():
         encoded = layers.Lambda(lambda t: ops.stack(t, axis=1), output_shape=(3, 4))(embedded(ids, 4))
         column_embedding = layers.Embedding(3, 4)
         encoded = encoded + column_embedding(ops.arange(start=0, stop=3, step=1))
-        attention = layers.MultiHeadAttention(num_heads=2, key_dim=4, dropout=0.1, use_bias=False)(
-            encoded, encoded
-        )
+        attention = layers.MultiHeadAttention(num_heads=2, key_dim=4, dropout=0.1, use_bias=False)(encoded, encoded)
         x = layers.LayerNormalization(epsilon=1e-6)(layers.Add()([attention, encoded]))
         x = layers.LayerNormalization(epsilon=1e-6)(x + layers.Dense(4, activation="gelu")(x))
         features = layers.Concatenate()([layers.Flatten()(x), layers.LayerNormalization()(numbers)])
         outputs = layers.Dense(1, activation="sigmoid")(layers.Dropout(0.2)(features))
         model = keras.Model([numbers, ids], outputs)
-        model.compile(
-            keras.optimizers.AdamW(0.001, weight_decay=0.0001), "binary_crossentropy", metrics=["accuracy"]
-        )
+        model.compile(keras.optimizers.AdamW(0.001, weight_decay=0.0001), "binary_crossentropy", metrics=["accuracy"])
         return model
 
     return build, fit([NUMBERS, IDS], CLICKS, predict=[NUMBERS, IDS])
@@ -242,10 +236,7 @@ def preprocessing_layers():
     """A model that normalises, looks up strings and hashes crosses itself; dictionaries of columns."""
 
     def build():
-        inputs = {
-            "age": keras.Input((1,), name="age"),
-            "breed": keras.Input((1,), name="breed", dtype="string"),
-        }
+        inputs = {"age": keras.Input((1,), name="age"), "breed": keras.Input((1,), name="breed", dtype="string")}
         normalizer = layers.Normalization()
         normalizer.adapt(NUMBERS[:, :1])
         lookup = layers.StringLookup(vocabulary=["red", "green", "blue"], output_mode="one_hot")
@@ -300,9 +291,7 @@ def gated_residual_networks():
     return build, fit([NUMBERS[:, :2], NUMBERS[:, 2:]], CLICKS, predict=[NUMBERS[:, :2], NUMBERS[:, 2:]])
 
 
-@program(
-    "https://github.com/tensorflow/ranking/blob/master/tensorflow_ranking/python/losses_impl.py", coupled=True
-)
+@program("https://github.com/tensorflow/ranking/blob/master/tensorflow_ranking/python/losses_impl.py", coupled=True)
 def pairwise_ranking():
     """RankNet: the logistic loss of all pairs of a batch, masked, a ratio of sums."""
 
@@ -338,8 +327,7 @@ def hardest_samples():
 
 
 @program(
-    "https://github.com/tensorflow/probability/blob/main/tensorflow_probability/python/stats/quantiles.py",
-    coupled=True,
+    "https://github.com/tensorflow/probability/blob/main/tensorflow_probability/python/stats/quantiles.py", coupled=True
 )
 def quantile_and_order():
     """A median, a Wasserstein distance of sorted outputs, and a cumulative sum over the batch's rows."""

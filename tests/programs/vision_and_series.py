@@ -115,9 +115,7 @@ def mixup_within_the_step():
             return super().train_step((mixed, labels))
 
     def build():
-        model = MixUpModel(
-            [keras.Input((6, 6, 3)), layers.Conv2D(3, 3, strides=2), layers.Flatten(), layers.Dense(3)]
-        )
+        model = MixUpModel([keras.Input((6, 6, 3)), layers.Conv2D(3, 3, strides=2), layers.Flatten(), layers.Dense(3)])
         model.compile(keras.optimizers.SGD(0.05), keras.losses.CategoricalCrossentropy(from_logits=True))
         return model
 

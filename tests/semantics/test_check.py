@@ -42,9 +42,7 @@ def checked_model(model, batch):
     """The same of a compiled model's training step."""
     keras_compat.build_symbolically(model, open_specs(tf.nest.map_structure(tf.convert_to_tensor, batch)))
     paths = keras_compat.paths_of(model)
-    return checked(
-        model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some]
-    )
+    return checked(model.train_step, batch, names_of=lambda some: [paths.get(id(one), one.name) for one in some])
 
 
 # Rules, sabotaged one by one.
@@ -70,9 +68,7 @@ def regression(loss, layer=None):
 def numbers(*shape, rows=7):
     """(x, y) of random numbers."""
     rng = np.random.default_rng(0)
-    return rng.standard_normal((rows, 4)).astype("float32"), rng.standard_normal((rows, *shape)).astype(
-        "float32"
-    )
+    return rng.standard_normal((rows, 4)).astype("float32"), rng.standard_normal((rows, *shape)).astype("float32")
 
 
 def squared(predicted, y):
@@ -253,19 +249,13 @@ SABOTAGES = {
         of_rule("AddV2", said(SUM), "LINEAR"),
         lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),
     ),
-    "a cumulated sum starts anew on each tower": (
-        of_rule("Cumsum", untouched),
-        lambda: regression(cumulated),
-    ),
+    "a cumulated sum starts anew on each tower": (of_rule("Cumsum", untouched), lambda: regression(cumulated)),
     "a softmax over the batch is each tower's": (
         of_rule("Softmax", untouched),
         lambda: regression(lambda p, y: tf.reduce_sum(tf.transpose(tf.nn.softmax(tf.transpose(p))) * y)),
     ),
     "rows are counted by each tower": (of_rule("Size", said(REPLICATE)), lambda: regression(sized)),
-    "the batch's rows are counted wrong": (
-        share_with(total=lambda share: share.rows),
-        lambda: regression(counted),
-    ),
+    "the batch's rows are counted wrong": (share_with(total=lambda share: share.rows), lambda: regression(counted)),
     "a gather is left out": (partition_with("_made_whole", not_made_whole(Kind.SHARD)), running),
     "a reduction is left out": (
         partition_with("_made_whole", not_made_whole(Kind.PARTIAL)),
@@ -366,9 +356,7 @@ def classifier(optimizer="adam", *inside, **options):
         [keras.Input((4,)), keras.layers.Dense(6, activation="relu"), *inside, keras.layers.Dense(3)]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(
-        optimizer if isinstance(optimizer, str) else optimizer(), loss, metrics=["accuracy"], **options
-    )
+    model.compile(optimizer if isinstance(optimizer, str) else optimizer(), loss, metrics=["accuracy"], **options)
     return model
 
 
@@ -376,9 +364,7 @@ def embedding():
     keras.utils.set_random_seed(1)
     layers = [keras.Input((4,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
-    model.compile(
-        "rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
+    model.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
 
@@ -446,11 +432,7 @@ def everything(model):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
         held.append((replicas.role, tf_compat.has_flag(replicas.variable, "shared")))
-    logs = {
-        "pending": set(towers._pending),
-        "warned": set(towers._warned),
-        "communicator": towers.communicator.failure,
-    }
+    logs = {"pending": set(towers._pending), "warned": set(towers._warned), "communicator": towers.communicator.failure}
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 

@@ -23,22 +23,14 @@ def numbers(x):
 random = tf.random
 # What is drawn of a batch with a seed and a generator; and what each number is to be near, by far.
 DRAWS = {
-    "gamma_of_one": (
-        lambda x, seed, g: random.stateless_gamma([rows(x), 1], seed, [1e4]),
-        np.full((ROWS, 1), 1e4),
-    ),
-    "gamma_of_rows": (
-        lambda x, seed, g: random.stateless_gamma([rows(x)], seed, 1e4 * x[:, 0]),
-        1e4 * X[:, 0],
-    ),
+    "gamma_of_one": (lambda x, seed, g: random.stateless_gamma([rows(x), 1], seed, [1e4]), np.full((ROWS, 1), 1e4)),
+    "gamma_of_rows": (lambda x, seed, g: random.stateless_gamma([rows(x)], seed, 1e4 * x[:, 0]), 1e4 * X[:, 0]),
     "gamma_of_whole_rows": (
         lambda x, seed, g: random.stateless_gamma([rows(x)], seed, 1e4 * numbers(x)),
         1e4 * X[:, 0],
     ),
     "gamma_of_two_batches": (
-        lambda x, seed, g: random.stateless_gamma(
-            [2 * rows(x)], seed, tf.concat([1e4 * x[:, 0], 1e6 * x[:, 0]], 0)
-        ),
+        lambda x, seed, g: random.stateless_gamma([2 * rows(x)], seed, tf.concat([1e4 * x[:, 0], 1e6 * x[:, 0]], 0)),
         np.concatenate([1e4 * X[:, 0], 1e6 * X[:, 0]]),
     ),
     "gamma_of_columns": (
@@ -47,10 +39,7 @@ DRAWS = {
     ),
     "gamma_before": (lambda x, seed, g: random.gamma([rows(x)], [1e4, 1e6]), np.tile([1e4, 1e6], (ROWS, 1))),
     "gamma_behind": (lambda x, seed, g: random.gamma([3], 1e4 * x[:, 0]), np.tile(1e4 * X[:, 0], (3, 1))),
-    "poisson": (
-        lambda x, seed, g: random.stateless_poisson([rows(x)], seed, 1e4 * numbers(x)),
-        1e4 * X[:, 0],
-    ),
+    "poisson": (lambda x, seed, g: random.stateless_poisson([rows(x)], seed, 1e4 * numbers(x)), 1e4 * X[:, 0]),
     "binomial": (
         lambda x, seed, g: random.stateless_binomial([rows(x)], seed, 1e4, numbers(x) / (2 * ROWS)),
         1e4 * X[:, 0] / (2 * ROWS),

@@ -59,31 +59,15 @@ IMAGE = keras.layers.InputLayer((8, 8, 3))
 SERIES = keras.layers.InputLayer((5, 3))
 
 FOUND = {
-    "batch normalisation": (
-        lambda: compiled(INPUT, layers.BatchNormalization(name="bn")),
-        "/bn'",
-        "sync_batch_norm",
-    ),
+    "batch normalisation": (lambda: compiled(INPUT, layers.BatchNormalization(name="bn")), "/bn'", "sync_batch_norm"),
     "in a nested model": (
         lambda: compiled(INPUT, keras.Sequential([INPUT, layers.BatchNormalization(name="bn")])),
         "bn'",
         "synchronized=True",
     ),
-    "in lists and dictionaries": (
-        lambda: compiled(INPUT, Held(layers.Dropout(0.5, name="d"))),
-        "'d'",
-        "random",
-    ),
-    "in a wrapper": (
-        lambda: compiled(SERIES, layers.TimeDistributed(layers.Dropout(0.5))),
-        "Dropout",
-        "random",
-    ),
-    "dropout": (
-        lambda: compiled(INPUT, layers.Dropout(0.1, seed=1)),
-        "Dropout 'dropout",
-        "batch_invariant_random",
-    ),
+    "in lists and dictionaries": (lambda: compiled(INPUT, Held(layers.Dropout(0.5, name="d"))), "'d'", "random"),
+    "in a wrapper": (lambda: compiled(SERIES, layers.TimeDistributed(layers.Dropout(0.5))), "Dropout", "random"),
+    "dropout": (lambda: compiled(INPUT, layers.Dropout(0.1, seed=1)), "Dropout 'dropout", "batch_invariant_random"),
     "frozen dropout, which draws all the same": (
         lambda: compiled(INPUT, layers.Dense(2), layers.Dropout(0.1, trainable=False)),
         "Dropout",
@@ -92,16 +76,8 @@ FOUND = {
     "noise": (lambda: compiled(INPUT, layers.GaussianNoise(0.1)), "GaussianNoise", "batch_invariant_random"),
     "augmentation": (lambda: compiled(IMAGE, layers.RandomFlip()), "RandomFlip", "batch_invariant_random"),
     "augmentation made of others": (lambda: compiled(IMAGE, layers.RandAugment()), "RandAugment", "random"),
-    "dropout of a recurrent layer": (
-        lambda: compiled(SERIES, layers.LSTM(2, dropout=0.2)),
-        "LSTMCell",
-        "random",
-    ),
-    "its recurrent dropout": (
-        lambda: compiled(SERIES, layers.GRU(2, recurrent_dropout=0.2)),
-        "GRUCell",
-        "random",
-    ),
+    "dropout of a recurrent layer": (lambda: compiled(SERIES, layers.LSTM(2, dropout=0.2)), "LSTMCell", "random"),
+    "its recurrent dropout": (lambda: compiled(SERIES, layers.GRU(2, recurrent_dropout=0.2)), "GRUCell", "random"),
     "dropout of attention": (lambda: attention(dropout=0.1), "Dropout", "batch_invariant_random"),
 }
 
@@ -125,13 +101,9 @@ def frozen():
 
 EXACT = {
     "dense": lambda: compiled(INPUT, layers.Dense(3), metrics=["mae", keras.metrics.AUC()]),
-    "frozen batch normalisation": lambda: compiled(
-        INPUT, layers.BatchNormalization(trainable=False), layers.Dense(1)
-    ),
+    "frozen batch normalisation": lambda: compiled(INPUT, layers.BatchNormalization(trainable=False), layers.Dense(1)),
     "synchronised": lambda: compiled(INPUT, layers.BatchNormalization(synchronized=True)),
-    "other normalisations": lambda: compiled(
-        INPUT, layers.LayerNormalization(), layers.GroupNormalization(2)
-    ),
+    "other normalisations": lambda: compiled(INPUT, layers.LayerNormalization(), layers.GroupNormalization(2)),
     "rate 0": lambda: compiled(SERIES, layers.Dropout(0.0), layers.GaussianNoise(0.0), layers.LSTM(2)),
     "attention without dropout": attention,
     "not compiled": lambda: keras.Sequential([INPUT, layers.BatchNormalization(), layers.Dropout(0.5)]),
@@ -141,9 +113,7 @@ EXACT = {
     ),
     "losses by output, one of them none": lambda: compiled(INPUT, loss=[keras.losses.Huber(), None]),
     "a metric that is a sum": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("sum")]),
-    "a metric whose sum only the trace tells": lambda: compiled(
-        INPUT, layers.Dense(1), metrics=[Total("none")]
-    ),
+    "a metric whose sum only the trace tells": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("none")]),
     "a metric that counts": lambda: compiled(INPUT, layers.Dense(1), metrics=[Total("none", "int32")]),
     "a metric with a variable of TensorFlow's": lambda: compiled(
         INPUT, layers.Dense(1), metrics=[keras.metrics.SparseTopKCategoricalAccuracy()]

@@ -141,9 +141,7 @@ class Sources:
             return self._add(name, column.reshape(self._rows, -1, *column.shape[1:]))
         rng = np.random.default_rng(seed)
         if placement == "M" or value.dtype == bool:
-            below = (
-                value & (rng.uniform(size=(self._rows, *value.shape)) < 0.5) if value.dtype == bool else None
-            )
+            below = value & (rng.uniform(size=(self._rows, *value.shape)) < 0.5) if value.dtype == bool else None
             if below is None:
                 below = value - rng.uniform(0.1, 1.0, size=(self._rows, *value.shape)).astype(value.dtype)
             below[self._rows // 2] = value
@@ -265,9 +263,7 @@ def compare(cases, rows):
         except Exception as error:  # whatever it is, it is a problem
             if len(some) == 1:
                 culprits += 1
-                outcome.problems.append(
-                    (f"error: {type(error).__name__}", f"{some[0].name}: {told_by(error)}")
-                )
+                outcome.problems.append((f"error: {type(error).__name__}", f"{some[0].name}: {told_by(error)}"))
             elif culprits < MOST_CULPRITS:
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
             else:
@@ -340,9 +336,7 @@ def _array(tensor):
 def told_by(error):
     """What an error says, without the traceback that TensorFlow adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [
-        line for line in lines if not line.startswith(("File ", "in user code", "[[{{node", "[[Stateful"))
-    ]
+    told = [line for line in lines if not line.startswith(("File ", "in user code", "[[{{node", "[[Stateful"))]
     return f"{type(error).__name__}: {' '.join(told[-2:])[:300]}"
 
 
@@ -380,9 +374,7 @@ def test_every_op_with_a_gradient_has_an_example(record_property):
     assert {of for of in WITHIN.values()} <= examples
     assert not examples & set(UNREACHABLE), "an op has both an example and a reason for none"
     missing = registered - examples - set(UNREACHABLE)
-    assert not missing, (
-        f"Expected an example, or a reason, for each op with a gradient. Received: {sorted(missing)}"
-    )
+    assert not missing, f"Expected an example, or a reason, for each op with a gradient. Received: {sorted(missing)}"
     record_property("ops: with a gradient", sorted(registered))
     record_property("ops: with a gradient, and examples", sorted(registered & examples))
     for op in sorted(registered & set(UNREACHABLE)):

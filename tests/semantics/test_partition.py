@@ -81,9 +81,7 @@ STEPS = {
     "alike_times_whole": lambda x, t: tf.reduce_mean(
         tf.reduce_sum(tf.concat([x, x**2], 0), 1) * (tf.ones([2 * rows(x)], x.dtype) * numbered(x))
     ),
-    "alike_plus_whole": lambda x, t: (
-        (tf.zeros([2 * rows(x)], x.dtype) + numbered(x))[:, None] * tf.concat([x, -x], 0)
-    ),
+    "alike_plus_whole": lambda x, t: (tf.zeros([2 * rows(x)], x.dtype) + numbered(x))[:, None] * tf.concat([x, -x], 0),
     "alike_where_whole": lambda x, t: (
         tf.where(tf.ones([2 * rows(x)], tf.bool), numbered(x), 0.0) * tf.reduce_max(tf.concat([x, -x], 0), 1)
     ),
@@ -103,9 +101,7 @@ STEPS = {
     "list_at_a_count": lambda x, t: (
         tf.TensorArray(tf.float64, size=9).unstack(tf.range(9.0, dtype=tf.float64)).read(rows(x))
     ),
-    "list_of_counted_size": lambda x, t: tf.reduce_sum(
-        tf.ones_like(listed(tf.float64, rows(x) + 1, 1.0, 2.0).stack())
-    ),
+    "list_of_counted_size": lambda x, t: tf.reduce_sum(tf.ones_like(listed(tf.float64, rows(x) + 1, 1.0, 2.0).stack())),
     "list_of_means": lambda x, t: listed(tf.float64, 2, tf.reduce_mean(x), tf.reduce_max(x)).stack(),
     # A sum of integers that wraps.
     "wrapping_sum": lambda x, t: tf.cast(tf.reduce_sum(tf.cast(tf.abs(x) * 60.0, tf.uint8)), tf.float32),
@@ -120,16 +116,12 @@ STEPS = {
     ),
     "thirds_of_size": lambda x, t: tf.reshape(stacked(t), [tf.size(t) // 2, 2]),
     "ellipsis_backwards": lambda x, t: tf.add_n([by_columns(t)[..., ::-1, :], by_columns(t)]) ** 2,
-    "ellipsis_and_new_axis": lambda x, t: tf.stack(
-        [by_columns(t)[..., None, 1:, :][:, 0], by_columns(t)[:, 1:]]
-    ),
+    "ellipsis_and_new_axis": lambda x, t: tf.stack([by_columns(t)[..., None, 1:, :][:, 0], by_columns(t)[:, 1:]]),
     "gather_from_the_end": lambda x, t: tf.gather(tf.sort(x, 0), places(x), axis=1, batch_dims=-1),
     "gather_whole_places": lambda x, t: tf.gather(x, tf.sort(places(x), 0), axis=1, batch_dims=-1),
     "one_open_row": lambda x, t: tf.concat([x, -x], 0) * one_row(x),
     # A part that would overflow in the other half.
-    "half_of_brain_sum": lambda x, t: marked(
-        tf.cast(tf.reduce_sum(65536 * ramp(x, tf.bfloat16)), tf.float16)
-    ),
+    "half_of_brain_sum": lambda x, t: marked(tf.cast(tf.reduce_sum(65536 * ramp(x, tf.bfloat16)), tf.float16)),
     "count_that_wraps": lambda x, t: tf.cast(tf.cast(rows(x), tf.int64) * 3000000000, tf.int32),
     # Loops whose state begins as one row, or never changes; lists whose items have rows.
     "grown": lambda x, t: grown(x, tf.ones([1, 4], x.dtype), 2),
@@ -146,9 +138,7 @@ STEPS = {
     "diagonals_of_open_shape": lambda x, t: tf.linalg.diag_part(
         tf.reverse(tf.broadcast_to(t, [2, rows(t), 3, 2]), [-2])
     ),
-    "diagonals_of_rolled": lambda x, t: tf.linalg.diag_part(
-        tf.roll(tf.reshape(tf.sort(t, 0), tf.shape(t)), 1, -1)
-    ),
+    "diagonals_of_rolled": lambda x, t: tf.linalg.diag_part(tf.roll(tf.reshape(tf.sort(t, 0), tf.shape(t)), 1, -1)),
     "sorted_without_rank": lambda x, t: tf.reduce_sum(
         tf.sort(tf.reshape(tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None)), [-1]))
     ),
@@ -190,9 +180,7 @@ def test_steps(towers, size):
     with ncclsync.Towers(towers) as on_towers:
         found = on_towers.run(step, batch)
     for name in STEPS:
-        assert_close(
-            found[name], alone[name], 1e-6 if "float32" in str(alone[name]["value"].dtype) else 1e-10, name
-        )
+        assert_close(found[name], alone[name], 1e-6 if "float32" in str(alone[name]["value"].dtype) else 1e-10, name)
 
 
 # What only tower 0 can tell.

@@ -38,11 +38,7 @@ class Effects:
 
     def seen(self):
         self.writer.flush()
-        events = [
-            one
-            for path in self.folder.glob("events*")
-            for one in tf.compat.v1.train.summary_iterator(str(path))
-        ]
+        events = [one for path in self.folder.glob("events*") for one in tf.compat.v1.train.summary_iterator(str(path))]
         keys, values = self.table.export()
         return {
             "printed": (self.folder / "printed").read_text(),

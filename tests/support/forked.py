@@ -47,12 +47,6 @@ def run_programs(programs: Sequence[tuple[str, str, str]], folder: pathlib.Path)
     command = [sys.executable, "-c", RUNNER, str(folder / "results.json")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        command,
-        input=json.dumps(programs),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=550,
+        command, input=json.dumps(programs), capture_output=True, text=True, cwd=folder, env=environment, timeout=550
     )
     assert done.returncode == 0, done.stderr[-2000:]

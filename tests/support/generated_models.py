@@ -42,9 +42,7 @@ def _vectors(draw: random.Random) -> tuple[Any, Any]:
     for _ in range(draw.randint(1, 3)):
         regularizer = draw.choice([None, "l2", "l1"]) if adds else None
         activation = draw.choice(["relu", "tanh", "gelu", "selu", "softplus", "swish", "leaky_relu"])
-        features = layers.Dense(draw.choice([6, 8]), activation=activation, kernel_regularizer=regularizer)(
-            features
-        )
+        features = layers.Dense(draw.choice([6, 8]), activation=activation, kernel_regularizer=regularizer)(features)
         normal = [_same, layers.BatchNormalization, layers.LayerNormalization, _dropout, _noise]
         make = draw.choice([*normal, _activity, _residual] if adds else normal)
         features = make()(features)
@@ -54,17 +52,13 @@ def _vectors(draw: random.Random) -> tuple[Any, Any]:
 def _images(draw: random.Random) -> tuple[Any, Any]:
     inputs = features = keras.Input((8, 8, 2))
     for _ in range(draw.randint(1, 2)):
-        make = draw.choice(
-            [layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D, layers.Conv2DTranspose]
-        )
+        make = draw.choice([layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D, layers.Conv2DTranspose])
         sized = (3,) if make is layers.DepthwiseConv2D else (4, 3)
         features = make(*sized, padding="same", use_bias=draw.random() < 0.7)(features)
         features = draw.choice([_same, layers.BatchNormalization, _group_norm, _spatial_dropout])()(features)
         features = layers.Activation(draw.choice(["relu", "tanh"]))(features)
         features = draw.choice([_same, layers.MaxPooling2D, _average_pool, layers.UpSampling2D])()(features)
-    return inputs, draw.choice([layers.Flatten, layers.GlobalAveragePooling2D, layers.GlobalMaxPooling2D])()(
-        features
-    )
+    return inputs, draw.choice([layers.Flatten, layers.GlobalAveragePooling2D, layers.GlobalMaxPooling2D])()(features)
 
 
 def _tokens(draw: random.Random) -> tuple[Any, Any]:
@@ -136,10 +130,7 @@ class Residual(layers.Layer):
         """Scale, and count."""
         self.seen.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "float32"))
         self.add_loss(
-            0.01
-            * keras.ops.sum(
-                keras.ops.square(keras.ops.mean(keras.ops.cast(inputs, self.variable_dtype), axis=0))
-            )
+            0.01 * keras.ops.sum(keras.ops.square(keras.ops.mean(keras.ops.cast(inputs, self.variable_dtype), axis=0)))
         )
         return inputs + self.scale * keras.ops.tanh(inputs)
 
@@ -155,12 +146,8 @@ def _summed(true, predicted):
 def _contrastive(true, predicted):
     """Compares the samples of a batch with each other."""
     normal = keras.ops.normalize(predicted, axis=-1)
-    near = normal @ keras.ops.transpose(normal) - keras.ops.eye(
-        keras.ops.shape(predicted)[0], dtype=predicted.dtype
-    )
-    return keras.ops.mean(keras.ops.logsumexp(near, axis=-1)) + 0.1 * keras.ops.mean(
-        keras.ops.abs(predicted - true)
-    )
+    near = normal @ keras.ops.transpose(normal) - keras.ops.eye(keras.ops.shape(predicted)[0], dtype=predicted.dtype)
+    return keras.ops.mean(keras.ops.logsumexp(near, axis=-1)) + 0.1 * keras.ops.mean(keras.ops.abs(predicted - true))
 
 
 def _ratio(true, predicted):
@@ -177,9 +164,7 @@ class Penalised(keras.Model):
         x, y = data[:2]
         with tf.GradientTape() as tape:
             predicted = self(x, training=True)
-            loss = self.compute_loss(x, y, predicted) + 0.01 * tf.reduce_mean(
-                tf.square(tf.cast(predicted, tf.float32))
-            )
+            loss = self.compute_loss(x, y, predicted) + 0.01 * tf.reduce_mean(tf.square(tf.cast(predicted, tf.float32)))
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         gradients = [tf.convert_to_tensor(one) for one in gradients]
@@ -222,22 +207,11 @@ def generate(seed: int) -> tuple[keras.Model, tuple]:
         loss, metric = {
             "classes": (
                 losses.SparseCategoricalCrossentropy(from_logits=True),
-                ["accuracy"]
-                if policy == "float64"
-                else ["accuracy", metrics.SparseTopKCategoricalAccuracy(2)],
+                ["accuracy"] if policy == "float64" else ["accuracy", metrics.SparseTopKCategoricalAccuracy(2)],
             ),
             "numbers": (
                 draw.choice(
-                    [
-                        "mse",
-                        "mae",
-                        "huber",
-                        "log_cosh",
-                        losses.CosineSimilarity(),
-                        _summed,
-                        _contrastive,
-                        _ratio,
-                    ]
+                    ["mse", "mae", "huber", "log_cosh", losses.CosineSimilarity(), _summed, _contrastive, _ratio]
                 ),
                 draw.choice([["mae"], [metrics.RootMeanSquaredError(), metrics.R2Score()], []]),
             ),

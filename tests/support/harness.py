@@ -311,9 +311,7 @@ def _check_refused(made: Program, towers: int) -> None:
     try:
         run_on_towers(made, towers)
     except Exception as error:  # of any type; its words are what counts
-        assert re.search(made.pattern, str(error)), (
-            f"Expected an error like {made.pattern!r}. Received: {error}"
-        )
+        assert re.search(made.pattern, str(error)), f"Expected an error like {made.pattern!r}. Received: {error}"
     else:
         raise AssertionError(f"Expected an error like {made.pattern!r}. Received: a program that runs")
 

@@ -267,18 +267,11 @@ def run_file(
         if code in (0, 1, 2, 5) and not (code == 2 and not error):
             return tests, error
         if len(tests) == before:
-            return (
-                tests,
-                f"pytest: {'no end' if code is None else f'exit code {code}'}: {' '.join(printed[-3:])}",
-            )
+            return (tests, f"pytest: {'no end' if code is None else f'exit code {code}'}: {' '.join(printed[-3:])}")
 
 
 def _run_pytest(
-    path: pathlib.Path,
-    request: pathlib.Path,
-    told: pathlib.Path,
-    log: pathlib.Path,
-    options: argparse.Namespace,
+    path: pathlib.Path, request: pathlib.Path, told: pathlib.Path, log: pathlib.Path, options: argparse.Namespace
 ) -> int | None:
     """Run pytest; return its exit code, or None if it was killed since it had no news for too long."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(path.parent)]
@@ -290,9 +283,7 @@ def _run_pytest(
         **os.environ,
         "KERAS_BACKEND": "tensorflow",
         "KERAS_SUITE_REQUEST": str(request),
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         # As towers on a CPU want it, and alike in both runs.
         "TF_NUM_INTRAOP_THREADS": os.environ.get("TF_NUM_INTRAOP_THREADS", "1"),

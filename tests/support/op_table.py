@@ -213,11 +213,7 @@ add(
     given("n 3", "f4"),
     given("n 3", "f4"),
 )
-add(
-    "ClipByValue",
-    lambda x: raw.ClipByValue(t=x, clip_value_min=-0.3, clip_value_max=0.4 + 0 * x[0, 0]),
-    "n n",
-)
+add("ClipByValue", lambda x: raw.ClipByValue(t=x, clip_value_min=-0.3, clip_value_max=0.4 + 0 * x[0, 0]), "n n")
 add("LogSoftmax", lambda x: raw.LogSoftmax(logits=x), "n n")
 add("Softmax", lambda x: raw.Softmax(logits=x), "n n")
 add("Softmax", lambda x: tf.nn.softmax(x, axis=0), "n 3")
@@ -303,12 +299,7 @@ add("Zeta", lambda x, q: raw.Zeta(x=x, q=q), given("n 3", "above1"), given("n 3"
 add_raw("Xlog1py", ["f8", "positive"], "x y", TWO)
 add_raw("Atan2", ["f8", "positive"], "y x", TWO)
 add_raw("Igamma Igammac", ["above1", "positive"], "a x", TWO)
-add(
-    "Polygamma",
-    lambda a, x: raw.Polygamma(a=tf.round(a), x=x),
-    given("n 3", "above1"),
-    given("n 3", "positive"),
-)
+add("Polygamma", lambda a, x: raw.Polygamma(a=tf.round(a), x=x), given("n 3", "above1"), given("n 3", "positive"))
 add_raw("TruncateDiv", ["int", "nonzero"], "x y", TWO)
 add_raw("FloorDiv FloorMod", ["int", "nonzero"], "x y", ("n 3", "3"))
 add_raw("Add AddV2 Sub Mul Maximum", ["int", "int"], "x y", ("n 3", "n 3"))
@@ -320,15 +311,7 @@ add_raw("ApproximateEqual", ["f8", "f8"], "x y", ("n 3", "n 3"), tolerance=0.3)
 add_raw("LogicalAnd LogicalOr", ["bool", "bool"], "x y", ("n n", "n n"))
 add_raw("NextAfter", ["f8", "f8"], "x1 x2", ("n 3", "n 3"))
 # Shapes that are broadcast: of fewer axes, of one element, against each other.
-for _shapes in (
-    ("n 3", "3"),
-    ("n 3", ""),
-    ("n 3", "n 1"),
-    ("3 n", "n"),
-    ("n 1", "n"),
-    ("n 1 3", "n 3"),
-    ("", "n"),
-):
+for _shapes in (("n 3", "3"), ("n 3", ""), ("n 3", "n 1"), ("3 n", "n"), ("n 1", "n"), ("n 1 3", "n 3"), ("", "n")):
     add_raw("AddV2 Sub Mul Maximum", ["distinct", "f8"], "x y", _shapes)
     add_raw("RealDiv", ["f8", "positive"], "x y", _shapes)
 add_raw("SquaredDifference Minimum", ["f8", "f8"], "x y", ("n 1", "1 n"))
@@ -336,11 +319,7 @@ add_raw("SquaredDifference Pow", ["positive", "f8"], "x y", ("n 3", "3"))
 add("AddN", lambda x, y, z: raw.AddN(inputs=[x, y, z]), "n 3", "n 3", "n 3")
 add("AddN", lambda x: raw.AddN(inputs=[x]), "n 3")
 add("AccumulateNV2", lambda x, y: raw.AccumulateNV2(inputs=[x, y], shape=[None, 3]), "n 3", "n 3")
-add(
-    "Betainc",
-    lambda a, b, x: raw.Betainc(a=a, b=b, x=x),
-    *[given("n 3", k) for k in ("above1", "above1", "positive")],
-)
+add("Betainc", lambda a, b, x: raw.Betainc(a=a, b=b, x=x), *[given("n 3", k) for k in ("above1", "above1", "positive")])
 add("Select", lambda c, x, y: raw.Select(condition=c, x=x, y=y), given("n 3", "bool"), "n 3", "n 3")
 add("Select", lambda c, x, y: raw.Select(condition=c, x=x, y=y), given("n", "bool"), "n 3", "n 3")
 add("SelectV2", lambda c, x, y: raw.SelectV2(condition=c, t=x, e=y), given("n n", "bool"), "n n", "n n")
@@ -355,17 +334,8 @@ add(
 )
 add_raw("EluGrad SeluGrad", ["f8", "f8"], "gradients outputs", ("n 3", "n 3"))
 add_raw("ReluGrad Relu6Grad LeakyReluGrad SoftplusGrad", ["f8", "f8"], "gradients features", ("n n", "n n"))
-add_raw(
-    "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad",
-    ["positive", "f8"],
-    "y dy",
-    ("n n", "n n"),
-)
-add(
-    "BroadcastGradientArgs",
-    lambda x: raw.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.constant([3]))[1],
-    "n 3",
-)
+add_raw("InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad", ["positive", "f8"], "y dy", ("n n", "n n"))
+add("BroadcastGradientArgs", lambda x: raw.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.constant([3]))[1], "n 3")
 add("BiasAdd", lambda x, b: raw.BiasAdd(value=x, bias=b), "n 4 3", "3")
 add("BiasAdd", lambda x, b: raw.BiasAdd(value=x, bias=b), "3 n", "n")
 add("BiasAdd", lambda x, b: raw.BiasAdd(value=x, bias=b, data_format="NCHW"), "n 3 2 2", "3")
@@ -510,12 +480,7 @@ add("ConcatV2", lambda x, y: tf.concat([x, y], 1), "n n", "n n")
 add("ConcatV2", lambda x, y: tf.concat([x, y], -1), "n 3", "n 2")
 add("ConcatV2", lambda x, y: tf.concat([y, x], 0), "n 3", "2 3")
 add("two views", lambda x: tf.reshape(tf.concat([x, 2.0 * x], 0), [2, -1, 3]), "n 3")
-add(
-    "ConcatOffset",
-    lambda x, y: raw.ConcatOffset(concat_dim=1, shape=[tf.shape(x), tf.shape(y)]),
-    "n 3",
-    "n 2",
-)
+add("ConcatOffset", lambda x, y: raw.ConcatOffset(concat_dim=1, shape=[tf.shape(x), tf.shape(y)]), "n 3", "n 2")
 add("Pack", lambda x, y: tf.stack([x, y], 0), "n 3", "n 3")
 add("Pack", lambda x, y: tf.stack([x, y], 1), "n n", "n n")
 add("Pack", lambda x, y: tf.stack([x, y], -1), "n 3", "n 3")
@@ -543,23 +508,10 @@ add("ReverseV2", lambda x: tf.reverse(x, [1]), "n n")
 add("ReverseV2", lambda x: tf.reverse(x, [-2]), "n 3")
 add("Reverse", lambda x: raw.Reverse(tensor=x, dims=[True, False]), "n 3")
 add("Reverse", lambda x: raw.Reverse(tensor=x, dims=[False, True]), "n 3")
+add("ReverseSequence", lambda x, i: tf.reverse_sequence(x, i, seq_axis=1, batch_axis=0), "n 4 2", given("n", "lengths"))
+add("ReverseSequence", lambda x, i: tf.reverse_sequence(x, i, seq_axis=0, batch_axis=1), "4 n", given("n", "lengths"))
 add(
-    "ReverseSequence",
-    lambda x, i: tf.reverse_sequence(x, i, seq_axis=1, batch_axis=0),
-    "n 4 2",
-    given("n", "lengths"),
-)
-add(
-    "ReverseSequence",
-    lambda x, i: tf.reverse_sequence(x, i, seq_axis=0, batch_axis=1),
-    "4 n",
-    given("n", "lengths"),
-)
-add(
-    "ReverseSequence",
-    lambda x, i: tf.reverse_sequence(x, i % 2 + 1, seq_axis=0, batch_axis=1),
-    "n 4",
-    given("4", "i2"),
+    "ReverseSequence", lambda x, i: tf.reverse_sequence(x, i % 2 + 1, seq_axis=0, batch_axis=1), "n 4", given("4", "i2")
 )
 add("Roll", lambda x: tf.roll(x, 1, 0), "n n")
 add("Roll", lambda x: tf.roll(x, 2, 1), "n n")
@@ -687,20 +639,10 @@ add("GatherV2", lambda x, rows: tf.gather(x, np.arange(rows)[::-1]), "n 3", size
 add("GatherNd", lambda x, i: tf.gather_nd(x, i), "3 3", given("n 2", "i2"))
 add("GatherNd", lambda x, i: tf.gather_nd(x, i), "n 3", given("n 1", "row"))
 add("GatherNd", lambda x, i: tf.gather_nd(x, i, batch_dims=1), "n 3", given("n 1", "i2"))
-add(
-    "GatherNd",
-    lambda x, i: tf.gather_nd(x, tf.stack([tf.range(tf.shape(i)[0]), i], 1)),
-    "n 3",
-    given("n", "i2"),
-)
+add("GatherNd", lambda x, i: tf.gather_nd(x, tf.stack([tf.range(tf.shape(i)[0]), i], 1)), "n 3", given("n", "i2"))
 add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [3, 2]), given("n 1", "i2"), "n 2")
 add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [tf.shape(v)[0], 2]), given("n 1", "row"), "n 2")
-add(
-    "ScatterNd",
-    lambda i, v: tf.scatter_nd(i, v, [tf.shape(v)[0], 2]),
-    given("n 1", "row"),
-    given("n 2", "int"),
-)
+add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [tf.shape(v)[0], 2]), given("n 1", "row"), given("n 2", "int"))
 add(
     "ScatterNdNonAliasingAdd",
     lambda x, i, v: raw.ScatterNdNonAliasingAdd(input=x, indices=i, updates=v),
@@ -718,22 +660,12 @@ add(
     given("n 1", "permutation"),
     "n 2",
 )
-add(
-    "TensorScatterUpdate",
-    lambda x, v: raw.TensorScatterUpdate(tensor=x, indices=[[0], [1]], updates=v),
-    "n 2",
-    "2 2",
-)
+add("TensorScatterUpdate", lambda x, v: raw.TensorScatterUpdate(tensor=x, indices=[[0], [1]], updates=v), "n 2", "2 2")
 for _op in ("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd"):
     add_raw(_op, ["distinct", "segments"], "data segment_ids", ("n 2", "n"))
 for _op in ("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"):
     add_raw(_op, ["distinct", "i2"], "data segment_ids", ("n 2", "n"), num_segments=3)
-add(
-    "UnsortedSegmentSum",
-    lambda x, i: tf.math.unsorted_segment_sum(x, i, tf.shape(x)[0]),
-    "n 2",
-    given("n", "row"),
-)
+add("UnsortedSegmentSum", lambda x, i: tf.math.unsorted_segment_sum(x, i, tf.shape(x)[0]), "n 2", given("n", "row"))
 add("UnsortedSegmentSum", lambda x, i: tf.math.unsorted_segment_sum(x, i, 3), "n 2", given("n 2", "i2"))
 add("unsorted_segment_mean", lambda x, i: tf.math.unsorted_segment_mean(x, i, 3), "n 2", given("n", "i2"))
 for _op in ("Sum", "Mean", "SqrtN"):
@@ -747,10 +679,7 @@ for _op in ("Sum", "Mean", "SqrtN"):
     )
 add("DynamicPartition", lambda x, i: tf.dynamic_partition(x, i, 2), "n 2", given("n", "i1"))
 add(
-    "DynamicStitch",
-    lambda i, x: raw.DynamicStitch(indices=[i, i], data=[x, 2.0 * x]),
-    given("n", "permutation"),
-    "n 2",
+    "DynamicStitch", lambda i, x: raw.DynamicStitch(indices=[i, i], data=[x, 2.0 * x]), given("n", "permutation"), "n 2"
 )
 add(
     "ParallelDynamicStitch",
@@ -788,12 +717,7 @@ add("ResourceGather", lambda v, i: v.sparse_read(i), variable("3 2"), given("n 2
 add("ResourceGather", lambda v: v.sparse_read(tf.range(3)), variable("3 2"))
 add("ResourceGatherNd", lambda v, i: v.gather_nd(i), variable("3 2"), given("n 2", "i1"))
 add("ReadVariableOp", lambda v, x: v.read_value() * x, variable("3"), "n 3")
-add(
-    "VariableShape",
-    lambda v, x: x + tf.cast(raw.VariableShape(input=v.handle), x.dtype),
-    variable("3"),
-    "n 1",
-)
+add("VariableShape", lambda v, x: x + tf.cast(raw.VariableShape(input=v.handle), x.dtype), variable("3"), "n 1")
 add("VarIsInitializedOp", lambda v: raw.VarIsInitializedOp(resource=v.handle), variable("3"))
 add("embedding_lookup", lambda x, i: tf.nn.embedding_lookup(x, i), "3 2", given("n 2", "i2"))
 
@@ -846,16 +770,9 @@ add("tensordot", lambda x, y: tf.tensordot(x, y, [[0], [0]]), "n 2", "n 3")
 add("matvec", lambda x, y: tf.linalg.matvec(x, y), "n 3", "3")
 add("matvec", lambda x, y: tf.linalg.matvec(x, y), "n 2 3", "n 3")
 add("SparseMatMul", lambda x, y: raw.SparseMatMul(a=x, b=y), given("n 3", "f4"), given("3 2", "f4"))
-add(
-    "SparseMatMul",
-    lambda x, y: raw.SparseMatMul(a=x, b=y, transpose_a=True),
-    given("n 3", "f4"),
-    given("n 2", "f4"),
-)
+add("SparseMatMul", lambda x, y: raw.SparseMatMul(a=x, b=y, transpose_a=True), given("n 3", "f4"), given("n 2", "f4"))
 add("pairwise distances", lambda x: tf.reduce_sum((x[:, None] - x[None]) ** 2, -1), "n 3")
-add(
-    "attention", lambda q, k: tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)), k), "n 2 3", "n 4 3"
-)
+add("attention", lambda q, k: tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)), k), "n 2 3", "n 4 3")
 for _op, _kind in (
     ("Cholesky", "spd"),
     ("MatrixDeterminant", "square"),
@@ -875,24 +792,9 @@ add(
     given("3 3", "triangular"),
     "n 3 2",
 )
-add(
-    "MatrixSolveLs",
-    lambda a, b: raw.MatrixSolveLs(matrix=a, rhs=b, l2_regularizer=np.float64(0.1)),
-    "n 4 2",
-    "n 4 1",
-)
-add(
-    "MatrixSolveLs",
-    lambda a, b: raw.MatrixSolveLs(matrix=a, rhs=b, l2_regularizer=np.float64(0.1)),
-    "n 2",
-    "n 1",
-)
-add(
-    "BandedTriangularSolve",
-    lambda a, b: raw.BandedTriangularSolve(matrix=a, rhs=b),
-    given("n 2 3", "above1"),
-    "n 3 2",
-)
+add("MatrixSolveLs", lambda a, b: raw.MatrixSolveLs(matrix=a, rhs=b, l2_regularizer=np.float64(0.1)), "n 4 2", "n 4 1")
+add("MatrixSolveLs", lambda a, b: raw.MatrixSolveLs(matrix=a, rhs=b, l2_regularizer=np.float64(0.1)), "n 2", "n 1")
+add("BandedTriangularSolve", lambda a, b: raw.BandedTriangularSolve(matrix=a, rhs=b), given("n 2 3", "above1"), "n 3 2")
 add(
     "TridiagonalSolve",
     lambda a, b: raw.TridiagonalSolve(diagonals=a + np.array([[0], [3], [0]]), rhs=b),
@@ -907,14 +809,10 @@ add(
     "n 1 4",
     "n 4 2",
 )
-add(
-    "SelfAdjointEigV2", lambda x: tf.linalg.eigvalsh(x + tf.linalg.matrix_transpose(x)), given("n 3 3", "spd")
-)
+add("SelfAdjointEigV2", lambda x: tf.linalg.eigvalsh(x + tf.linalg.matrix_transpose(x)), given("n 3 3", "spd"))
 add("SelfAdjointEigV2", lambda x: tf.linalg.eigvalsh(x + tf.transpose(x)), given("n n", "spd"))
 add(
-    "Eig",
-    lambda x: tf.math.real(tf.reduce_sum(tf.linalg.eigvals(tf.matmul(x, x, transpose_b=True)) ** 2, -1)),
-    "n 3 3",
+    "Eig", lambda x: tf.math.real(tf.reduce_sum(tf.linalg.eigvals(tf.matmul(x, x, transpose_b=True)) ** 2, -1)), "n 3 3"
 )
 add("Svd", lambda x: tf.linalg.svd(x, compute_uv=False), "n 3 2")
 add("Svd", lambda x: tf.linalg.svd(x, compute_uv=False), "n 2")
@@ -977,19 +875,8 @@ add(
     "n 4 4 4",
 )
 add("conv1d", lambda x, w: tf.nn.conv1d(x, w, 1, "SAME"), "n 4 2", "2 2 3")
-add(
-    "separable conv",
-    lambda x, w, v: tf.nn.separable_conv2d(x, w, v, _1, "SAME"),
-    "n 3 3 2",
-    "2 2 2 1",
-    "1 1 2 3",
-)
-add(
-    "Conv3D",
-    lambda x, w: raw.Conv3D(input=x, filter=w, strides=[1] * 5, padding="SAME"),
-    "n 2 3 2 1",
-    "2 2 2 1 2",
-)
+add("separable conv", lambda x, w, v: tf.nn.separable_conv2d(x, w, v, _1, "SAME"), "n 3 3 2", "2 2 2 1", "1 1 2 3")
+add("Conv3D", lambda x, w: raw.Conv3D(input=x, filter=w, strides=[1] * 5, padding="SAME"), "n 2 3 2 1", "2 2 2 1 2")
 add(
     "Conv3DBackpropInputV2",
     lambda x, w: raw.Conv3DBackpropInputV2(
@@ -1021,21 +908,9 @@ add(
     ),
     "n 2 2 2",
 )
-add(
-    "MaxPool",
-    lambda x: raw.MaxPool(input=x, ksize=_2, strides=_2, padding="SAME"),
-    given("n 3 3 2", "distinct"),
-)
-add(
-    "MaxPool",
-    lambda x: raw.MaxPool(input=x, ksize=_2, strides=_2, padding="SAME"),
-    given("2 n 3 2", "distinct"),
-)
-add(
-    "MaxPoolV2",
-    lambda x: raw.MaxPoolV2(input=x, ksize=_2, strides=_2, padding="SAME"),
-    given("n 3 3 2", "distinct"),
-)
+add("MaxPool", lambda x: raw.MaxPool(input=x, ksize=_2, strides=_2, padding="SAME"), given("n 3 3 2", "distinct"))
+add("MaxPool", lambda x: raw.MaxPool(input=x, ksize=_2, strides=_2, padding="SAME"), given("2 n 3 2", "distinct"))
+add("MaxPoolV2", lambda x: raw.MaxPoolV2(input=x, ksize=_2, strides=_2, padding="SAME"), given("n 3 3 2", "distinct"))
 add(
     "MaxPoolWithArgmax",
     lambda x: raw.MaxPoolWithArgmax(input=x, ksize=_2, strides=_2, padding="SAME")[0],
@@ -1043,9 +918,7 @@ add(
 )
 add(
     "MaxPoolWithArgmax",
-    lambda x: raw.MaxPoolWithArgmax(
-        input=x, ksize=_2, strides=_2, padding="SAME", include_batch_in_index=True
-    )[1],
+    lambda x: raw.MaxPoolWithArgmax(input=x, ksize=_2, strides=_2, padding="SAME", include_batch_in_index=True)[1],
     given("n 3 3 2", "distinct"),
     differentiable=False,
 )
@@ -1064,9 +937,7 @@ add(
 )
 add(
     "MaxPoolGradGrad",
-    lambda x, g: raw.MaxPoolGradGrad(
-        orig_input=x, orig_output=raw.MaxPool(input=x, **_pool), grad=g, **_pool
-    ),
+    lambda x, g: raw.MaxPoolGradGrad(orig_input=x, orig_output=raw.MaxPool(input=x, **_pool), grad=g, **_pool),
     given("n 4 4 2", "distinct"),
     "n 4 4 2",
 )
@@ -1080,32 +951,30 @@ add(
 add("MaxPool3D", lambda x: raw.MaxPool3D(input=x, **_pool3), given("n 2 4 2 1", "distinct4"))
 add(
     "MaxPool3DGrad",
-    lambda x, g: raw.MaxPool3DGrad(
-        orig_input=x, orig_output=raw.MaxPool3D(input=x, **_pool3), grad=g, **_pool3
-    ),
+    lambda x, g: raw.MaxPool3DGrad(orig_input=x, orig_output=raw.MaxPool3D(input=x, **_pool3), grad=g, **_pool3),
     given("n 2 4 2 1", "distinct4"),
     given("n 1 2 1 1", "f4"),
 )
 add(
     "FractionalAvgPool",
-    lambda x: raw.FractionalAvgPool(
-        value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5
-    )[0],
+    lambda x: raw.FractionalAvgPool(value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5)[
+        0
+    ],
     given("2 5 5 1", "f4"),
 )
 add(
     "FractionalAvgPool",
-    lambda x: raw.FractionalAvgPool(
-        value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5
-    )[0],
+    lambda x: raw.FractionalAvgPool(value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5)[
+        0
+    ],
     given("n 5 5 1", "f4"),
     differentiable=False,
 )
 add(
     "FractionalMaxPool",
-    lambda x: raw.FractionalMaxPool(
-        value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5
-    )[0],
+    lambda x: raw.FractionalMaxPool(value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], deterministic=True, seed=3, seed2=5)[
+        0
+    ],
     given("n 5 5 1", "distinct4"),
 )
 add(
@@ -1120,26 +989,14 @@ add(
 )
 add("LRN", lambda x: raw.LRN(input=x, depth_radius=1), given("n 2 2 3", "f4"))
 _all = [given("n 2 2 3", "f4"), given("3", "positive4"), given("3", "f4")]
-add(
-    "FusedBatchNorm",
-    lambda x, s, o: raw.FusedBatchNorm(x=x, scale=s, offset=o, mean=[], variance=[])[:3],
-    *_all,
-)
-add(
-    "FusedBatchNormV2",
-    lambda x, s, o: raw.FusedBatchNormV2(x=x, scale=s, offset=o, mean=[], variance=[])[:3],
-    *_all,
-)
+add("FusedBatchNorm", lambda x, s, o: raw.FusedBatchNorm(x=x, scale=s, offset=o, mean=[], variance=[])[:3], *_all)
+add("FusedBatchNormV2", lambda x, s, o: raw.FusedBatchNormV2(x=x, scale=s, offset=o, mean=[], variance=[])[:3], *_all)
+add("FusedBatchNormV3", lambda x, s, o: raw.FusedBatchNormV3(x=x, scale=s, offset=o, mean=[], variance=[])[:3], *_all)
 add(
     "FusedBatchNormV3",
-    lambda x, s, o: raw.FusedBatchNormV3(x=x, scale=s, offset=o, mean=[], variance=[])[:3],
-    *_all,
-)
-add(
-    "FusedBatchNormV3",
-    lambda x, s, o: raw.FusedBatchNormV3(
-        x=x, scale=s, offset=o, mean=[0.1] * 3, variance=[0.7] * 3, is_training=False
-    )[0],
+    lambda x, s, o: raw.FusedBatchNormV3(x=x, scale=s, offset=o, mean=[0.1] * 3, variance=[0.7] * 3, is_training=False)[
+        0
+    ],
     *_all,
 )
 _more = [given("n 2 2 3", "f4"), given("n 2 2 3", "f4"), given("3", "positive4")]
@@ -1160,12 +1017,7 @@ add(
 add(
     "FusedBatchNormGradV3",
     lambda g, x, s: raw.FusedBatchNormGradV3(
-        y_backprop=g,
-        x=x,
-        scale=s,
-        reserve_space_1=[0.1] * 3,
-        reserve_space_2=[0.7] * 3,
-        reserve_space_3=[0.0],
+        y_backprop=g, x=x, scale=s, reserve_space_1=[0.1] * 3, reserve_space_2=[0.7] * 3, reserve_space_3=[0.0]
     )[:3],
     *_more,
 )
@@ -1194,10 +1046,7 @@ add(
 add(
     "ImageProjectiveTransformV2",
     lambda x, t: raw.ImageProjectiveTransformV2(
-        images=x,
-        transforms=t * 0.1 + [[1.0, 0, 0, 0, 1, 0, 0, 0]],
-        output_shape=[3, 3],
-        interpolation="BILINEAR",
+        images=x, transforms=t * 0.1 + [[1.0, 0, 0, 0, 1, 0, 0, 0]], output_shape=[3, 3], interpolation="BILINEAR"
     ),
     given("n 3 3 1", "f4"),
     given("n 8", "f4"),
@@ -1276,19 +1125,14 @@ add(
 )
 add(
     "CTCGreedyDecoder",
-    lambda x: raw.CTCGreedyDecoder(
-        inputs=tf.transpose(x, [1, 0, 2]), sequence_length=tf.fill([tf.shape(x)[0]], 4)
-    )[1:],
+    lambda x: raw.CTCGreedyDecoder(inputs=tf.transpose(x, [1, 0, 2]), sequence_length=tf.fill([tf.shape(x)[0]], 4))[1:],
     "n 4 3",
     differentiable=False,
 )
 add(
     "CTCBeamSearchDecoder",
     lambda x: raw.CTCBeamSearchDecoder(
-        inputs=tf.transpose(x, [1, 0, 2]),
-        sequence_length=tf.fill([tf.shape(x)[0]], 4),
-        beam_width=3,
-        top_paths=1,
+        inputs=tf.transpose(x, [1, 0, 2]), sequence_length=tf.fill([tf.shape(x)[0]], 4), beam_width=3, top_paths=1
     )[3],
     "n 4 3",
     differentiable=False,
@@ -1368,9 +1212,7 @@ add(
     ),
     *_iv,
 )
-add(
-    "SparseConcat", lambda i, v: tf.sparse.to_dense(tf.sparse.concat(1, [_sparse(i, v), _sparse(i, v)])), *_iv
-)
+add("SparseConcat", lambda i, v: tf.sparse.to_dense(tf.sparse.concat(1, [_sparse(i, v), _sparse(i, v)])), *_iv)
 add(
     "SparseConcat",
     lambda i, v: tf.sparse.to_dense(tf.sparse.concat(0, [_sparse(i, v), _sparse(i, v)])),
@@ -1387,11 +1229,7 @@ for _op in ("Add", "Mul", "Div"):
         given("n 3", "positive"),
         differentiable=_op != "Add",
     )
-add(
-    "SparseFillEmptyRows",
-    lambda i, v: tf.sparse.fill_empty_rows(_sparse(i, v), np.float64(0.5))[0].values,
-    *_iv,
-)
+add("SparseFillEmptyRows", lambda i, v: tf.sparse.fill_empty_rows(_sparse(i, v), np.float64(0.5))[0].values, *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 1), *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 0), *_iv)
 add("SparseReorder", lambda i, v: tf.sparse.to_dense(tf.sparse.reorder(_sparse(i, v))), *_iv)
@@ -1420,12 +1258,7 @@ add(
     "n 2",
 )
 add("SparseToDense", lambda i, v: tf.sparse.to_dense(_sparse(i, v)), *_iv)
-add(
-    "DenseToDenseSetOperation",
-    lambda x, y: tf.sets.union(x, y).values,
-    given("n 2", "i2"),
-    given("n 3", "i2"),
-)
+add("DenseToDenseSetOperation", lambda x, y: tf.sets.union(x, y).values, given("n 2", "i2"), given("n 3", "i2"))
 add(
     "DenseToSparseSetOperation",
     lambda x, i, v: tf.sets.intersection(x, _sparse(i, tf.cast(v, tf.int32))).values,
@@ -1482,13 +1315,7 @@ add(
     differentiable=False,
 )
 add("SparseMatrixMatMul", lambda x, y: csr.sparse_matrix_mat_mul(_csr(x), y), "4 3", "3 2")
-add(
-    "SparseMatrixMatMul",
-    lambda x, y: csr.sparse_matrix_mat_mul(_csr(x), y),
-    "n 3",
-    "3 2",
-    differentiable=False,
-)
+add("SparseMatrixMatMul", lambda x, y: csr.sparse_matrix_mat_mul(_csr(x), y), "n 3", "3 2", differentiable=False)
 add("SparseMatrixNNZ", lambda x: csr.sparse_matrix_nnz(_csr(x)), "n 3")
 add(
     "SparseMatrixSparseMatMul",
@@ -1622,14 +1449,10 @@ def _pushed(x):
     """A list that grows by rows, and what is left when the last is gone."""
     rows = raw.TensorListFromTensor(tensor=x, element_shape=tf.constant([3]))
     rows = raw.TensorListPushBack(input_handle=rows, tensor=2.0 * x[0])
-    rows, last = raw.TensorListPopBack(
-        input_handle=rows, element_shape=tf.constant([3]), element_dtype=x.dtype
-    )
+    rows, last = raw.TensorListPopBack(input_handle=rows, element_shape=tf.constant([3]), element_dtype=x.dtype)
     rows = raw.TensorListResize(input_handle=rows, size=raw.TensorListLength(input_handle=rows) + 0)
     shape = raw.TensorListElementShape(input_handle=rows, shape_type=tf.int32)
-    stacked = raw.TensorListStack(
-        input_handle=rows, element_shape=shape, element_dtype=x.dtype, num_elements=-1
-    )
+    stacked = raw.TensorListStack(input_handle=rows, element_shape=shape, element_dtype=x.dtype, num_elements=-1)
     return stacked, last
 
 
@@ -1641,9 +1464,7 @@ def _scattered(x):
     two = raw.TensorListScatter(tensor=x, indices=order, element_shape=shape)
     both = raw.TensorListConcatLists(input_a=one, input_b=two, element_dtype=x.dtype)
     return (
-        raw.TensorListGather(
-            input_handle=both, indices=order + 1, element_shape=shape, element_dtype=x.dtype
-        ),
+        raw.TensorListGather(input_handle=both, indices=order + 1, element_shape=shape, element_dtype=x.dtype),
         raw.TensorListStack(input_handle=both, element_shape=shape, element_dtype=x.dtype, num_elements=-1),
     )
 
@@ -1652,9 +1473,7 @@ def _lists(x):
     """A list for each row, and what was pushed onto it."""
     empty = raw.EmptyTensorList(element_shape=tf.constant([3]), max_num_elements=-1, element_dtype=x.dtype)
     lists = raw.TensorListPushBackBatch(input_handles=tf.fill([tf.shape(x)[0]], empty), tensor=x)
-    first = raw.TensorListPopBack(
-        input_handle=lists[0], element_shape=tf.constant([3]), element_dtype=x.dtype
-    )
+    first = raw.TensorListPopBack(input_handle=lists[0], element_shape=tf.constant([3]), element_dtype=x.dtype)
     return first[1]
 
 
@@ -1716,12 +1535,7 @@ add("map_fn", lambda x, w: tf.map_fn(lambda r: tf.tensordot(r, w, 1), x), "n 3",
 add("scan", lambda x: tf.scan(lambda a, r: 0.5 * a + r * r, x), "n 3")
 add("foldl", lambda x: tf.foldl(lambda a, r: 0.5 * a + r, x), "n 3")
 add("vectorized_map", lambda x: tf.vectorized_map(lambda r: r * tf.reduce_sum(r), x), "n 3")
-add(
-    "vectorized_map",
-    lambda x, y: tf.vectorized_map(lambda p: tf.tensordot(p[0], p[1], 1), (x, y)),
-    "n 3",
-    "n 3",
-)
+add("vectorized_map", lambda x, y: tf.vectorized_map(lambda p: tf.tensordot(p[0], p[1], 1), (x, y)), "n 3", "n 3")
 add("tf.TensorArray", _array, "n 3")
 add("TensorListPushBack", _pushed, "n 3")
 add("TensorListScatter", _scattered, "n 3")
@@ -1790,10 +1604,7 @@ _without(
     "ScatterNdSub "
     "ScatterNdUpdate",
 )
-_without(
-    "of TensorFlow 1's control flow, which a function has not",
-    "Enter Exit LoopCond Merge NextIteration Switch",
-)
+_without("of TensorFlow 1's control flow, which a function has not", "Enter Exit LoopCond Merge NextIteration Switch")
 _without(
     "of TensorFlow 1's stacks, queues, readers and sessions",
     "DeleteSessionTensor FixedLengthRecordReader GetSessionHandle GetSessionHandleV2 GetSessionTensor "

@@ -77,9 +77,7 @@ def data(rows=61, features=12, classes=5, seed=0):
 def mlp(optimizer=None, **compile_arguments):
     """A built Sequential classifier: 12 features, 5 classes, logits."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [keras.Input((12,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(5)]
-    )
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(5)])
     compile_arguments.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     compile_arguments.setdefault("metrics", ["accuracy"])
     model.compile(optimizer=optimizer or keras.optimizers.Adam(0.01), **compile_arguments)

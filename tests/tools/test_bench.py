@@ -277,9 +277,7 @@ def test_all_reduce(tmp_path):
         if row["side"] != "memcpy":
             towers, size, seconds = row["case"]["towers"], row["case"]["size_bytes"], row["value"]["median"]
             assert row["more"]["algbw_gb_s"] == pytest.approx(size / seconds / 1e9)
-            assert row["more"]["busbw_gb_s"] == pytest.approx(
-                size / seconds / 1e9 * 2 * (towers - 1) / towers
-            )
+            assert row["more"]["busbw_gb_s"] == pytest.approx(size / seconds / 1e9 * 2 * (towers - 1) / towers)
         assert set(row["ratios"]) == {"memcpy", "ncclsync"} - {row["side"]}
     assert all(word in table for word in ("algbw", "busbw", "#wrong", "4 KiB"))
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")

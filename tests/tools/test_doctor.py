@@ -269,8 +269,7 @@ def test_real_nccl_tells_its_cuda():
 
 
 @pytest.mark.parametrize(
-    ("number", "nccl", "cudnn"),
-    [(23203, "2.32.3", "23.2.3"), (2408, "2.4.8", "2.4.8"), (91002, "9.10.2", "9.10.2")],
+    ("number", "nccl", "cudnn"), [(23203, "2.32.3", "23.2.3"), (2408, "2.4.8", "2.4.8"), (91002, "9.10.2", "9.10.2")]
 )
 def test_numbers_of_versions(number, nccl, cudnn):
     """The libraries' own codes, old and new."""
@@ -282,9 +281,7 @@ def test_crash_keeps_what_was_known(monkeypatch, tmp_path):
     """A probe that dies has told what it knew, by which signal it died, and its last words."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "tensorflow.py").write_text("__version__ = '2.21.0'")
-    (tmp_path / "keras.py").write_text(
-        "import os, sys; print('last words', flush=True); os.kill(os.getpid(), 11)"
-    )
+    (tmp_path / "keras.py").write_text("import os, sys; print('last words', flush=True); os.kill(os.getpid(), 11)")
     answer = probes.ask("frameworks", 30, dict(os.environ))
     assert (answer.ended, answer.how, answer.stage) == ("crash", "killed by SIGSEGV", "importing Keras")
     assert answer.facts["tensorflow"] == "2.21.0"

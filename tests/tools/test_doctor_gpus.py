@@ -36,12 +36,7 @@ ROWS = {
         "differ in version",
         "Restart",
     ),
-    "NVML's other errors": (
-        changed(CPU, "driver", error="Unknown"),
-        "warning nvml-error",
-        "Unknown",
-        "nvidia-smi",
-    ),
+    "NVML's other errors": (changed(CPU, "driver", error="Unknown"), "warning nvml-error", "Unknown", "nvidia-smi"),
     "hidden GPUs": (
         given(unseen(), CUDA_VISIBLE_DEVICES=""),
         "warning gpus-hidden",
@@ -160,12 +155,7 @@ ROWS = {
             ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         )
     },
-    "one OpenMP thread": (
-        given(CPU, OMP_NUM_THREADS="1"),
-        "warning variable-OMP_NUM_THREADS",
-        "one of 16",
-        "=16",
-    ),
+    "one OpenMP thread": (given(CPU, OMP_NUM_THREADS="1"), "warning variable-OMP_NUM_THREADS", "one of 16", "=16"),
     "too many OpenMP threads": (
         given(CPU, OMP_NUM_THREADS="99"),
         "warning variable-OMP_NUM_THREADS",
@@ -178,12 +168,7 @@ ROWS = {
         "Received: 'all'",
         "=16",
     ),
-    "legacy Keras": (
-        given(CPU, TF_USE_LEGACY_KERAS="1"),
-        "warning variable-TF_USE_LEGACY_KERAS",
-        "Keras 2",
-        "Unset",
-    ),
+    "legacy Keras": (given(CPU, TF_USE_LEGACY_KERAS="1"), "warning variable-TF_USE_LEGACY_KERAS", "Keras 2", "Unset"),
     "cluster": (
         given(CPU, TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}}'),
         "warning variable-TF_CONFIG",

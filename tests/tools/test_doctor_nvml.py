@@ -33,13 +33,7 @@ def read(monkeypatch):
 def test_no_gpu(read):
     """A driver without GPUs is an answer, not an error."""
     found = read("none")
-    assert (found.version, found.cuda, found.gpus, found.links, found.error) == (
-        "550.54.15",
-        "12.9",
-        (),
-        (),
-        None,
-    )
+    assert (found.version, found.cuda, found.gpus, found.links, found.error) == ("550.54.15", "12.9", (), (), None)
 
 
 def test_one_gpu(read):
@@ -105,11 +99,7 @@ def test_mig_and_lost(read):
 
 @pytest.mark.parametrize(
     ("host", "error"),
-    [
-        ("no library", "LibraryNotFound"),
-        ("not loaded", "DriverNotLoaded"),
-        ("mismatch", "LibRmVersionMismatch"),
-    ],
+    [("no library", "LibraryNotFound"), ("not loaded", "DriverNotLoaded"), ("mismatch", "LibRmVersionMismatch")],
 )
 def test_no_driver(read, host, error):
     """NVML's own name of what is wrong."""

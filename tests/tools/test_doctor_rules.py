@@ -64,18 +64,8 @@ ROWS = {
         "No module named 'jax'",
         "Set KERAS_BACKEND to tensorflow",
     ),
-    "Keras 2": (
-        changed(CPU, "frameworks", keras="2.15.0"),
-        "error keras-old",
-        "Received: 2.15.0",
-        "--upgrade",
-    ),
-    "Keras old": (
-        changed(CPU, "frameworks", keras="3.9.2"),
-        "warning keras-old",
-        "Received: 3.9.2",
-        "--upgrade",
-    ),
+    "Keras 2": (changed(CPU, "frameworks", keras="2.15.0"), "error keras-old", "Received: 2.15.0", "--upgrade"),
+    "Keras old": (changed(CPU, "frameworks", keras="3.9.2"), "warning keras-old", "Received: 3.9.2", "--upgrade"),
     "extension missing": (
         changed(broken(CPU, ncclsync_error=NO_EXTENSION), "libraries", nccl=Library(error=NO_EXTENSION)),
         "error extension-missing",
@@ -195,12 +185,7 @@ ROWS = {
     "wrong numbers": (failed("wrong"), "error all-reduce-wrong", "wrong numbers: why", "NCCL_P2P_DISABLE"),
     "hang": (failed("hang"), "error all-reduce-hang", "hangs: why", "NCCL_DEBUG=INFO"),
     "crash": (failed("crash"), "error all-reduce-crash", "ends its process: why", "NCCL_DEBUG=INFO"),
-    "NCCL fails": (
-        failed("raised", log=("NCCL WARN x",)),
-        "error all-reduce-raised",
-        "NCCL WARN x",
-        "NCCL_DEBUG=INFO",
-    ),
+    "NCCL fails": (failed("raised", log=("NCCL WARN x",)), "error all-reduce-raised", "NCCL WARN x", "NCCL_DEBUG=INFO"),
     "wrong numbers on the CPU": (failed("wrong", CPU), "error all-reduce-wrong", "the cpu backend", "again"),
 }
 
@@ -218,9 +203,7 @@ FINE = {
     "no GPU, NVML without a driver": changed(CPU, "driver", error="LibraryNotFound"),
     "no GPU, small /dev/shm": dataclasses.replace(CPU, shm_bytes=1, shm_free_bytes=1),
     "some GPUs chosen": given(
-        dataclasses.replace(
-            changed(GPUS, "frameworks", gpus=("GPU:0",)), choice=Choice("nccl", ("GPU:0",), "")
-        ),
+        dataclasses.replace(changed(GPUS, "frameworks", gpus=("GPU:0",)), choice=Choice("nccl", ("GPU:0",), "")),
         CUDA_VISIBLE_DEVICES="2",
     ),
     "harmless variables": given(
@@ -237,9 +220,7 @@ FINE = {
     "NCCL's variables without GPU": given(CPU, NCCL_P2P_DISABLE="1", NCCL_SOCKET_IFNAME="ib"),
     "access not known": changed(GPUS, "driver", links=links(None)),
     "TensorFlow's CUDA newer by a minor version": changed(
-        changed(GPUS, "frameworks", build_cuda="12.9.2"),
-        "libraries",
-        nccl=Library("2.32.3", "/nccl.so", "12.9"),
+        changed(GPUS, "frameworks", build_cuda="12.9.2"), "libraries", nccl=Library("2.32.3", "/nccl.so", "12.9")
     ),
 }
 

@@ -115,9 +115,7 @@ def test_published_bus_bandwidth(cluster, gpus, measured_gb_s):
 )
 def test_published_latency(name, gpus, measured_us):
     """Of 8 bytes, to 30%: launching the kernel is not counted."""
-    assert collective("all_reduce", 8, gpus, CLUSTERS[name]).seconds * 1e6 == pytest.approx(
-        measured_us, rel=0.3
-    )
+    assert collective("all_reduce", 8, gpus, CLUSTERS[name]).seconds * 1e6 == pytest.approx(measured_us, rel=0.3)
 
 
 # Samples per second of one P100 with batches of 64, and millions of parameters.
@@ -177,9 +175,7 @@ def test_published_imagenet_in_an_hour():
     assert low < 0.9 < many.efficiency / few.efficiency
 
 
-@pytest.mark.parametrize(
-    ("name", "samples_per_s"), [("Inception V3", 1131), ("ResNet-50", 1734), ("ResNet-152", 716)]
-)
+@pytest.mark.parametrize(("name", "samples_per_s"), [("Inception V3", 1131), ("ResNet-50", 1734), ("ResNet-152", 716)])
 def test_published_tensorflow(name, samples_per_s):
     """8 P100 of a DGX-1 by PCIe, 64 samples each: to 2%; see `P100` for the source."""
     found = predict(of_p100(name, 64), 8, 64, Cluster(Link(10e9, 2.5e-6)))
@@ -208,9 +204,7 @@ def test_break_even_batches_are_the_smallest():
         found = predict(MB, gpus, 32, CLUSTERS[name])
         at = predict(MB, gpus, found.good_batch, CLUSTERS[name])
         assert at.efficiency >= 0.9
-        assert (
-            found.good_batch == 1 or predict(MB, gpus, found.good_batch - 1, CLUSTERS[name]).efficiency < 0.9
-        )
+        assert found.good_batch == 1 or predict(MB, gpus, found.good_batch - 1, CLUSTERS[name]).efficiency < 0.9
         each = found.winning_batch // gpus
         assert step_seconds(MB, gpus, each, CLUSTERS[name]) < MB.compute.of(gpus * each)
         if each > 1:

@@ -54,27 +54,14 @@ def planned(tmp_path, monkeypatch, capsys):
 
 def test_a_model_is_measured_and_predicted(planned, tmp_path):
     """A row for one GPU and for each number of them; the gradients' bytes; all of it as JSON too."""
-    arguments = [
-        "--gpus",
-        "2,64",
-        "--link",
-        "pcie",
-        "--batch-size",
-        "8",
-        "--rounds",
-        "2",
-        "--json",
-        "out.json",
-    ]
+    arguments = ["--gpus", "2,64", "--link", "pcie", "--batch-size", "8", "--rounds", "2", "--json", "out.json"]
     code, out, err = planned("planned_models:build", *arguments)
     assert (code, "Traceback" in err) == (0, False), err
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["benchmark"] == "plan" and [row["side"] for row in found["rows"]] == ["1", "2", "64"]
     one, two, many = found["rows"]
     assert set(one["more"]["measured_s"]) == {"2", "4", "8"}
-    assert one["value"]["median"] == pytest.approx(
-        one["more"]["fixed_s"] + 8 * one["more"]["per_sample_s"], rel=1e-9
-    )
+    assert one["value"]["median"] == pytest.approx(one["more"]["fixed_s"] + 8 * one["more"]["per_sample_s"], rel=1e-9)
     gradients = 4 * (8 * 16 + 16 + 16 * 4 + 4)
     assert gradients < two["more"]["exchanged_bytes"] < gradients + 32  # and what the loss adds up
     assert two["more"]["buckets"] == len(one["more"]["stages"][0]["messages"]) == 1
@@ -105,19 +92,13 @@ def test_a_step_time_is_taken_instead(planned, tmp_path):
         (["planned_models:build", "--link", "token"], "Expected GB/s,µs, such as 370,1.9"),
         (["planned_models:build", "--link", "0,5"], "Expected GB/s,µs, such as 370,1.9"),
         (["planned_models:build", "--link", "9,nan"], "Expected GB/s,µs, such as 370,1.9"),
-        (
-            ["planned_models:build", "--link", "ib", "--between", "9,9"],
-            "Received: --link ib, one GPU per host",
-        ),
+        (["planned_models:build", "--link", "ib", "--between", "9,9"], "Received: --link ib, one GPU per host"),
         (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Received: one of them"),
         (["planned_models:build", "--between", "9"], "Expected GB/s,µs"),
         (["planned_models:build", "--gpus", "1"], "expected a whole number from 2, received '1'"),
         (["planned_models:build", "--gpus", "none"], "Expected --gpus to name at least one"),
         (["planned_models:build", "--step-ms", "8:0"], "expected a number above 0, received '0'"),
-        (
-            ["planned_models:build", "--step-ms", "8:2,8:3"],
-            "expected each batch size once, received '8:2,8:3'",
-        ),
+        (["planned_models:build", "--step-ms", "8:2,8:3"], "expected each batch size once, received '8:2,8:3'"),
         (["planned_models:build", "--compute-speedup", "-1"], "expected a number above 0, received '-1'"),
         (["planned_models:build", "--compute-speedup", "2", "--step-ms", "1"], "not allowed with"),
         ([], "the following arguments are required: factory"),
@@ -205,6 +186,4 @@ def test_what_is_said_of_a_prediction():
     assert "taken as proportional" in notes and "Some buckets gather rows" in notes
     assert "Some buckets travel in certain steps only" in notes
     slower = Found(32, {32: Spread.of([1.5e-3])}, "as said", stages, False)
-    assert "8 GPUs: only with overlap" in "\n".join(
-        result_of("m:f", "pcie", [8], CLUSTERS["pcie"], slower).notes
-    )
+    assert "8 GPUs: only with overlap" in "\n".join(result_of("m:f", "pcie", [8], CLUSTERS["pcie"], slower).notes)

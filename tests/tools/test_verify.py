@@ -397,11 +397,7 @@ WRONG = {
     ),
     "one tower": (lambda: verify(mlp, (X, Y), towers=1), ValueError, "towers to be at least 2. .*towers=1"),
     "one device": (lambda: check(mlp, devices=["CPU:0"]), ValueError, "towers to be at least 2"),
-    "half a tower": (
-        lambda: verify(mlp, (X, Y), towers=2.5),
-        TypeError,
-        "towers to be an int. Received: 2.5",
-    ),
+    "half a tower": (lambda: verify(mlp, (X, Y), towers=2.5), TypeError, "towers to be an int. Received: 2.5"),
     "no step": (lambda: verify(mlp, (X, Y), steps=0), ValueError, "steps to be at least 1"),
     "no rows": (lambda: verify(mlp, (X, Y), batch_size=0), ValueError, "batch_size to be at least 1"),
     "tolerance": (lambda: verify(mlp, (X, Y), tolerance=-1), ValueError, "tolerance to be None or a number"),
@@ -461,10 +457,7 @@ def recording(method, calls):
 
 def two_outputs():
     """Ids of unknown length, images and words in; a softmax and a sigmoid out."""
-    ids, image = (
-        keras.Input((None,), dtype="int32", name="ids"),
-        keras.Input((4, 4, 3), dtype="uint8", name="i"),
-    )
+    ids, image = (keras.Input((None,), dtype="int32", name="ids"), keras.Input((4, 4, 3), dtype="uint8", name="i"))
     word = keras.Input((1,), dtype="string", name="word")
     features = [
         layers.GlobalAveragePooling1D()(layers.Embedding(50, 4)(ids)),
@@ -492,9 +485,7 @@ def test_random_data():
     assert y.shape == (50,) and set(y) == set(range(5))
     (x,) = random_data(sequential(loss=None), 50, batch_size=7)
     assert x.shape == (50, 12)
-    report = verify(
-        two_outputs, random_data(two_outputs(), 30, batch_size=7), towers=2, steps=2, batch_size=7
-    )
+    report = verify(two_outputs, random_data(two_outputs(), 30, batch_size=7), towers=2, steps=2, batch_size=7)
     assert report.ok, report
 
 
@@ -591,9 +582,7 @@ def build():
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["json.py", "xml.py", "wave.py", "my-model.py", "v1.2.py", "plain.py", "é.py"]
-)
+@pytest.mark.parametrize("name", ["json.py", "xml.py", "wave.py", "my-model.py", "v1.2.py", "plain.py", "é.py"])
 def test_files_are_loaded_by_path(name, tmp_path, monkeypatch):
     """Whatever module has their name, imported or not; that one stays. Neighbours are found."""
     folder = tmp_path / "a.b"
@@ -623,9 +612,7 @@ def test_files_of_one_name(tmp_path, monkeypatch):
         for folder in ("one", "other"):
             (tmp_path / folder).mkdir()
             (tmp_path / folder / "twins.py").write_text(f"def build(): return {folder!r}")
-        found = [
-            factories.load(f"{tmp_path / folder / 'twins.py'}:build") for folder in ("one", "other", "one")
-        ]
+        found = [factories.load(f"{tmp_path / folder / 'twins.py'}:build") for folder in ("one", "other", "one")]
         assert [build() for build in found] == ["one", "other", "one"]
         assert found[0] is found[2]
         (tmp_path / "broken.py").write_text("raise RuntimeError('mine')")

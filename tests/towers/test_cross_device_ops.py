@@ -232,9 +232,7 @@ def reductions_that_are_no_all_reduce(route):
         np.testing.assert_array_equal(mean.values[2], [2.0, 3.0])
     with ncclsync.CrossDeviceOps() as alone:
         strategy = mirrored(alone, replicas=1)
-        (total,) = strategy.run(
-            lambda: tf.distribute.get_replica_context().all_reduce(SUM, [tf.constant([1.0, 2.0])])
-        )
+        (total,) = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce(SUM, [tf.constant([1.0, 2.0])]))
         np.testing.assert_array_equal(total, [1.0, 2.0])
 
 
@@ -249,9 +247,7 @@ def errors(route):
         (own,) = each(strategy, np.ones((REPLICAS, 2), "float32"))
         strategy.run(total, args=(own,))
         again = mirrored(strategy.extended._cross_device_ops, replicas=2)
-        with pytest.raises(
-            ValueError, match=r"Expected a CrossDeviceOps for each MirroredStrategy.*CPU:2, for"
-        ):
+        with pytest.raises(ValueError, match=r"Expected a CrossDeviceOps for each MirroredStrategy.*CPU:2, for"):
             again.run(total, args=(each(again, np.ones((2, 2), "float32"))[0],))
         count = len(reduced)
 
@@ -259,14 +255,10 @@ def errors(route):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             return total(tf.ones([2 if replica else 3]))
 
-        with pytest.raises(
-            ValueError, match=r"one shape and dtype on all replicas.*\(3,\) float32, \(2,\) fl"
-        ):
+        with pytest.raises(ValueError, match=r"one shape and dtype on all replicas.*\(3,\) float32, \(2,\) fl"):
             strategy.run(odd)
         strategy.extended._cross_device_ops.close()
-        with pytest.raises(
-            ncclsync.NcclSyncError, match=r"Expected an open CrossDeviceOps. Received: one th"
-        ):
+        with pytest.raises(ncclsync.NcclSyncError, match=r"Expected an open CrossDeviceOps. Received: one th"):
             strategy.run(total, args=(own,))
         assert len(reduced) == count
 
@@ -294,9 +286,7 @@ def programs_of_the_readme(route):
     from test_coming_from import PROGRAMS, assert_same, weights_after
 
     (fit, _), (loop, loop_on_towers), (_, fit_by_ours) = PROGRAMS["MirroredStrategy"]
-    plain = functools.partial(
-        tf.distribute.MirroredStrategy, cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    plain = functools.partial(tf.distribute.MirroredStrategy, cross_device_ops=tf.distribute.ReductionToOneDevice())
     with mock.patch.object(tf.distribute, "MirroredStrategy", plain):
         before = [weights_after(program) for program in (fit, loop)]
     after = [weights_after(program) for program in (fit_by_ours, loop_on_towers)]

@@ -14,18 +14,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers.drift import checksum, outliers
 
 X, Y = data(rows=60)
-DTYPES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int8",
-    "uint8",
-    "complex128",
-    "bool",
-)
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "bool")
 
 
 def flip(variable, element, bit):
@@ -78,9 +67,7 @@ def test_every_single_bit_counts(dtype):
 
 def test_order_counts():
     """Two elements that have changed places are not the same, nor are any two equal flips of a low bit."""
-    assert int(checksum(tf.constant([1.0, 2.0, 3.0, 4.0]))) != int(
-        checksum(tf.constant([3.0, 4.0, 1.0, 2.0]))
-    )
+    assert int(checksum(tf.constant([1.0, 2.0, 3.0, 4.0]))) != int(checksum(tf.constant([3.0, 4.0, 1.0, 2.0])))
     assert int(checksum(tf.constant([8, 9], tf.int64))) != int(checksum(tf.constant([9, 8], tf.int64)))
     assert int(checksum(tf.constant(["a", "b"]))) != int(checksum(tf.constant(["a", "c"])))
     assert int(checksum(tf.zeros([0]))) == 0

@@ -108,8 +108,7 @@ def test_called_under_a_strategy(strategy):
     with (
         strategy.scope(),
         pytest.raises(
-            ValueError,
-            match=r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy",
+            ValueError, match=r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy"
         ),
     ):
         nccl_parallel(towers=2)(plain_model)()
@@ -134,8 +133,7 @@ def test_model_made_under_a_strategy(strategy, under_scope):
             return mlp()
 
     with pytest.raises(
-        ValueError,
-        match=r"Expected a model made and compiled outside tf.distribute. Received: .*MirroredStrategy",
+        ValueError, match=r"Expected a model made and compiled outside tf.distribute. Received: .*MirroredStrategy"
     ):
         nccl_parallel(towers=2)(factory)()
 
@@ -155,24 +153,12 @@ def test_model_made_under_a_strategy(strategy, under_scope):
         ),
         (dict(devices="GPU:0"), TypeError, r"Expected devices to be a list of names .* Received: 'GPU:0'"),
         (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]"),
-        (
-            dict(towers=257),
-            ValueError,
-            "Expected towers to be at most 256, more than .* Received: towers=257",
-        ),
-        (
-            dict(towers=10**6),
-            ValueError,
-            r"Received: towers=1000000. A batch size belongs to fit\(batch_size",
-        ),
+        (dict(towers=257), ValueError, "Expected towers to be at most 256, more than .* Received: towers=257"),
+        (dict(towers=10**6), ValueError, r"Received: towers=1000000. A batch size belongs to fit\(batch_size"),
         (dict(devices=["CPU:0"] * 10**6), ValueError, "devices to name at most 256, .* Received: 1000000"),
         (dict(bucket_bytes=0), ValueError, r"Expected bucket_bytes to be a positive int. Received: 0"),
         (dict(bucket_bytes=1.5), ValueError, r"Expected bucket_bytes to be a positive int. Received: 1.5"),
-        (
-            dict(backend="mpi"),
-            ValueError,
-            r"Expected backend to be one of \('nccl', 'cpu'\) or None. Received: 'mpi'",
-        ),
+        (dict(backend="mpi"), ValueError, r"Expected backend to be one of \('nccl', 'cpu'\) or None. Received: 'mpi'"),
     ],
 )
 def test_bad_argument(arguments, error, message):
@@ -231,18 +217,14 @@ def test_within_a_function(trained):
 @pytest.mark.parametrize("name", ["TPU:0", "CPU:9", "GPU:77", "cuda:0", "", 0, None])
 def test_unknown_device(name):
     """The error names the device asked for and the devices that there are."""
-    with pytest.raises(
-        ValueError, match=rf"Expected each device to be one of \[.*'CPU:0'.*\]. Received: {name!r}"
-    ):
+    with pytest.raises(ValueError, match=rf"Expected each device to be one of \[.*'CPU:0'.*\]. Received: {name!r}"):
         nccl_parallel(devices=["CPU:0", name])(plain_model)()
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
     """A host with two GPUs, as far as asking TensorFlow for its devices tells."""
-    known = [
-        tf.config.LogicalDevice(f"/device:{name}", name.split(":")[0]) for name in ("CPU:0", "GPU:0", "GPU:1")
-    ]
+    known = [tf.config.LogicalDevice(f"/device:{name}", name.split(":")[0]) for name in ("CPU:0", "GPU:0", "GPU:1")]
     monkeypatch.setattr(
         tf.config,
         "list_logical_devices",
@@ -252,9 +234,7 @@ def two_gpus(monkeypatch):
 
 def test_more_towers_than_gpus(two_gpus):
     """On a GPU host a tower is a GPU: three towers on two GPUs are refused, not put on CPUs."""
-    with pytest.raises(
-        ValueError, match=r"Expected at most as many towers as there are GPUs, 2. Received: towers=3"
-    ):
+    with pytest.raises(ValueError, match=r"Expected at most as many towers as there are GPUs, 2. Received: towers=3"):
         nccl_parallel(towers=3)(plain_model)()
 
 
@@ -338,9 +318,7 @@ def join():
 def test_inputs_of_different_length_known_while_tracing():
     """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
     model = on_towers(join, 4)
-    words = (
-        r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
-    )
+    words = r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
     words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
     with pytest.raises(ValueError, match=words):
         model.fit(uneven(static=True), verbose=0)

@@ -66,10 +66,7 @@ def test_variables_and_lines_of_a_step():
         assert (row.role, row.bucket) == ("same", None)
     assert [row.role for name, row in rows.items() if "seed" in name] == ["seed"]
     lines = pathlib.Path(__file__).read_text(encoding="utf-8").splitlines()
-    for comment, what in (
-        ("# the update", f"gradients; {PARTS}"),
-        ("# the maximum", "other; all-reduce: max"),
-    ):
+    for comment, what in (("# the update", f"gradients; {PARTS}"), ("# the maximum", "other; all-reduce: max")):
         number = next(i for i, line in enumerate(lines, start=1) if line.endswith(comment))
         cuts = [cut for cut in found.cuts if cut.what == what]
         assert len(cuts) == 1
@@ -101,9 +98,7 @@ def test_buckets_of_gpus(py_ops):
     """Where gradients travel in buckets, small ones share one, and each has its own if it is full."""
     for bucket_bytes, buckets in ((1 << 20, 1), (64, 4)):
         rows = rows_of(on_towers(mlp, 2, bucket_bytes=bucket_bytes).towers.explain((X, Y)))
-        assert (
-            len({row.bucket for row in rows.values() if row.rule == PARTS and row.role == "same"}) == buckets
-        )
+        assert len({row.bucket for row in rows.values() if row.rule == PARTS and row.role == "same"}) == buckets
 
 
 def test_one_tower_and_a_loop():
@@ -117,9 +112,7 @@ def test_one_tower_and_a_loop():
             towers.explain()
         towers.run(lambda x: weight.assign_add(tf.reduce_mean(x, 0)), tf.ones([5, 2]))
         found = towers.explain()
-    assert [(row.name, row.rule) for row in found.variables] == [
-        ("weight:0", "all-reduce: mean over the samples")
-    ]
+    assert [(row.name, row.rule) for row in found.variables] == [("weight:0", "all-reduce: mean over the samples")]
     assert [shard.end for shard in found.shards] == [3, 5]
 
 

@@ -61,9 +61,7 @@ def every_call(model, named, other=None):
     slices = tf.data.Dataset.from_tensor_slices((x, Y)).batch(4)
     return {
         "fit": model.fit(x, Y, shuffle=False, validation_data=(x, Y), **options).history,
-        "fit weighted": model.fit(
-            x, Y, sample_weight=np.arange(26.0) / 26.0, shuffle=False, **options
-        ).history,
+        "fit weighted": model.fit(x, Y, sample_weight=np.arange(26.0) / 26.0, shuffle=False, **options).history,
         "fit tf.data": model.fit(slices, verbose=0).history,
         "fit generator": model.fit(generator(other, named), verbose=0).history,
         "train_on_batch": model.train_on_batch(x, Y),

@@ -71,9 +71,7 @@ def cnn():
 def embedding():
     """Sparse gradients, which are gathered."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [keras.Input((12,), dtype="int32"), keras.layers.Embedding(5, 4), keras.layers.Flatten()]
-    )
+    model = keras.Sequential([keras.Input((12,), dtype="int32"), keras.layers.Embedding(5, 4), keras.layers.Flatten()])
     model.add(keras.layers.Dense(5))
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -147,9 +145,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
     untouched = mlp()
     untouched.set_weights(model.get_weights())
     untouched.optimizer.build(untouched.trainable_variables)
-    for variable, value in zip(
-        untouched.optimizer.variables, arrays(model)[len(model.weights) :], strict=True
-    ):
+    for variable, value in zip(untouched.optimizer.variables, arrays(model)[len(model.weights) :], strict=True):
         variable.assign(value)
     assert_close([fit(model), arrays(model)], [fit(untouched), arrays(untouched)])
     assert_towers_agree(model)

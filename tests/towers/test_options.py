@@ -44,12 +44,8 @@ def test_type_checkers_see_every_option():
         body = ast.parse(inspect.getsource(cls)).body[0].body
         fields = [node for node in body if isinstance(node, ast.AnnAssign)]
         written |= {one.target.id: (ast.unparse(one.annotation), ast.unparse(one.value)) for one in fields}
-    functions = [
-        node for node in ast.parse(inspect.getsource(parallel)).body if isinstance(node, ast.FunctionDef)
-    ]
-    [overload] = [
-        one.args for one in functions if one.name == "nccl_parallel" and len(one.args.kwonlyargs) > 1
-    ]
+    functions = [node for node in ast.parse(inspect.getsource(parallel)).body if isinstance(node, ast.FunctionDef)]
+    [overload] = [one.args for one in functions if one.name == "nccl_parallel" and len(one.args.kwonlyargs) > 1]
     pairs = zip(overload.kwonlyargs, overload.kw_defaults, strict=True)
     assert {a.arg: (ast.unparse(a.annotation), ast.unparse(value)) for a, value in pairs} == written
 
@@ -57,9 +53,7 @@ def test_type_checkers_see_every_option():
 @pytest.mark.parametrize("taker", [nccl_parallel, ncclsync.Towers])
 def test_an_unknown_option_is_the_takers_error(taker):
     """As if it had listed them itself."""
-    with pytest.raises(
-        TypeError, match=rf"^{taker.__name__}\(\) got an unexpected keyword argument 'tower'$"
-    ):
+    with pytest.raises(TypeError, match=rf"^{taker.__name__}\(\) got an unexpected keyword argument 'tower'$"):
         taker(tower=2)
 
 

@@ -171,9 +171,7 @@ def test_evaluate_with_a_bad_label():
     model = on_towers(mlp, 4)
     with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99"):
         model.evaluate(X, BAD, batch_size=20, verbose=0)
-    assert_close(
-        model.evaluate(X, Y, batch_size=20, verbose=0), mlp().evaluate(X, Y, batch_size=20, verbose=0)
-    )
+    assert_close(model.evaluate(X, Y, batch_size=20, verbose=0), mlp().evaluate(X, Y, batch_size=20, verbose=0))
     assert_towers_agree(model)
 
 
@@ -287,9 +285,7 @@ class AccumulatesByHand(keras.Sequential):
         x, y = batch
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        for total, gradient in zip(
-            self.gradients, tape.gradient(loss, self.trainable_variables), strict=True
-        ):
+        for total, gradient in zip(self.gradients, tape.gradient(loss, self.trainable_variables), strict=True):
             total.assign_add(gradient / 2.0)
 
         def apply():
@@ -311,9 +307,7 @@ def test_gradients_accumulated_by_hand(towers):
         keras.utils.set_random_seed(1)
         model = AccumulatesByHand([keras.Input((12,)), keras.layers.Dense(5)])
         model.steps = tf.Variable(0, trainable=False)
-        model.compile(
-            keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        )
+        model.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
     alone, model = by_hand(), on_towers(by_hand, towers)

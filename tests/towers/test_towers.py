@@ -320,8 +320,6 @@ def test_role_that_a_later_step_shows():
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda one: one.__name__)
 def test_towers_stay_where_they_are(trained, duplicate):
     """A copy would share devices and variables with them: refused, with what to do instead."""
-    with pytest.raises(
-        TypeError, match=r"Expected towers to stay in .* Received: <Towers .* Pickle the model"
-    ):
+    with pytest.raises(TypeError, match=r"Expected towers to stay in .* Received: <Towers .* Pickle the model"):
         duplicate({"towers": trained.towers} if duplicate is not copy.copy else trained.towers)
     assert trained.towers.divergence() == 0.0

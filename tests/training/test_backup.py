@@ -40,12 +40,7 @@ class Count(keras.layers.Layer):
 def build(run_eagerly=False):
     """A model to which the order matters, with dropout."""
     keras.utils.set_random_seed(1)
-    layers = [
-        Count(),
-        keras.layers.Dense(8, activation="tanh"),
-        keras.layers.Dropout(0.5),
-        keras.layers.Dense(1),
-    ]
+    layers = [Count(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input([7]), *layers])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=run_eagerly)
     return model
@@ -76,9 +71,7 @@ class Die(keras.callbacks.Callback):
 def train(model, folder=None, batch_size=8, die=None, **options):
     """Two epochs of 8 batches, the last of 5 samples, with a backup every 3 batches."""
     source = Shuffled(X, Y, batch_size=batch_size, seed=4)
-    callbacks = (
-        [] if folder is None else [BackupAndRestore(folder, **{"save_freq": 3, "data": source, **options})]
-    )
+    callbacks = [] if folder is None else [BackupAndRestore(folder, **{"save_freq": 3, "data": source, **options})]
     model.fit(source, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks + ([die] if die else []))
     return model
 
@@ -184,17 +177,11 @@ def corrupt(path, how):
     "how",
     [
         *("truncated", "of another", "{", '{"epoch": 1}', "[]", "3", "[" * 100_000),
-        *(
-            f'^{{"epoch": [0-9]* -> {{"epoch": {value}'
-            for value in ("1e400", "NaN", "1.5", "-1", "true", '"1"')
-        ),
+        *(f'^{{"epoch": [0-9]* -> {{"epoch": {value}' for value in ("1e400", "NaN", "1.5", "-1", "true", '"1"')),
         *(f'^{{"epoch": [0-9]* -> {{"epoch": {value}' for value in (2**32, 10**30, 1)),
         *(f'"data": {{"epoch": [0-9]* -> "data": {{"epoch": {value}' for value in (1, 2**40)),
         *(f'"samples": [0-9]* -> "samples": {value}' for value in ("1e400", "62", "25")),
-        *(
-            f'"seeds": .*]] -> "seeds": {value}'
-            for value in ("3", "[3]", "[[1, 1e400]]", "[[1, 4294967296]]")
-        ),
+        *(f'"seeds": .*]] -> "seeds": {value}' for value in ("3", "[3]", "[[1, 1e400]]", "[[1, 4294967296]]")),
         *(f'"seeds": .*]] -> "seeds": {value}' for value in ("[[]]", "[[1]]", "[[1, 2]]", "[]")),
         '"digest": ".* -> "digest": "0"}',
     ],
@@ -253,9 +240,7 @@ def test_other_data_are_refused(folder):
             alone().fit(told, verbose=0, callbacks=[BackupAndRestore(folder / "new", data=told)], **wrong)
     for save_freq in (1, "epoch"):
         callback = BackupAndRestore(folder / "new", save_freq, data=told)
-        with pytest.raises(
-            NcclSyncError, match=r"train on the data of .* Received: Position\(epoch=0, samples=0"
-        ):
+        with pytest.raises(NcclSyncError, match=r"train on the data of .* Received: Position\(epoch=0, samples=0"):
             alone().fit(twin, verbose=0, callbacks=[callback])
     assert not (folder / "new").exists()
 

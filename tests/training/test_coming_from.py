@@ -33,9 +33,7 @@ def programs():
         for block in re.findall(r"^```diff\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
             lines = block.splitlines()
             assert all(line[:1] in ("-", "+", " ") for line in lines)
-            before, after = (
-                "\n".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ ")
-            )
+            before, after = ("\n".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
             found.setdefault(name, []).append((before, after))
     return found
 
@@ -45,9 +43,7 @@ PROGRAMS = programs()
 
 def build_model():
     keras.utils.set_random_seed(1)
-    return keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
-    )
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
 
 
 def weights_after(program):
@@ -122,9 +118,7 @@ def test_called_in_a_scope(strategy, eagerly):
     model = on_towers(mlp, 2)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=eagerly)
     before = model.get_weights()
-    words = (
-        r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy.*CrossDeviceOps"
-    )
+    words = r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy.*CrossDeviceOps"
     with strategy.scope(), Towers(2) as others:
         for call in (
             lambda: model.fit(X, Y, verbose=0),
@@ -164,9 +158,7 @@ def test_tape_of_horovods():
 
     x = tf.constant([1.0, 2.0, 6.0])
     with Towers(2) as pair:
-        with pytest.raises(
-            TypeError, match=r"Expected a tf.GradientTape as it is.*hvd.DistributedGradientTape"
-        ):
+        with pytest.raises(TypeError, match=r"Expected a tf.GradientTape as it is.*hvd.DistributedGradientTape"):
             pair.run(lambda x: step(lambda: horovods(tf.GradientTape), x), x)
         assert float(pair.run(lambda x: step(tf.GradientTape, x), x)) == 3.0
 
@@ -175,9 +167,7 @@ def test_tape_of_horovods():
 def test_several_processes(monkeypatch, name):
     """Each would take all devices; one process, or devices by name, are taken."""
     monkeypatch.setenv(name, "4")
-    with pytest.raises(
-        NcclSyncError, match=rf"Expected one process, .* Received: {name}=4. .*devices=\['GPU:0'"
-    ):
+    with pytest.raises(NcclSyncError, match=rf"Expected one process, .* Received: {name}=4. .*devices=\['GPU:0'"):
         Towers(2)
     with Towers(["CPU:0", "CPU:0"]) as named:
         assert len(named) == 2
@@ -189,9 +179,7 @@ def test_batch_size_of_one_process():
     """A stateful RNN has a state for each sample of the global batch; a process' share of it does not fit."""
 
     def build():
-        model = keras.Sequential(
-            [keras.Input((3, 2), batch_size=4), keras.layers.SimpleRNN(2, stateful=True)]
-        )
+        model = keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.SimpleRNN(2, stateful=True)])
         model.compile("sgd", "mse")
         return model
 
@@ -211,31 +199,11 @@ def test_batch_size_of_one_process():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (
-            lambda: nccl_parallel(mlp()),
-            TypeError,
-            r"Received: <Sequential .*as multi_gpu_model takes it: nccl_",
-        ),
-        (
-            lambda: nccl_parallel(towers=[0, 1]),
-            TypeError,
-            r"Received: \[0, 1\] .*To choose devices, use devices=",
-        ),
-        (
-            lambda: nccl_parallel(devices=4),
-            TypeError,
-            r"Received: 4. .*hvd.size\(\).*multi_gpu_model, use towers=",
-        ),
-        (
-            lambda: Towers([0, 1]),
-            ValueError,
-            r"'CPU:0'\]. Received: 0, as a number; multi_gpu_model and tensorpack",
-        ),
-        (
-            lambda: placement._first_devices(3, ["GPU:0"]),
-            ValueError,
-            r"1. Received: towers=3. .*hvd.size\(\) counts",
-        ),
+        (lambda: nccl_parallel(mlp()), TypeError, r"Received: <Sequential .*as multi_gpu_model takes it: nccl_"),
+        (lambda: nccl_parallel(towers=[0, 1]), TypeError, r"Received: \[0, 1\] .*To choose devices, use devices="),
+        (lambda: nccl_parallel(devices=4), TypeError, r"Received: 4. .*hvd.size\(\).*multi_gpu_model, use towers="),
+        (lambda: Towers([0, 1]), ValueError, r"'CPU:0'\]. Received: 0, as a number; multi_gpu_model and tensorpack"),
+        (lambda: placement._first_devices(3, ["GPU:0"]), ValueError, r"1. Received: towers=3. .*hvd.size\(\) counts"),
     ],
     ids=["model", "gpus", "number of devices", "numbers of devices", "all hosts"],
 )

@@ -180,11 +180,7 @@ def test_callbacks_and_schedules_on_top():
 CONTINUED = {
     "SGD": (lambda: momentum(nesterov=True), "load_model", 0),
     "schedule": (lambda: momentum(optimizers.schedules.CosineDecay(ETA, 12)), "BackupAndRestore", 0),
-    "wrapped": (
-        lambda: optimizers.LossScaleOptimizer(momentum(gradient_accumulation_steps=2)),
-        "BackupAndRestore",
-        0,
-    ),
+    "wrapped": (lambda: optimizers.LossScaleOptimizer(momentum(gradient_accumulation_steps=2)), "BackupAndRestore", 0),
     "towers": (momentum, "load_model", 3),
 }
 
@@ -400,9 +396,7 @@ def test_plot_history(tmp_path):
     history = keras.callbacks.History()
     history.history = {KEY: [0.1, 0.2], "loss": [1.0, 0.5]}
     plot_history(history, tmp_path / "rate.png")
-    plot_history(
-        {KEY: [0.1, 0.2], "noise_scale": [10.0, 20.0], "suggested_batch_size": [8, 16]}, tmp_path / "both.png"
-    )
+    plot_history({KEY: [0.1, 0.2], "noise_scale": [10.0, 20.0], "suggested_batch_size": [8, 16]}, tmp_path / "both.png")
     from matplotlib import image
 
     alone, both = (image.imread(tmp_path / f"{name}.png") for name in ("rate", "both"))

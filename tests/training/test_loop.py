@@ -18,9 +18,7 @@ class Loop:
 
     def __init__(self):
         keras.utils.set_random_seed(1)
-        self.model = keras.Sequential(
-            [keras.Input((12,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)]
-        )
+        self.model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)])
         self.optimizer = keras.optimizers.Adam(0.01)
         self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -78,11 +76,7 @@ def test_the_values_of_each_tower():
     """Uncombined results, in the order of the towers, of their own shards; None where there was no sample."""
 
     def step(batch):
-        return (
-            tf.reduce_sum(batch["x"]),
-            tf.shape(batch["x"])[0],
-            ops.all_reduce(tf.shape(batch["x"])[0], "sum"),
-        )
+        return (tf.reduce_sum(batch["x"]), tf.shape(batch["x"])[0], ops.all_reduce(tf.shape(batch["x"])[0], "sum"))
 
     with ncclsync.Towers(["CPU:0"] * 4) as towers:
         for rows, sizes in ((10, [3, 3, 2, 2]), (2, [1, 1, 0, 0])):
@@ -201,10 +195,7 @@ def test_batch_without_rows(count):
 def test_components_of_sparse_rows(read):
     """What is computed of the shape, the places and the lengths is that of the whole batch's."""
     dense = tf.constant(np.arange(24.0).reshape(8, 3) % 4)
-    batch = (
-        tf.sparse.from_dense(dense),
-        tf.RaggedTensor.from_row_lengths(tf.range(10.0), [1, 0, 2, 1, 2, 1, 2, 1]),
-    )
+    batch = (tf.sparse.from_dense(dense), tf.RaggedTensor.from_row_lengths(tf.range(10.0), [1, 0, 2, 1, 2, 1, 2, 1]))
     with ncclsync.Towers(2) as towers:
         told = towers.run(lambda batch: read(*batch), batch)
     np.testing.assert_array_equal(told, read(*batch))

@@ -59,9 +59,7 @@ def test_blocks_are_the_identity():
 def test_what_is_no_block(join):
     """None is found, and nothing is changed."""
     model = model_of(join)
-    with pytest.raises(
-        ValueError, match=r"Expected a functional model with residual blocks.*Received: 'functional"
-    ):
+    with pytest.raises(ValueError, match=r"Expected a functional model with residual blocks.*Received: 'functional"):
         zero_last_gamma(model)
     assert all(np.all(layer.gamma.numpy() == 1) for layer in model.layers if hasattr(layer, "gamma"))
 
@@ -77,7 +75,5 @@ def test_models_within_a_model():
 def test_resnet50():
     """The last normalisation of all 16 blocks of Keras' ResNet50, 4 of which have a projection."""
     model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=2)
-    blocks = [
-        (stage, block) for stage, count in ((2, 3), (3, 4), (4, 6), (5, 3)) for block in range(1, count + 1)
-    ]
+    blocks = [(stage, block) for stage, count in ((2, 3), (3, 4), (4, 6), (5, 3)) for block in range(1, count + 1)]
     assert names(model) == [f"conv{stage}_block{block}_3_bn" for stage, block in blocks]

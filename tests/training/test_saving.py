@@ -100,14 +100,7 @@ def write_files(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "saved.keras",
-        "saved.weights.h5",
-        "exported",
-        "exported_as_layer",
-        "checkpoint.keras",
-        "checkpoint.weights.h5",
-    ],
+    ["saved.keras", "saved.weights.h5", "exported", "exported_as_layer", "checkpoint.keras", "checkpoint.weights.h5"],
 )
 def test_file_predicts_the_same_without_ncclsync(folder, name):
     """Loaded in a process where `import ncclsync` fails, the model predicts what it did on towers."""

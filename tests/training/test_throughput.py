@@ -35,9 +35,7 @@ def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
         return x
 
     rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
-    slow_rows = rows.map(
-        lambda x, y: (tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), [None, 12]), y)
-    )
+    slow_rows = rows.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), [None, 12]), y))
     run = CpuCommunicator.run_group
 
     def slowly(*arguments, **options):

@@ -131,10 +131,7 @@ def test_no_node_where_nobody_watches(recorded):
         definition = graph.graph.as_graph_def()
         places = {node.name: str(i) for i, node in enumerate(definition.node)}  # some are named by numbers
         return [
-            (
-                node.op,
-                [re.sub(r"[^^:]+", lambda found: places.get(found[0], found[0]), i) for i in node.input],
-            )
+            (node.op, [re.sub(r"[^^:]+", lambda found: places.get(found[0], found[0]), i) for i in node.input])
             for node in definition.node
         ]
 
@@ -161,9 +158,7 @@ def test_several_steps_per_execution_and_several_fits(tmp_path):
     last = 0.0
     for step in (3, 4, 5, 6):
         assert "tower_0/copy_to_device" not in steps[step]
-        shard, copy, segment = (
-            steps[step][f"tower_1/{part}"][0] for part in ("shard", "copy_to_device", "segment_1")
-        )
+        shard, copy, segment = (steps[step][f"tower_1/{part}"][0] for part in ("shard", "copy_to_device", "segment_1"))
         assert end(shard) <= copy["ts"] and end(copy) <= segment["ts"]
         assert all(last <= span["ts"] for (span, *_) in steps[step].values())
         (whole,) = steps[step]["step"]
@@ -257,11 +252,7 @@ def test_failing_fit_leaves_what_there_is(tmp_path):
     "arguments, error, message",
     [
         ((5,), TypeError, "Expected path to be a path. Received: 5"),
-        (
-            ("t.json", (0, 3)),
-            ValueError,
-            r"Expected steps to be \(first, last\), from 1 on. Received: \(0, 3\)",
-        ),
+        (("t.json", (0, 3)), ValueError, r"Expected steps to be \(first, last\), from 1 on. Received: \(0, 3\)"),
         (("t.json", (3, 2)), ValueError, r"Received: \(3, 2\)"),
         (("t.json", 5), ValueError, "Received: 5"),
     ],
@@ -280,11 +271,7 @@ def test_refusals_before_training(tmp_path):
     closed.towers.close()
     good = tmp_path / "trace.json"
     for trained, callback, message in (
-        (
-            model,
-            Timeline(tmp_path / "none" / "trace.json"),
-            "file that can be written for Timeline. Received",
-        ),
+        (model, Timeline(tmp_path / "none" / "trace.json"), "file that can be written for Timeline. Received"),
         (model, Timeline(tmp_path), "is a folder"),
         (alone, Timeline(good), "model of an @nccl_parallel factory for Timeline. Received: <Sequential"),
         (alone, Throughput(), "model of an @nccl_parallel factory for Throughput"),

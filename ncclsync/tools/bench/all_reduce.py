@@ -15,16 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ncclsync.tools.bench.results import (
-    Column,
-    Listing,
-    Result,
-    Row,
-    ratio_text,
-    significant,
-    size_text,
-    time_text,
-)
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
 PEERS = ("gloo", "mpi", "tensorflow", "numpy")
@@ -121,9 +112,7 @@ def _time_case(
     rows = []
     for library, samples in seconds.items():
         spread = Spread.of(samples)
-        beside: list[str] = [
-            other for other in ("memcpy", "ncclsync") if other in seconds and other != library
-        ]
+        beside: list[str] = [other for other in ("memcpy", "ncclsync") if other in seconds and other != library]
         ratios = {other: ratio(samples, seconds[other]) for other in beside if other != library}
         more: dict[str, float] = {"wrong": wrong[library]}
         if library != "memcpy":  # which copies every rank's bytes and reduces nothing

@@ -61,9 +61,7 @@ def _add_all_reduce(benchmarks: Any) -> None:
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
         "towers' buffers on all cores: it reads and writes the same bytes.",
     )
-    parser.add_argument(
-        "--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8"
-    )
+    parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
     parser.add_argument(
         "--sizes",
         type=listed(_size),
@@ -106,9 +104,7 @@ def _add_step(benchmarks: Any) -> None:
     _add_towers(parser)
     _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
-    parser.add_argument(
-        "--watched", action="store_true", help="also time steps that Timeline and Throughput watch"
-    )
+    parser.add_argument("--watched", action="store_true", help="also time steps that Timeline and Throughput watch")
     _add_rounds(parser, 15, "turns of each side")
 
 
@@ -198,17 +194,12 @@ def _add(
     parser.set_defaults(run=lambda given: _run(given, benchmark, listings))
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
     parser.add_argument(
-        "--plot",
-        type=pathlib.Path,
-        metavar="FILE.png",
-        help="draw them, to .png, .svg or .pdf; needs matplotlib",
+        "--plot", type=pathlib.Path, metavar="FILE.png", help="draw them, to .png, .svg or .pdf; needs matplotlib"
     )
     return parser
 
 
-def _add_against(
-    parser: argparse.ArgumentParser, choices: tuple[str, ...], default: list[str], meaning: str
-) -> None:
+def _add_against(parser: argparse.ArgumentParser, choices: tuple[str, ...], default: list[str], meaning: str) -> None:
     parser.add_argument(
         "--against",
         type=listed(_one_of(choices)),

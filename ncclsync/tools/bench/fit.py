@@ -161,9 +161,7 @@ def peak_memory(requests: Requests, library: str, model: str, towers: int, steps
     trained = build(library, model, towers)
     trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
     variables = [*trained.weights, *trained.optimizer.variables]
-    state = sum(
-        int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables
-    )
+    state = sum(int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables)
     requests.answer(bytes=status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
 
 

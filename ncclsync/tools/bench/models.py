@@ -60,9 +60,7 @@ def _cnn() -> keras.Model:
 
 def resnet50() -> keras.Model:
     """Return a compiled ResNet-50 for images of 32×32 pixels; public as an example for `plan`."""
-    body = keras.applications.ResNet50(
-        include_top=False, weights=None, input_shape=(32, 32, 3), pooling="avg"
-    )
+    body = keras.applications.ResNet50(include_top=False, weights=None, input_shape=(32, 32, 3), pooling="avg")
     return _classifier(body.inputs, body.outputs[0], 10)
 
 

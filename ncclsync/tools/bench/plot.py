@@ -25,9 +25,7 @@ def plot(result: Result, file: pathlib.Path) -> None:
 
 def _bandwidths(plt: Any, result: Result) -> Any:
     towers = list(dict.fromkeys(row.case["towers"] for row in result.rows))
-    figure, axes = plt.subplots(
-        1, len(towers), sharey=True, squeeze=False, figsize=(3 * len(towers) + 1, 3.4)
-    )
+    figure, axes = plt.subplots(1, len(towers), sharey=True, squeeze=False, figsize=(3 * len(towers) + 1, 3.4))
     sides = _sides(result.rows, without=("memcpy",))
     for axis, count in zip(axes[0], towers, strict=True):
         for side, colour in sides.items():

@@ -80,9 +80,7 @@ class GlooReducer(RankReducer):
         if rank == 0:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            code = (
-                "import sys; from ncclsync.tools.bench.ranks import GlooReducer as G; G({}, {}, {}).follow()"
-            )
+            code = "import sys; from ncclsync.tools.bench.ranks import GlooReducer as G; G({}, {}, {}).follow()"
             for other in range(1, towers):
                 command = [sys.executable, "-c", code.format(towers, other, port)]
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

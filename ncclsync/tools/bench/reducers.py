@@ -259,8 +259,7 @@ class TensorFlowReducer(Reducer):
 
         self._functions = {name: tf.function(reduce, autograph=False) for name, reduce in on_one.items()}
         self._chains = {
-            name: tf.function(functools.partial(chain, reduce), autograph=False)
-            for name, reduce in on_one.items()
+            name: tf.function(functools.partial(chain, reduce), autograph=False) for name, reduce in on_one.items()
         }
         self._inputs: list[Any] = []
         self._on_one: list[Any] = []

@@ -167,9 +167,7 @@ def time_text(spread: Spread | None) -> str:
     """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
     if spread is None:
         return ""
-    scale, unit = next(
-        ((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if abs(spread.median) * s >= 1), (1e6, "µs")
-    )
+    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if abs(spread.median) * s >= 1), (1e6, "µs"))
     low, high = significant(spread.q1 * scale), significant(spread.q3 * scale)
     return f"{significant(spread.median * scale)} {unit} ({low}–{high})"
 

@@ -54,9 +54,7 @@ class StepParts:
 class _Variant(ModelStep):
     """Change a model's train step after it was cut."""
 
-    def __init__(
-        self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]
-    ) -> None:
+    def __init__(self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]) -> None:
         super().__init__(model, model.towers, "train_step", False)
         self._shared = programs
         self._change = change
@@ -76,8 +74,7 @@ def without_exchanges(program: Program) -> Program:
         return dataclasses.replace(bucket, exchanges=tuple(never))
 
     segments = (
-        dataclasses.replace(segment, outgoing=tuple(map(silent, segment.outgoing)))
-        for segment in program.segments
+        dataclasses.replace(segment, outgoing=tuple(map(silent, segment.outgoing))) for segment in program.segments
     )
     captures = (*program.captures, (_NEVER, tf.constant(False)))
     return dataclasses.replace(program, segments=tuple(segments), captures=captures)

@@ -7,16 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclsync.tools.bench.results import (
-    Column,
-    Listing,
-    Result,
-    Row,
-    ratio_text,
-    significant,
-    size_text,
-    time_text,
-)
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Side, Spread, ratio, take_turns
 
 MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
@@ -53,9 +44,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for library in libraries:
             spread = Spread.of(seconds[library])
-            ratios = {
-                other: ratio(seconds[library], seconds[other]) for other in libraries if other != library
-            }
+            ratios = {other: ratio(seconds[library], seconds[other]) for other in libraries if other != library}
             samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
             more: dict[str, Any] = {"samples_per_s": samples / spread.median}
             more["cpu_s"] = Spread.of(cpu_seconds[library])
@@ -93,9 +82,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
             for library in ("ncclsync", *given.against)
             for feed in ("constant", *given.data)
         }
-        started = {
-            name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()
-        }
+        started = {name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()}
         seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, show))
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
@@ -187,16 +174,12 @@ def _fresh_processes(
         for name, (library, towers) in names.items():
             case = {"model": model, "towers": towers}
             ratios = {
-                other: ratio(values[name], values[f"{other} × {towers}"])
-                for other in libraries
-                if other != library
+                other: ratio(values[name], values[f"{other} × {towers}"]) for other in libraries if other != library
             }
             single = f"{library} × 1"
             if single in values and towers > 1:
                 ratios["one tower"] = ratio(values[name], values[single])
-            figures: dict[str, Any] = {
-                one: Spread.of([answer[one] for answer in answers[name]]) for one in more
-            }
+            figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in more}
             if kind == "memory" and single in values:
                 copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
                 needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
@@ -221,10 +204,7 @@ def step_listings() -> list[Listing]:
         *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in PEERS),
     ]
     parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
-    watched = [
-        *_case_columns("library"),
-        Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"])),
-    ]
+    watched = [*_case_columns("library"), Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"]))]
     return [
         Listing(whole),
         Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more),

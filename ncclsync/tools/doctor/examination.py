@@ -74,12 +74,7 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
     answer = ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true")
     frameworks, choice = _frameworks(answer)
     host = dataclasses.replace(
-        host,
-        driver=driver,
-        libraries=libraries,
-        frameworks=frameworks,
-        choice=choice,
-        troubles=tuple(troubles),
+        host, driver=driver, libraries=libraries, frameworks=frameworks, choice=choice, troubles=tuple(troubles)
     )
     host = dataclasses.replace(host, all_reduce=_all_reduce(host, timeout_s, environ))
     problems = tuple(find_problems(host))
@@ -110,12 +105,8 @@ def _libraries(facts: dict[str, Any]) -> Libraries:
 
 
 def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
-    facts: dict[str, Any] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in answer.facts.items()
-    }
-    chosen: dict[str, Any] = {
-        name: facts.pop(name) for name in ("backend", "devices", "reason") if name in facts
-    }
+    facts: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in answer.facts.items()}
+    chosen: dict[str, Any] = {name: facts.pop(name) for name in ("backend", "devices", "reason") if name in facts}
     log = tuple(line for line in answer.output if _WARNINGS.match(line))
     found = Frameworks(**facts, log=log)
     if not chosen:
@@ -180,8 +171,7 @@ def _versions(host: Host) -> list[Version]:
             "cuDNN",
             libraries.cudnn.version,
             _place(
-                libraries.cudnn,
-                f"TensorFlow was built for {frameworks.build_cudnn}" if frameworks.build_cudnn else "",
+                libraries.cudnn, f"TensorFlow was built for {frameworks.build_cudnn}" if frameworks.build_cudnn else ""
             ),
         ),
         Version(

@@ -61,10 +61,7 @@ def _driver(host: Host) -> Iterator[Problem]:
         )
     elif error is not None and error != "NoAnswer":  # which is shown as a trouble
         yield Problem(
-            WARNING,
-            "nvml-error",
-            f"NVML does not answer: {error} ({detail}).",
-            f"Run nvidia-smi. {container}",
+            WARNING, "nvml-error", f"NVML does not answer: {error} ({detail}).", f"Run nvidia-smi. {container}"
         )
 
 
@@ -163,8 +160,7 @@ def _unequal(host: Host) -> Iterator[Problem]:
     kinds = {(gpu.name, gpu.memory_bytes) for gpu in visible_gpus(host) if not gpu.error}
     if len(kinds) > 1:
         listed = ", ".join(
-            f"{name or 'unknown'} ({(memory or 0) / 2**30:.0f} GiB)"
-            for name, memory in sorted(kinds, key=str)
+            f"{name or 'unknown'} ({(memory or 0) / 2**30:.0f} GiB)" for name, memory in sorted(kinds, key=str)
         )
         yield Problem(
             WARNING,
@@ -176,9 +172,7 @@ def _unequal(host: Host) -> Iterator[Problem]:
 
 def _links(host: Host) -> Iterator[Problem]:
     visible = {gpu.index for gpu in visible_gpus(host)}
-    without = [
-        link for link in host.driver.links if link.p2p not in ("ok", None) and visible.issuperset(link.gpus)
-    ]
+    without = [link for link in host.driver.links if link.p2p not in ("ok", None) and visible.issuperset(link.gpus)]
     if without:
         pairs = ", ".join(f"{a}-{b}" for a, b in (link.gpus for link in without[:6]))
         more = f" and {len(without) - 6} more" if len(without) > 6 else ""
@@ -217,11 +211,4 @@ def _pair(capability: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-RULES: tuple[Callable[[Host], Iterator[Problem]], ...] = (
-    _driver,
-    _unseen,
-    _each_gpu,
-    _unequal,
-    _links,
-    _shared_memory,
-)
+RULES: tuple[Callable[[Host], Iterator[Problem]], ...] = (_driver, _unseen, _each_gpu, _unequal, _links, _shared_memory)

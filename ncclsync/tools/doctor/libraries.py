@@ -31,8 +31,7 @@ def read_libraries() -> Libraries:
     return Libraries(
         nccl=_read_nccl(),
         nccl_copies=tuple(
-            Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path))
-            for path in nccl_files()
+            Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path)) for path in nccl_files()
         ),
         nccl_packages=tuple(_nccl_packages()),
         cuda_runtime=_read_cuda_runtime(),
@@ -64,9 +63,7 @@ def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
         *(os.path.join(folder, "libnccl.so.2") for folder in folders if folder),
         *_cached("libnccl.so.2", ldconfig),
     ]
-    return list({os.path.realpath(path): path for path in reversed(found) if os.path.isfile(path)}.values())[
-        ::-1
-    ]
+    return list({os.path.realpath(path): path for path in reversed(found) if os.path.isfile(path)}.values())[::-1]
 
 
 def _wheel_files(package: str, file: str) -> Iterator[str]:

@@ -58,14 +58,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
         with log.open("w") as output:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "ncclsync.tools.doctor.probes",
-                    name,
-                    str(file),
-                    json.dumps(arguments),
-                ],
+                [sys.executable, "-m", "ncclsync.tools.doctor.probes", name, str(file), json.dumps(arguments)],
                 env={**environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

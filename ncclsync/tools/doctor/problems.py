@@ -28,9 +28,7 @@ def summarize(host: Host, problems: tuple[Problem, ...]) -> str:
     errors = sum(problem.severity == ERROR for problem in problems)
     warnings = len(problems) - errors
     counted = ", ".join(
-        f"{count} {name}{'s' * (count != 1)}"
-        for count, name in ((errors, ERROR), (warnings, WARNING))
-        if count
+        f"{count} {name}{'s' * (count != 1)}" for count, name in ((errors, ERROR), (warnings, WARNING)) if count
     )
     if errors:
         return f"Training would fail: {counted}. {gpus} on this machine."
@@ -61,9 +59,7 @@ def _keras(host: Host) -> Iterator[Problem]:
     asked = host.variable("KERAS_BACKEND")
     backend = found.keras_backend or asked
     if "No module named 'keras'" in found.keras_error:
-        yield Problem(
-            ERROR, "keras-missing", "Keras is not installed in this Python.", "pip install 'keras>=3.10'"
-        )
+        yield Problem(ERROR, "keras-missing", "Keras is not installed in this Python.", "pip install 'keras>=3.10'")
     elif backend is not None and backend != "tensorflow":
         text = f"Expected Keras to run on the TensorFlow backend. Received: {backend!r}"
         if found.keras_error:

@@ -47,9 +47,7 @@ def _gpus(report: Report) -> Iterator[Any]:
     if not driver.gpus:
         why = f" (NVML: {driver.error}, {driver.detail})" if driver.error else ""
         count = report.host.gpu_count
-        yield Text(
-            f"{count} GPU(s), of which NVML says nothing{why}" if count else f"No GPU on this machine{why}"
-        )
+        yield Text(f"{count} GPU(s), of which NVML says nothing{why}" if count else f"No GPU on this machine{why}")
         return
     table = _table("GPU", "name", "memory", "in use", "compute capability", "PCI bus", "")
     for gpu in driver.gpus:

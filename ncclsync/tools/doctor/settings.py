@@ -41,17 +41,12 @@ def _interfaces(host: Host) -> Iterator[Problem]:
     without, names = value.startswith("^"), value.lstrip("^=").split(",")
     exact = value.lstrip("^").startswith("=")
     named = {
-        found
-        for found in host.interfaces
-        for name in names
-        if (found == name if exact else found.startswith(name))
+        found for found in host.interfaces for name in names if (found == name if exact else found.startswith(name))
     }
     if not (set(host.interfaces) - named if without else named):
         severity = ERROR if host.choice.backend == "nccl" else WARNING
         text = f"NCCL_SOCKET_IFNAME={value} leaves no network interface of {', '.join(host.interfaces)}."
-        yield _problem(
-            severity, "NCCL_SOCKET_IFNAME", text, f"{_unset(host, 'NCCL_SOCKET_IFNAME')}, or name one."
-        )
+        yield _problem(severity, "NCCL_SOCKET_IFNAME", text, f"{_unset(host, 'NCCL_SOCKET_IFNAME')}, or name one.")
 
 
 def _files(host: Host) -> Iterator[Problem]:

@@ -49,10 +49,7 @@ def add_plan(commands: Any) -> None:
     )
     parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
     parser.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        metavar="N",
-        help=f"of each GPU; default {_BATCH_SIZE}, or the model's own",
+        "--batch-size", type=at_least(1), metavar="N", help=f"of each GPU; default {_BATCH_SIZE}, or the model's own"
     )
     compute = parser.add_mutually_exclusive_group()
     compute.add_argument(
@@ -70,9 +67,7 @@ def add_plan(commands: Any) -> None:
         "does not depend on the batch can be told apart",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default 32"
-    )
+    parser.add_argument("--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default 32")
     parser.add_argument(
         "--rounds", type=at_least(1), default=7, metavar="N", help="turns of each batch size, default 7"
     )

@@ -100,8 +100,7 @@ def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None
         one = parse_link(link)
         if (between is None) != (gpus_per_host is None):
             raise ValueError(
-                "Expected --between and --gpus-per-host together, for a --link in numbers. "
-                "Received: one of them"
+                "Expected --between and --gpus-per-host together, for a --link in numbers. Received: one of them"
             )
         if between is None or gpus_per_host is None or gpus_per_host == 1:
             return Cluster(between or one)

@@ -117,9 +117,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     return Traffic(stages, _is_conditional(program))
 
 
-def _joined(
-    program: Program, runs: list[tuple[float, tuple[Message, ...]]]
-) -> list[tuple[float, tuple[Message, ...]]]:
+def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> list[tuple[float, tuple[Message, ...]]]:
     """Join the segments that wait for no exchange with those before them: messages travel meanwhile."""
     joined: list[tuple[float, tuple[Message, ...]]] = []
     for segment, (work, messages) in zip(program.segments, runs, strict=True):

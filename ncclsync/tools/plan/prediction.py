@@ -100,9 +100,7 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
     )
 
 
-def step_seconds(
-    workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True
-) -> float:
+def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True) -> float:
     """Return the seconds of a step: stage by stage, one channel that serves the messages in order.
 
     Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel

@@ -16,9 +16,7 @@ import tensorflow as tf
 _OPERATIONS_PER_BYTE = 16
 
 # They move nothing: names for what is in memory already.
-_FREE = frozenset(
-    {"Const", "Identity", "IdentityN", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
-)
+_FREE = frozenset({"Const", "Identity", "IdentityN", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"})
 
 
 def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
@@ -50,9 +48,7 @@ def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float],
 def _work(op: Any) -> float:
     if op.type in _FREE:
         return 0.0
-    moved = sum(
-        _elements(t) * max(t.dtype.size, 1) for t in (*op.inputs, *op.outputs) if t.dtype != tf.resource
-    )
+    moved = sum(_elements(t) * max(t.dtype.size, 1) for t in (*op.inputs, *op.outputs) if t.dtype != tf.resource)
     return max(moved, _operations(op) / _OPERATIONS_PER_BYTE)
 
 
@@ -61,9 +57,7 @@ def _operations(op: Any) -> float:
     if op.type in ("MatMul", "BatchMatMulV2", "Einsum") and len(op.inputs) == 2:
         # Each index of a product is in two of its three tensors, but that of a batch, which is in all.
         sizes = [_elements(t) for t in (*op.inputs, op.outputs[0])]
-        batch = (
-            float(np.prod([n or 1 for n in op.inputs[0].shape[:-2]])) if op.type == "BatchMatMulV2" else 1.0
-        )
+        batch = float(np.prod([n or 1 for n in op.inputs[0].shape[:-2]])) if op.type == "BatchMatMulV2" else 1.0
         return 2 * float(np.sqrt(np.prod(np.array(sizes, dtype="float64") / batch))) * batch
     if "Conv" in op.type and "Pool" not in op.type and len(op.inputs) >= 2:
         return _convolution(op)

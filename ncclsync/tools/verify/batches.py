@@ -25,24 +25,17 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
         ValueError: there is no batch, or arrays differ in their number of samples.
     """
     if isinstance(data, tuple) and len(data) > 3:
-        raise ValueError(
-            f"Expected x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(data)} elements"
-        )
+        raise ValueError(f"Expected x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(data)} elements")
     if isinstance(data, (tuple, dict)) or hasattr(data, "shape"):
         arrays = keras.tree.map_structure(_as_array, data)
         return [
-            keras.utils.unpack_x_y_sample_weight(
-                keras.tree.map_structure(lambda a, at=at: _rows(a, at), arrays)
-            )
+            keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(lambda a, at=at: _rows(a, at), arrays))
             for at in _slices(_length(arrays), steps, batch_size, towers, one_size)
         ]
     batches = list(itertools.islice(_iterated(data), steps))
     if not batches:
         raise ValueError(f"Expected data with at least one batch. Received: none from {data!r}")
-    return [
-        keras.utils.unpack_x_y_sample_weight(batch)
-        for batch in itertools.islice(itertools.cycle(batches), steps)
-    ]
+    return [keras.utils.unpack_x_y_sample_weight(batch) for batch in itertools.islice(itertools.cycle(batches), steps)]
 
 
 def rows_of(batch: Batch) -> int:
@@ -65,9 +58,7 @@ def _reversed(leaf: Any) -> Any:
 
 def _iterated(data: Any) -> Iterable:
     if isinstance(data, keras.utils.PyDataset):
-        return map(
-            data.__getitem__, itertools.count() if data.num_batches is None else range(data.num_batches)
-        )
+        return map(data.__getitem__, itertools.count() if data.num_batches is None else range(data.num_batches))
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
         raise TypeError(
             "Expected arrays x, (x, y) or (x, y, sample_weight), a tf.data.Dataset, or an iterable over "
@@ -98,8 +89,7 @@ def _length(arrays: Any) -> int:
     lengths = {int(leaf.shape[0]) for leaf in keras.tree.flatten(arrays) if leaf is not None}
     if len(lengths) != 1 or not max(lengths):
         raise ValueError(
-            "Expected arrays with the same number of samples, at least one. "
-            f"Received: {sorted(lengths) or 'no array'}"
+            f"Expected arrays with the same number of samples, at least one. Received: {sorted(lengths) or 'no array'}"
         )
     return lengths.pop()
 

@@ -89,8 +89,7 @@ def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexac
             ", ".join(suspects),
             "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
             "cannot be added up: on a tower it sees only its shard",
-            "one value per sample, or a mean over samples; sums as a metric's state; else "
-            "ncclsync.ops.all_reduce",
+            "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce",
         )
 
 

@@ -18,14 +18,7 @@ from ncclsync.parallel import nccl_parallel
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_batches
 from ncclsync.tools.verify.comparison import compare
-from ncclsync.tools.verify.diagnosis import (
-    disagreement,
-    false_step,
-    missing_digits,
-    own_code,
-    rounding,
-    seen_nan,
-)
+from ncclsync.tools.verify.diagnosis import disagreement, false_step, missing_digits, own_code, rounding, seen_nan
 from ncclsync.tools.verify.report import Difference, Report
 from ncclsync.training.random_data import check_targets, fixed_batch_size
 
@@ -101,9 +94,7 @@ def verify(
 class _Run:
     """Run one device: beside the towers, and to find why they differ."""
 
-    def __init__(
-        self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None
-    ) -> None:
+    def __init__(self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None) -> None:
         self._factory = factory
         self._batches = batches
         self._seed = seed
@@ -157,8 +148,7 @@ def _build(factory: Callable, seed: int) -> keras.Model:
     model = factory()
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "Expected the factory to return a keras.Model. "
-            f"Received: {model!r} of type {type(model).__name__}"
+            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
         )
     if not model.compiled or model.optimizer is None:
         raise ValueError(

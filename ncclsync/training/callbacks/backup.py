@@ -70,9 +70,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """
         if data is not None and not isinstance(data, Shuffled):
             raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
-        if save_freq != "epoch" and (
-            isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1
-        ):
+        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"Expected save_freq to be 'epoch' or at least 1. Received: {save_freq!r}")
         if save_freq != "epoch" and data is None:
             raise ValueError(
@@ -164,20 +162,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         _write_metadata(metadata, state["epoch"])
 
     def _state(self) -> dict[str, Any]:
-        state = {
-            "epoch": self._epoch,
-            "seeds": [v.numpy().tolist() for v in _seeds(self.model)],
-            "data": None,
-        }
+        state = {"epoch": self._epoch, "seeds": [v.numpy().tolist() for v in _seeds(self.model)], "data": None}
         if self._data is not None:
             epoch, samples = self._data.position
             state["epoch"] = self._epoch + epoch - self._begun.epoch
-            state["data"] = {
-                "epoch": epoch,
-                "samples": samples,
-                "seed": self._data.seed,
-                "rows": self._data.rows,
-            }
+            state["data"] = {"epoch": epoch, "samples": samples, "seed": self._data.seed, "rows": self._data.rows}
         return state
 
     def _load_model(self) -> None:
@@ -233,9 +222,7 @@ def _read_state(path: str) -> dict[str, Any] | None:
             raise ValueError(f"{state}, of digest {expected}, where {digest} was written")
         return {**state, "seeds": [np.array(seed, np.uint32) for seed in state["seeds"]]}
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise OSError(
-            f"Expected a backup of ncclsync.BackupAndRestore in {path}. Received: {error!r}"
-        ) from error
+        raise OSError(f"Expected a backup of ncclsync.BackupAndRestore in {path}. Received: {error!r}") from error
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -37,8 +37,7 @@ def plot_history(
     if not isinstance(logs, Mapping):
         raise TypeError(f"Expected what fit returns, or its history. Received: {history!r}")
     panels = {
-        panel: {label: logs[key] for key, label in labels.items() if key in logs}
-        for panel, labels in _PANELS.items()
+        panel: {label: logs[key] for key, label in labels.items() if key in logs} for panel, labels in _PANELS.items()
     }
     drawn = {panel: lines for panel, lines in panels.items() if lines}
     if not drawn:

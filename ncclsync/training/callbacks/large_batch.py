@@ -81,18 +81,13 @@ class LargeBatch(keras.callbacks.Callback):
             raise ValueError(f"Expected warmup_epochs of at least 0. Received: {warmup_epochs!r}")
         if rule not in ("linear", "sqrt"):
             raise ValueError(f"Expected rule to be 'linear' or 'sqrt'. Received: {rule!r}")
-        flags = {
-            "momentum_correction": momentum_correction,
-            "exclude_from_weight_decay": exclude_from_weight_decay,
-        }
+        flags = {"momentum_correction": momentum_correction, "exclude_from_weight_decay": exclude_from_weight_decay}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"Expected {name} to be a bool. Received: {flag!r}")
         self.warmup_epochs = warmup_epochs
         self.steps_per_epoch = steps_per_epoch
-        self.traced = Rule(
-            reference_batch_size, rule, momentum_correction, exclude_from_weight_decay, batch_size
-        )
+        self.traced = Rule(reference_batch_size, rule, momentum_correction, exclude_from_weight_decay, batch_size)
         self._begins = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -155,8 +150,7 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
         callbacks = keras.tree.flatten(callbacks)
         if any(isinstance(callback, LargeBatch) for callback in callbacks):
             raise ValueError(
-                "Expected one LargeBatch. "
-                "Received: one as a callback, beside that of nccl_parallel(recipe=...)"
+                "Expected one LargeBatch. Received: one as a callback, beside that of nccl_parallel(recipe=...)"
             )
         _follow_always(model, recipe)
         return fit(*given.args, **{**given.kwargs, "callbacks": [recipe, *callbacks]})

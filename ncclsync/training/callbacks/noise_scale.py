@@ -61,9 +61,7 @@ class NoiseScale(keras.callbacks.Callback):
             NcclSyncError: the model runs eagerly.
         """
         if self.model.run_eagerly:
-            raise NcclSyncError(
-                "Expected a step that is traced, where NoiseScale is used. Received: run_eagerly=True"
-            )
+            raise NcclSyncError("Expected a step that is traced, where NoiseScale is used. Received: run_eagerly=True")
         if (averages := self._averages()) is not None:
             averages.start(self._decay)
 

@@ -45,9 +45,7 @@ class Shuffled(tf_compat.SameDataset):
         rows: how many samples there are.
     """
 
-    def __init__(
-        self, x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int, seed: int
-    ) -> None:
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int, seed: int) -> None:
         """Take the arrays.
 
         Args:
@@ -113,9 +111,7 @@ class Shuffled(tf_compat.SameDataset):
             ValueError: there is no such place.
         """
         if epoch < 0 or not 0 <= samples <= self.rows:
-            raise ValueError(
-                f"Expected an epoch from 0 and 0 to {self.rows} samples. Received: {epoch} and {samples}"
-            )
+            raise ValueError(f"Expected an epoch from 0 and 0 to {self.rows} samples. Received: {epoch} and {samples}")
         self._epoch, self._first = epoch, samples
         self._seen.assign(samples)
 
@@ -176,7 +172,5 @@ def _restored(
 def _rows_of(arrays: Any) -> int:
     shapes = [tuple(leaf.shape) for leaf in _arrays_of(arrays)]
     if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) != 1 or not shapes[0][0]:
-        raise ValueError(
-            f"Expected arrays of the same number of samples, at least one. Received: shapes {shapes}"
-        )
+        raise ValueError(f"Expected arrays of the same number of samples, at least one. Received: shapes {shapes}")
     return int(shapes[0][0])

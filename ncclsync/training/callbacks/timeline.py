@@ -102,9 +102,7 @@ class Timeline(StepWatcher):
         self._trace.save()
         if self._done < self._first:
             logger.warning(
-                "Timeline: nothing was recorded. Expected %d steps or more. Received: %d",
-                self._first,
-                self._done,
+                "Timeline: nothing was recorded. Expected %d steps or more. Received: %d", self._first, self._done
             )
 
 

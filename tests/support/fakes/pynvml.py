@@ -69,14 +69,7 @@ def nvlink_pairs():
     return hosts
 
 
-UNSUPPORTED = (
-    "MemoryInfo",
-    "CudaComputeCapability",
-    "MigMode",
-    "ComputeMode",
-    "TopologyCommonAncestor",
-    "P2PStatus",
-)
+UNSUPPORTED = ("MemoryInfo", "CudaComputeCapability", "MigMode", "ComputeMode", "TopologyCommonAncestor", "P2PStatus")
 
 HOSTS = {
     "none": [],

@@ -64,5 +64,5 @@ class SourceArchive(sdist):
         # Not add_defaults(): setuptools asks another class for the defaults.
         for folder in ("csrc", "tests", "examples"):
             found = sorted(pathlib.Path(folder).rglob("*.*"))
-            files = [*files, *(str(file) for file in found if file.suffix in {".c", ".h", ".py"})]
+            files = [*files, *(str(file) for file in found if file.suffix in {".c", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"})]
         super().make_release_tree(base_dir, sorted(set(files)))

@@ -185,10 +185,7 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
 
         facts.add(stage=f"joining {n} ranks")
         comm: Communicator
-        if backend == "nccl":
-            comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"])
-        else:
-            comm = CpuCommunicator(n)
+        comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"]) if backend == "nccl" else CpuCommunicator(n)
         with comm:
             if backend == "nccl":
                 memory = _DeviceMemory(devices)

@@ -141,7 +141,7 @@ def ran(made_once):
     return folder, json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*LOOSE, *SCRIPTS, "quickstart.ipynb"])
 def test_program(ran, name):

@@ -34,7 +34,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile_option(name):
     """Options of `compile` mean on towers what they mean on one device."""

@@ -64,7 +64,7 @@ FEEDS = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEEDS)
 def test_equal(name):
     """A plain model is equal on any kind of data, and every variable and log of every step was compared."""

@@ -95,6 +95,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
 def test_every_copy_lies_in_memory_of_its_own(factory, program, tmp_path):
     """From the start, after steps, after a load, and after a step that follows it."""
@@ -117,6 +118,7 @@ def test_every_copy_lies_in_memory_of_its_own(factory, program, tmp_path):
 DTYPES = ("float16", "bfloat16", "float64", "int8", "int32", "uint16", "bool", "complex64")
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_every_dtype(dtype):
     """Also where the communicator does not know it."""

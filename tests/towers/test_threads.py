@@ -86,6 +86,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_an_op_runs_on_one_thread_where_towers_fill_the_cores():
     """Unless the user has chosen otherwise, or TensorFlow runs already, which is told once."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}

@@ -96,12 +96,19 @@ def killed(tmp_path_factory):
         "import test_backup as t; model = t.on_towers(t.build, 2, batch_invariant_random=True); "
         f"t.train(model, {str(folder)!r}, die=t.Die(1, 5, kill=True))"
     )
-    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    # As many threads for an op as here, where TensorFlow may have started before towers could ask for one:
+    # otherwise sums within an op are taken in another order, and are rounded differently.
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
+    environment = os.environ | {
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
     assert done.returncode == 9
     return folder
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers, batch_size", [(2, 8), (3, 8), (1, 11)])
 def test_killed_run_goes_on_at_the_sample(killed, whole, towers, batch_size, tmp_path):
     """Each sample once per epoch; the weights of the run that was not killed, on two towers bit for bit."""

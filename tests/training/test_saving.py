@@ -166,6 +166,7 @@ def test_plain_models_weights_load_into_towers(tmp_path, trained_before):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_saved_model_trains_on_towers_again(folder):
     """A file of a model on towers, loaded in a factory: training goes on as on one device."""
 

@@ -16,6 +16,9 @@ from setuptools.errors import SetupError
 
 HEADER = pathlib.Path("csrc/ncclsync.h")
 
+# Sources, and the pages beside them.
+ARCHIVED = {".c", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"}
+
 # What C may call: native.py defines it.
 PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, int ends, int64_t value);\n'
 
@@ -64,5 +67,5 @@ class SourceArchive(sdist):
         # Not add_defaults(): setuptools asks another class for the defaults.
         for folder in ("csrc", "tests", "examples"):
             found = sorted(pathlib.Path(folder).rglob("*.*"))
-            files = [*files, *(str(file) for file in found if file.suffix in {".c", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"})]
+            files = [*files, *(str(file) for file in found if file.suffix in ARCHIVED)]
         super().make_release_tree(base_dir, sorted(set(files)))

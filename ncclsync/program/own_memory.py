@@ -46,6 +46,11 @@ def own_memory(definition: tf.compat.v1.GraphDef) -> list[Any]:
     return list(added.values())
 
 
+def own_copy(value: tf.Tensor) -> tf.Tensor:
+    """Return a copy that shares no memory with `value`; itself where TensorFlow has no kernel for its dtype."""
+    return tf.raw_ops.DeepCopy(x=value) if value.dtype in _COPIED else value
+
+
 def _copy_before_writes(nodes: Any, output: str) -> None:
     """Insert a copy for each write among a graph's or a function's nodes; `output` follows a node's name."""
     for write in [node for node in nodes if node.op == "AssignVariableOp"]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import Fold, StepGraph, op_name
-from ncclsync.program.own_memory import own_memory
+from ncclsync.program.own_memory import own_copy, own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Exchange, Segment
 from ncclsync.program.row_reads import read_rows_only
@@ -143,7 +143,7 @@ def _write_folds(
             value = values[fold.result]
             kept = tf.where(is_root, value, tf.zeros_like(value)) if fold.root_only else value
             if plan.shares_memory and not plan.jit_compile:
-                kept = tf.raw_ops.DeepCopy(x=kept)
+                kept = own_copy(kept)
             writes.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))
     return writes
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of
@@ -117,7 +118,8 @@ class Rollback:
             for _, saved, group in self._saved:
                 for copy in group:
                     with tf.device(copy.device):
-                        value = tf.raw_ops.DeepCopy(x=saved.read_value())  # else towers would share memory
+                        value = saved.read_value()
+                        value = own_copy(value) if "CPU" in copy.device else value
                         writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)

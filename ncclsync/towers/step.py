@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -330,7 +331,9 @@ class TowerStep(abc.ABC):
                 setup = dataclasses.replace(other, meter=meter)
             else:
                 kept = KeptBatch(specs)
-                report = functools.partial(self._report_nonfinite, program.gradients, kept)
+                # TensorFlow keeps every py op's function for good, and what that refers to.
+                borrowed = weakref.ref(self.towers), weakref.ref(kept)
+                report = functools.partial(_report_nonfinite, *borrowed, program.gradients)
                 setup = _Setup(program, Rollback(program, self.towers, report), kept, meter)
             if iterated:
                 spec = tf.data.IteratorSpec(batch_specs)
@@ -404,10 +407,6 @@ class TowerStep(abc.ABC):
             if setup is not None and self.towers.shared:
                 self.towers.report_writes(setup.written)
 
-    def _report_nonfinite(self, names: tuple[str, ...], kept: KeptBatch, finite: np.ndarray) -> None:
-        """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
-        self.towers.on_nonfinite.report(finite, names, kept.batch(), len(self.towers))
-
     def _mend(self, setup: "_Setup | None") -> None:
         """Undo what a failed step wrote on its way, and let all towers start anew from tower 0."""
         if setup is not None:
@@ -468,6 +467,15 @@ def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
     with tf.control_dependencies(span.ops):
         batch = get_next()
     return hold(batch, span.end(components_of(batch)))
+
+
+def _report_nonfinite(
+    towers: "weakref.ref[TowerState]", kept: "weakref.ref[KeptBatch]", names: tuple[str, ...], finite: np.ndarray
+) -> None:
+    """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
+    state, batch = towers(), kept()
+    assert state is not None and batch is not None  # the step that calls it is theirs
+    state.on_nonfinite.report(finite, names, batch.batch(), len(state))
 
 
 def python_step(step: Callable) -> Callable:

@@ -193,6 +193,30 @@ def test_accumulated_gradients_are_undone():
 
 
 @pytest.mark.slow
+def test_variables_of_any_dtype_are_undone():
+    """Also one of a dtype that TensorFlow's kernels do not copy."""
+    dtype = tf.dtypes.experimental.float8_e4m3fn
+    small = tf.Variable(tf.cast([1.0, 1.0], dtype))
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(batch * weight)
+        optimizer.apply([tape.gradient(loss, weight.value)], [weight])
+        small.assign(tf.cast([2.0, 2.0], dtype))
+        return loss
+
+    bad = np.ones((4, 2), "float32")
+    bad[3, 0] = np.nan
+    with Towers(2, on_nonfinite="skip") as towers:
+        towers.run(step, bad)
+        np.testing.assert_array_equal(tf.cast(small, tf.float32), [1.0, 1.0])
+        towers.run(step, np.ones((4, 2), "float32"))
+        np.testing.assert_array_equal(tf.cast(small, tf.float32), [2.0, 2.0])
+
+
 def test_towers_without_samples_are_finite():
     """Idle towers compute on a copy of a row that is not theirs: only the row's own tower is named."""
     x = X[:2].copy()

@@ -24,11 +24,12 @@ def copies(model, variable):
 
 
 @pytest.mark.slow
-def test_deleted_models_leave_nothing():
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip"}, {"check_every": 1}])
+def test_deleted_models_leave_nothing(options):
     """Without `close`, a deleted model's variables, their copies and the communicator die with it."""
 
     def use():
-        model = on_towers(mlp, 3)
+        model = on_towers(mlp, 3, **options)
         fit(model)
         variables = [v for weight in model.weights for v in copies(model, weight)]
         slots = [v for slot in model.optimizer.variables for v in copies(model, slot)]

@@ -1,7 +1,7 @@
 """Split the time of a step: the same step on towers with parts left out, timed beside the whole.
 
     whole       on a batch that is in memory already
-    local       without the exchanges: each tower, or tower 0 for all, goes on with its own gradients
+    local       without the exchanges: each tower goes on with its own gradients
     compute     without the exchanges and what follows the last of them: forward and backward, no update
 
 The difference is the time of the part left out. The step is traced once for all three; towers drift apart in

@@ -30,9 +30,8 @@ class Timeline(StepWatcher):
     - `tower_0/shard`: the tower's rows are cut off the batch; `tower_0/copy_to_device`, where that is another
       one than CPU:0;
     - `tower_0/segment_1`, ...: the parts of the step between collectives; the last, which updates weights, is
-      `tower_0/apply`, on CPU towers for all. Within them `tower_0/pack` and `tower_0/unpack`, of what is
-      sent and what was received; on CPU towers neither is done, and where XLA compiles, both are part of
-      what it compiles;
+      `tower_0/apply`. Within them `tower_0/pack` and `tower_0/unpack`, of what is sent and what was received;
+      `host_passes` saves CPU towers both, and where XLA compiles, both are part of what it compiles;
     - `all-reduce/1.2`, and `reduce-scatter`, `gather`, `broadcast`, `reduce`: the call that joins bucket 2
       after segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
       where shapes give them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.

@@ -192,7 +192,6 @@ def test_accumulated_gradients_are_undone():
     assert_close(state(model), state(alone))
 
 
-@pytest.mark.slow
 def test_variables_of_any_dtype_are_undone():
     """Also one of a dtype that TensorFlow's kernels do not copy."""
     dtype = tf.dtypes.experimental.float8_e4m3fn
@@ -217,6 +216,7 @@ def test_variables_of_any_dtype_are_undone():
         np.testing.assert_array_equal(tf.cast(small, tf.float32), [2.0, 2.0])
 
 
+@pytest.mark.slow
 def test_towers_without_samples_are_finite():
     """Idle towers compute on a copy of a row that is not theirs: only the row's own tower is named."""
     x = X[:2].copy()

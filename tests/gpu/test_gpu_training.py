@@ -5,6 +5,8 @@ Beside the stand-in the towers stand on CPUs, whose memory is what it reduces; N
 
 import importlib
 import importlib.util
+import pathlib
+import sys
 
 import isolated
 import pytest
@@ -59,6 +61,7 @@ def train():
         return
     import parity
 
+    sys.path.append(str(pathlib.Path(parity.__file__).parents[1] / "parity"))  # where the tables are
     from ncclsync import nccl_parallel
     from ncclsync.communicator import NcclCommunicator
 

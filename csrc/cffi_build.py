@@ -65,7 +65,7 @@ class SourceArchive(sdist):
     def make_release_tree(self, base_dir, files) -> None:
         """Copy, with every source of these folders."""
         # Not add_defaults(): setuptools asks another class for the defaults.
-        for folder in ("csrc", "tests", "examples"):
+        for folder in ("csrc", "ncclsync", "tests", "examples"):
             found = sorted(pathlib.Path(folder).rglob("*.*"))
             files = [*files, *(str(file) for file in found if file.suffix in ARCHIVED)]
-        super().make_release_tree(base_dir, sorted(set(files)))
+        super().make_release_tree(base_dir, sorted({*files, "CHANGELOG.md"}))

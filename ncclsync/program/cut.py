@@ -1,9 +1,9 @@
 """Cut a traced step into segments at its collectives.
 
 Three passes over the graph. It is *partitioned*: every tensor is placed, and exchanges are put wherever an op
-needs what a tower has not got (`semantics/partition.py`). Every op is *scheduled*: it gets the number of its
-segment (`schedule.py`). Each *segment* is built (`segment.py`); it also packs what it sends, and unpacks what
-it receives.
+needs what a tower has not got (`partition.py`). Every op is *scheduled*: it gets the number of its segment
+(`schedule.py`). Each *segment* becomes a function (`segment.py`), which also packs what it sends and unpacks
+what it receives. Before that, a target's passes may make the program cheaper.
 """
 
 import dataclasses

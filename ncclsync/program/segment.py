@@ -1,4 +1,4 @@
-"""Make a segment a function: unpacking, its ops, packing.
+"""Make a function of a segment, which unpacks what it receives, runs its ops, and packs what it sends.
 
 `cut.py` decides what belongs to a segment, `towers/layout.py` calls the function on every tower.
 """

@@ -3,7 +3,7 @@
 One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a
 `Call`, may ask for other placements of its inputs, and returns those of its outputs; or None: then all inputs
 are made whole, and every tower computes alike. A rule may be missing; it must not be wrong
-(`tests/semantics/test_ops.py` runs all of them).
+(`tests/semantics/test_op_types.py` runs all of them).
 
 Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are,
 unless it is in `COUNTING`. LOCAL inputs count as whole meanwhile.

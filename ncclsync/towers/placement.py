@@ -84,8 +84,8 @@ def _run_ops_on_one_thread() -> None:
     """Run ops on one thread, unless the user has chosen how many or TensorFlow runs; once per process.
 
     By default each op divides its work among all cores. Where there are as many towers as cores, every part
-    then waits until a tower that computes on that core is interrupted. TensorFlow
-    takes that option only before it starts. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
+    then waits until a tower that computes on that core is interrupted. TensorFlow takes that option only before
+    it starts. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
     """
     if tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS"):
         return

@@ -1,4 +1,4 @@
-"""One test per function of `private` and its like, against the installed TensorFlow and Keras: what broke."""
+"""One test per function of `compat`, against the installed TensorFlow and Keras: what broke."""
 
 import contextlib
 import copy
@@ -188,7 +188,7 @@ def test_variables_of():
 
 
 def test_aggregation_tells_metric_state():
-    """Keras declares "sum" on the state of metrics and on nothing else: `variables.role_of` relies on it."""
+    """Keras declares "sum" on the state of metrics and on nothing else: `roles.role_of` relies on it."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
     model.compile("adam", "mse", metrics=["mae", keras.metrics.AUC(), keras.metrics.MeanIoU(2)])
     keras_compat.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))

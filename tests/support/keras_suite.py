@@ -1,6 +1,6 @@
 """Runs Keras' own tests with every compiled model on towers, beside the plain run.
 
-    python tests/keras_suite.py [FOLDER ...] [--towers 2] [--jobs 1] [-k WORDS] [--json FILE]
+    python tests/support/keras_suite.py [FOLDER ...] [--towers 2] [--jobs 1] [-k WORDS] [--json FILE]
 
 FOLDER is one of those in the installed Keras that hold tests, such as `trainers` or `layers/rnn`. Without
 any, all of `FOLDERS` are run. Each file of tests runs on towers, with this file as a plugin of pytest's, and

@@ -1,7 +1,7 @@
 """CrossDeviceOps under MirroredStrategy: training and reductions as TensorFlow's own, by our communicator.
 
 Replicas stand on logical CPUs, of which a process can make some only before it uses any: `python
-tests/test_cross_device_ops.py FILE` runs all checks in a process of its own, with a single thread for
+tests/towers/test_cross_device_ops.py FILE` runs all checks in a process of its own, with a single thread for
 TensorFlow's ops, on which whatever waits for another op would wait for ever.
 """
 

@@ -4,10 +4,13 @@ Spoken to by `ctypes`, as nothing in ncclsync would break these rules.
 """
 
 import ctypes
+import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
+from standin import Standin
 
 SUM, FLOAT32, FLOAT64 = 0, 7, 8
 SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 2, 4, 5, 6, 7
@@ -242,6 +245,187 @@ def test_event_of_a_context(ranks, standin):
     assert cuda.cudaDeviceSynchronize() == 0 and cuda.cudaEventQuery(event) == 0
     assert cuda.cudaEventDestroy(event) == 0
     standin.fail("")
+
+
+@pytest.fixture(scope="module")
+def threaded_standin(built_standin, tmp_path_factory):
+    """Libraries of their own, whose streams have threads."""
+    threaded = Standin(tmp_path_factory.mktemp("threaded"))
+    assert ctypes.CDLL(threaded.cudart).standin_use_threads(300, 1) == 0
+    return threaded
+
+
+@pytest.fixture(params=["when asked", "by threads"])
+def either(request):
+    """The stand-in in each of the ways in which work goes on. Whatever a test makes must be gone after it."""
+    standin = request.getfixturevalue("built_standin" if request.param == "when asked" else "threaded_standin")
+    standin.has_threads = request.param == "by threads"
+    standin.fail("")
+    before = standin.alive()
+    yield standin
+    standin.fail("")
+    assert standin.settled(before) == before
+
+
+class Device:
+    """A device with streams, memory and events; calls raise unless they return 0."""
+
+    def __init__(self, standin, device, n_streams=2):
+        self.library, self.device, self.made = ctypes.CDLL(standin.cudart), device, []
+        self.context = ctypes.c_void_p(1 + device)
+        self("cudaSetDevice", device)
+        self.streams = [self.make("cudaStreamCreateWithPriority", "cudaStreamDestroy", 1, 0) for _ in range(n_streams)]
+
+    def __call__(self, name, *arguments):
+        error = getattr(self.library, name)(*arguments)
+        assert error == 0, (name, error)
+
+    def make(self, call, end, *arguments):
+        made = ctypes.c_void_p()
+        self(call, ctypes.byref(made), *arguments)
+        self.made.append((end, made))
+        return made
+
+    def event(self):
+        self("cudaSetDevice", self.device)
+        return self.make("cudaEventCreateWithFlags", "cudaEventDestroy", 2)
+
+    def memory(self, size):
+        self("cudaSetDevice", self.device)
+        return self.make("cudaMalloc", "cudaFree", ctypes.c_size_t(size))
+
+    def end(self):
+        for end, made in reversed(self.made):
+            self(end, made)
+
+
+HOST_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def test_order_by_events(either):
+    """What a stream or a context waits for, it waits for; what came later, and what is elsewhere, it does not."""
+    one, two, order = Device(either, 1), Device(either, 2), []
+    (a, b), (c, d), event = one.streams, two.streams, one.event()
+    gate = threading.Event()
+    works = [HOST_WORK(lambda _, name=name: order.append(name)) for name in "abcdef"]
+    block = HOST_WORK(lambda _: gate.wait(10))
+
+    def launch(device, stream, work):
+        device("cudaLaunchHostFunc", stream, work, None)
+
+    two("cudaStreamWaitEvent", c, event, 0)  # never recorded: no wait
+    if either.has_threads:
+        launch(one, a, block)
+    launch(one, a, works[0])
+    one("cudaEventRecord", event, a)
+    two("cudaStreamWaitEvent", c, event, 0)
+    launch(one, a, works[1])
+    one("cudaEventRecord", event, a)  # anew: c waits for what it was
+    launch(two, c, works[2])
+    launch(one, b, works[3])
+    one("cuCtxRecordEvent", one.context, event)
+    two("cuCtxWaitEvent", two.context, event)
+    one.library.cudaEventDestroy(event)  # which does not end the waits
+    one.made = [made for made in one.made if made[1] is not event]
+    launch(two, d, works[4])
+    launch(two, c, works[5])
+    if either.has_threads:
+        time.sleep(0.02)
+        assert set(order) <= {"d"} and one.library.cudaStreamQuery(a) == NOT_READY == two.library.cudaStreamQuery(d)
+    gate.set()
+    for device, stream in itertools.product((one, two), range(2)):
+        device("cudaStreamSynchronize", device.streams[stream])
+    at = {name: order.index(name) for name in "abcdef"}
+    assert at["a"] < at["c"] < at["f"] and at["a"] < at["b"]
+    assert max(at[name] for name in "abd") < min(at["e"], at["f"])
+    one.end(), two.end()
+
+
+@pytest.mark.parametrize("call", ["cudaEventRecord", "cuCtxRecordEvent"])
+def test_events_of_another_device(either, call):
+    """It is for its own device that an event records. Any stream may wait for it."""
+    one, two, event = Device(either, 1), Device(either, 2), None
+    event = one.event()
+    foreign = (event, two.streams[0]) if call == "cudaEventRecord" else (two.context, event)
+    assert getattr(one.library, call)(*foreign) == 400
+    two("cuCtxWaitEvent", two.context, event)
+    two("cudaEventSynchronize", event)
+    one.end(), two.end()
+
+
+def test_copies(either):
+    """Fresh memory is NaN; copies lie in the order of their stream, and are counted by their direction."""
+    device = Device(either, 3)
+    stream, memory = device.streams[0], device.memory(4000)
+    counts = ("to_device", "bytes_to_device", "to_host", "bytes_to_host", "wait")
+    total = device.library.standin_total
+    total.restype = ctypes.c_longlong
+    before = [total(kind.encode()) for kind in counts]
+    first, last, sent = np.zeros(1000, np.float32), np.zeros(1000, np.float32), np.arange(1000, dtype=np.float32)
+    for to, source in ((at(first), memory), (memory, at(sent)), (at(last), memory)):
+        device("cudaMemcpyAsync", to, source, size(4000), 4, stream)
+    device("cudaMemsetAsync", memory, 0, size(2000), stream)
+    device("cudaStreamSynchronize", stream)
+    assert np.isnan(first).all() and np.array_equal(last, sent)
+    device("cudaMemcpy", at(last), memory, size(4000), 4)
+    assert not last[:500].any() and np.array_equal(last[500:], sent[500:])
+    assert [total(kind.encode()) - b for kind, b in zip(counts, before, strict=True)] == [1, 4000, 3, 12000, 1]
+    device.end()
+
+
+def test_every_collective_under_delays(threaded_standin):
+    """200 in a row on streams that come late, each rank at another time; and what is asked for in the middle."""
+    three = Ranks(threaded_standin, 3)
+    reduce, sends, recvs = three.nccl.ncclAllReduce, numbers(), numbers()
+    threaded_standin.fail("slow:1:30=20")
+    for _ in range(200):
+        sends, recvs = recvs, sends
+        calls = [(at(sends[r]), at(recvs[r]), size(6), FLOAT32, 2, three.comm(r), three.streams[r]) for r in range(3)]
+        assert three.group(lambda r, calls=calls: reduce(*calls[r])) == 0
+    assert three.synchronized() == [0, 0, 0]
+    np.testing.assert_array_equal(recvs, [numbers()[2]] * 3)  # the maximum
+    assert three.end("ncclCommDestroy") == [0] * 6
+
+
+def test_link(either):
+    """A collective ends a latency and its bytes / bandwidth after the last rank has come, and so does a copy."""
+    three, device = Ranks(either, 3), Device(either, 4)
+    sends, recvs = numbers(count=30000), numbers(count=30000)
+
+    def timed(run):
+        run(), (begin := time.monotonic())
+        run()
+        return time.monotonic() - begin
+
+    def reduce():
+        calls = [(at(sends[r]), at(recvs[r]), size(30000), 7, 0, three.comm(r), three.streams[r]) for r in range(3)]
+        assert three.group(lambda r: three.nccl.ncclAllReduce(*calls[r])) == 0
+        assert three.synchronized() == [0, 0, 0]
+
+    def copy():
+        device("cudaMemcpyAsync", memory, at(sends[0]), size(120000), 4, device.streams[0])
+        device("cudaStreamSynchronize", device.streams[0])
+
+    memory = device.memory(120000)
+    link, copy_link = three.nccl.standin_link, three.cuda.standin_copy_link
+    for call, run, expected_s in ((link, reduce, 0.01 + 4 / 3 * 0.04), (copy_link, copy, 0.01 + 0.04)):
+        call(ctypes.c_double(0.003), ctypes.c_double(10000))
+        assert 0.95 * expected_s < timed(run) < 2 * expected_s
+        call(ctypes.c_double(0), ctypes.c_double(0))
+    device.end()
+    assert three.end("ncclCommDestroy") == [0] * 6
+
+
+def test_abort_under_delays(threaded_standin):
+    """One of the ranks does not come; the streams go on once the others are aborted."""
+    three = Ranks(threaded_standin, 3, blocking=False)
+    threaded_standin.fail("async:1=6")
+    assert three.group(reduce_on(three)) == IN_PROGRESS and three.poll() == [0, REMOTE_ERROR, 0]
+    assert three.cuda.cudaStreamQuery(three.streams[0]) == NOT_READY
+    assert [three.nccl.ncclCommAbort(three.comm(r)) for r in range(3)] == [0, 0, 0]
+    assert three.synchronized() == [0, 0, 0]
+    assert [three.cuda.cudaStreamDestroy(stream) for stream in three.streams] == [0, 0, 0]
+    threaded_standin.fail("")
 
 
 def test_use_after_the_end(standin):

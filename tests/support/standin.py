@@ -28,7 +28,7 @@ class Standin:
         """Compile them into `folder`."""
         self.nccl, self.cudart = str(folder / "libnccl.so"), str(folder / "libcudart.so")
         build = [COMPILER, *FLAGS, *flags, "-shared", f"-I{ROOT / 'csrc'}"]
-        cudart = [SOURCES / f"standin_{part}.c" for part in ("cudart", "memory", "faults")]
+        cudart = [SOURCES / f"standin_{part}.c" for part in ("cudart", "streams", "memory", "faults")]
         subprocess.run([*build, *cudart, "-o", self.cudart, "-lpthread"], check=True)
         nccl = [SOURCES / f"standin_{part}.c" for part in ("nccl", "comm", "meeting", "processes")]
         kernels = [ROOT / "csrc" / name for name in ("ncclsync.c", "cpu/pool.c", "cpu/collectives.c")]

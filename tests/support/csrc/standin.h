@@ -1,8 +1,9 @@
 /* What the stand-in libcudart gives the stand-in libnccl, and tests: one lock around everything, streams that take
  * work, instructions to fail, and counts of what is alive.
  *
- * Nothing runs in the background. Work that is queued on streams goes on whenever somebody asks about a stream, so
- * that tests are deterministic and no thread is left behind. */
+ * There are two ways in which work that is queued on streams goes on:
+ *   when asked   whenever somebody asks about a stream, so that tests are deterministic and no thread is left behind;
+ *   by threads   as on a GPU: each stream has a thread, which sleeps for a random time before each piece of work. */
 #ifndef STANDIN_H_
 #define STANDIN_H_
 
@@ -31,14 +32,37 @@ void standin_unlock(void);
 /* Every call of CUDA's begins by the one, which takes the lock, logs, does what it was told, and ends by the other. */
 cudaError_t standin_enter_cuda(const char* name, int value);
 cudaError_t standin_leave_cuda(cudaError_t error);
+/* The first of these for a call that is not logged, as it may be made any number of times, and that needs a context. */
+cudaError_t standin_ask_cuda(const char* name);
 
-/* Queues work: `advance` is called, under the lock, while the work is first in its stream, until it returns 1. */
-void standin_push(cudaStream_t stream, int (*advance)(void* what), void* what);
-/* Lets all streams go on as far as they can. Under the lock. */
+/* From now on streams have threads. The delays, of at most so many microseconds, follow from the seed. Refused once
+ * there was a stream. Also by STANDIN_DELAY_US and STANDIN_SEED at the start. */
+cudaError_t standin_use_threads(int delay_us, int seed);
+
+/* How long things take: a collective a latency, plus its bytes by the bandwidth that nccl-tests calls busbw; a copy
+ * between host and device a latency, plus its bytes by a bandwidth. 0 GB/s: no time of its own. Also by STANDIN_LINK and
+ * STANDIN_COPY_LINK at the start, as "GB/s,us". Each device has STANDIN_MEMORY_MB of memory, or any. */
+void standin_link(double gb_per_s, double us); /* libnccl's */
+void standin_copy_link(double gb_per_s, double us);
+
+/* Queues work: `advance` is called, under the lock, while the work is first in its stream, until it returns 0. What it
+ * returns before is how soon it wants to be called again, in seconds. It is called earlier when something happens. */
+void standin_push(cudaStream_t stream, double (*advance)(void* what), void* what);
+/* The same for work that needs nothing but its turn; outside the lock where streams have threads. */
+void standin_push_run(cudaStream_t stream, void (*run)(void* what), void* what);
+/* Within `advance`: runs what takes long, outside the lock where streams have threads. */
+void standin_run_apart(void (*run)(void* what), void* what);
+/* Something has happened that other streams' work may wait for. Only the work of streams with threads needs it. */
+void standin_stir(void);
+/* Lets all streams go on as far as they can, where they have no threads. All these are under the lock. */
 void standin_progress(void);
+/* Waits until work is done somewhere, or for so long; gives up the lock meanwhile. */
+void standin_wait(double most_s);
 int standin_stream_device(cudaStream_t stream); /* -1: destroyed */
 int standin_current_device(void);
+int standin_has_context(void);
 double standin_now_s(void);
+void standin_nap(double seconds);
 
 /* How many groups of NCCL calls this thread has open. */
 int* standin_depth(void);
@@ -66,6 +90,9 @@ int standin_is_corrupt(int from, int to);
 void standin_log(const char* call, const char* value);
 /* How many "stream", "event", "memory" or "comm" there are. */
 int standin_alive(const char* kind);
-void standin_count(const char* kind, int change);
+/* The same, or since the start: "wait", how often the host waited for a stream, a device or an event; "to_device" and
+ * "to_host", copies from the host and to it; "bytes_to_device" and "bytes_to_host". */
+long long standin_total(const char* kind);
+void standin_count(const char* kind, long long change);
 
 #endif

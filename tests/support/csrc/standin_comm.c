@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "standin_nccl.h"
@@ -75,9 +74,7 @@ static int wait_for(ncclComm_t comm) {
   const double until = standin_now_s() + 20.0;
   while (comm->clique->n_joined < comm->clique->n) {
     if (standin_now_s() > until) return standin_refuse(ncclInternalError, "the other ranks did not come within 20 s");
-    standin_unlock();
-    nanosleep(&(struct timespec){0, 1000000}, NULL);
-    standin_lock();
+    standin_wait(1e-3);
   }
   comm->state = 0;
   return 0;
@@ -194,6 +191,8 @@ void standin_wait_again(ncclComm_t comm) {
 }
 
 static void end(ncclComm_t comm) {
+  if (comm->clique != NULL) standin_let_end(comm->clique);
+  standin_stir();
   standin_progress();
   comm->is_alive = 0;
   if (!comm->is_finalized && comm->clique != NULL) ++comm->clique->n_finalized;

@@ -4,11 +4,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "standin.h"
 
-enum { MAX_FAULTS = 8, KINDS = 4 };
+enum { MAX_FAULTS = 8, KINDS = 9 };
 
 typedef struct {
   char name[48];
@@ -19,8 +18,9 @@ typedef struct {
 static fault faults[MAX_FAULTS];
 static int n_faults;
 static const char* log_path;
-static const char* const kinds[KINDS] = {"stream", "event", "memory", "comm"};
-static int alive[KINDS];
+static const char* const kinds[KINDS] = {"stream", "event",     "memory",  "comm",           "wait",
+                                          "to_device", "to_host", "bytes_to_device", "bytes_to_host"};
+static long long counts[KINDS];
 
 static void parse(const char* text) {
   char copy[256];
@@ -82,7 +82,7 @@ void standin_outwait(int device) {
     standin_lock();
     is_working = standin_is_working(device);
     standin_unlock();
-    if (is_working) nanosleep(&(struct timespec){0, 1000000}, NULL);
+    if (is_working) standin_nap(1e-3);
   }
 }
 
@@ -99,19 +99,21 @@ void standin_log(const char* call, const char* value) {
   fclose(file);
 }
 
-void standin_count(const char* kind, int change) {
+void standin_count(const char* kind, long long change) {
   for (int i = 0; i < KINDS; ++i)
-    if (strcmp(kind, kinds[i]) == 0) alive[i] += change;
+    if (strcmp(kind, kinds[i]) == 0) counts[i] += change;
 }
 
-int standin_alive(const char* kind) {
-  int count = -1;
+long long standin_total(const char* kind) {
+  long long count = -1;
   standin_lock();
   for (int i = 0; i < KINDS; ++i)
-    if (strcmp(kind, kinds[i]) == 0) count = alive[i];
+    if (strcmp(kind, kinds[i]) == 0) count = counts[i];
   standin_unlock();
   return count;
 }
+
+int standin_alive(const char* kind) { return (int)standin_total(kind); }
 
 __attribute__((constructor)) static void begin(void) {
   const char* told = getenv("STANDIN_FAIL");

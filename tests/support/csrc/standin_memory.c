@@ -1,14 +1,16 @@
 /* The stand-in's memory. What CUDA made is on its device or the host's; all other memory serves every device, as if it
- * was managed: so that a test may pass on what TensorFlow or NumPy have on the host. */
+ * was managed: so that a test may pass on what TensorFlow or NumPy have on the host. Fresh memory of a device is NaN in
+ * all floating-point types and -1 in integers, so that a read that comes too early shows. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "standin.h"
 
-enum { ON_HOST = -1, FIRST_ADDRESS = 1 << 20 };
+enum { ON_HOST = -1, FIRST_ADDRESS = 1 << 20, ALIGNMENT = 256 };
 
 typedef struct piece {
   char* begin;
@@ -18,15 +20,33 @@ typedef struct piece {
 } piece;
 
 static piece* pieces;
+static size_t in_use[STANDIN_DEVICES], limit = (size_t)1 << 40;
+static double link_gb_per_s, link_us; /* between the host and each device */
+
+void standin_copy_link(double gb_per_s, double us) {
+  link_gb_per_s = gb_per_s;
+  link_us = us;
+}
+
+__attribute__((constructor)) static void begin(void) {
+  const char *megabytes = getenv("STANDIN_MEMORY_MB"), *link = getenv("STANDIN_COPY_LINK");
+  if (megabytes != NULL) limit = (size_t)atol(megabytes) << 20;
+  if (link != NULL) sscanf(link, "%lf,%lf", &link_gb_per_s, &link_us);
+}
 
 static cudaError_t make(const char* name, void** pointer, size_t size, int device) {
   cudaError_t error = standin_enter_cuda(name, (int)size);
   piece* one;
+  if (error == 0 && device != ON_HOST && size > limit - in_use[device]) error = NO_MEMORY;
+  if (error == 0 && posix_memalign(pointer, ALIGNMENT, size > 0 ? size : 1) != 0) error = NO_MEMORY;
   if (error != 0) return standin_leave_cuda(error);
   one = malloc(sizeof(*one));
-  *one = (piece){malloc(size > 0 ? size : 1), size, device, pieces};
+  *one = (piece){*pointer, size, device, pieces};
   pieces = one;
-  *pointer = one->begin;
+  if (device != ON_HOST) {
+    in_use[device] += size;
+    memset(*pointer, 0xff, size);
+  }
   standin_count("memory", 1);
   return standin_leave_cuda(0);
 }
@@ -41,6 +61,7 @@ static cudaError_t end(const char* name, void* pointer) {
   one = *at;
   if (one == NULL) return standin_leave_cuda(INVALID_VALUE);
   *at = one->next;
+  if (one->device != ON_HOST) in_use[one->device] -= one->size;
   free(one->begin);
   free(one);
   standin_count("memory", -1);
@@ -55,13 +76,82 @@ cudaError_t cudaMallocHost(void** pointer, size_t size) { return make("cudaMallo
 cudaError_t cudaFree(void* pointer) { return end("cudaFree", pointer); }
 cudaError_t cudaFreeHost(void* pointer) { return end("cudaFreeHost", pointer); }
 
+cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
+  cudaError_t error = standin_ask_cuda("cudaMemGetInfo");
+  *left = limit - in_use[standin_current_device()];
+  *all = limit;
+  return standin_leave_cuda(error);
+}
+
+/* ---- Copies ---- */
+
+typedef struct {
+  void* to;
+  const void* from; /* NULL: set to `value` */
+  size_t size;
+  double least_s;
+  int value;
+} transfer;
+
+static int is_on_device(const void* pointer) {
+  const piece* one = pieces;
+  while (one != NULL && ((const char*)pointer < one->begin || (const char*)pointer >= one->begin + one->size))
+    one = one->next;
+  return one != NULL && one->device != ON_HOST;
+}
+
+/* What is neither of a device nor the host's counts as the host's. */
+static transfer plan_copy(void* to, const void* from, size_t size) {
+  const int to_device = is_on_device(to), from_device = is_on_device(from);
+  transfer planned = {to, from, size, 0, 0};
+  if (to_device == from_device) return planned;
+  if (link_gb_per_s > 0) planned.least_s = 1e-6 * link_us + 1e-9 * (double)size / link_gb_per_s;
+  standin_count(to_device ? "to_device" : "to_host", 1);
+  standin_count(to_device ? "bytes_to_device" : "bytes_to_host", (long long)size);
+  return planned;
+}
+
+/* The bytes move at the end: who reads too early, or lets go of what is still copied, notices. */
+static void do_transfer(const transfer* what) {
+  if (what->least_s > 0) standin_nap(what->least_s);
+  if (what->from != NULL) memmove(what->to, what->from, what->size);
+  else memset(what->to, what->value, what->size);
+}
+
+static void run_transfer(void* what) {
+  do_transfer(what);
+  free(what);
+}
+
+static void push_transfer(cudaStream_t stream, transfer planned) {
+  transfer* own = malloc(sizeof(*own));
+  *own = planned;
+  standin_push_run(stream, run_transfer, own);
+}
+
+/* Waits for no stream, as CUDA's waits for none that was created as non-blocking. */
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, int kind) {
-  int error = FAILURE;
-  standin_lock();
-  if (standin_is_told("cudaMemcpy", -1, &error)) return standin_leave_cuda(error);
-  if (kind != 4) return standin_leave_cuda(BAD_HANDLE); /* cudaMemcpyDefault: the pointers tell */
-  memcpy(to, from, size);
-  return standin_leave_cuda(0);
+  cudaError_t error = standin_ask_cuda("cudaMemcpy");
+  transfer planned;
+  if (error == 0 && kind != 4) error = BAD_HANDLE; /* cudaMemcpyDefault: the pointers tell */
+  if (error == 0) planned = plan_copy(to, from, size);
+  standin_leave_cuda(error);
+  if (error == 0) do_transfer(&planned);
+  return error;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, cudaStream_t stream) {
+  cudaError_t error = standin_enter_cuda("cudaMemcpyAsync", standin_stream_device(stream));
+  if (error == 0 && (kind != 4 || standin_stream_device(stream) < 0)) error = BAD_HANDLE;
+  if (error == 0) push_transfer(stream, plan_copy(to, from, size));
+  return standin_leave_cuda(error);
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
+  cudaError_t error = standin_enter_cuda("cudaMemsetAsync", standin_stream_device(stream));
+  if (error == 0 && standin_stream_device(stream) < 0) error = BAD_HANDLE;
+  if (error == 0) push_transfer(stream, (transfer){to, NULL, size, 0, value});
+  return standin_leave_cuda(error);
 }
 
 /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE (host 1, device 2), _IS_MANAGED and _DEVICE_ORDINAL; zeros for no CUDA's. */

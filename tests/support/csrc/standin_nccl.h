@@ -39,7 +39,9 @@ typedef struct meeting {
   request requests[MAX_RANKS];
   int is_asked[MAX_RANKS], has_arrived[MAX_RANKS];
   double not_before[MAX_RANKS];
-  int is_done, is_broken;
+  double ends_s; /* 0: not all ranks have arrived */
+  int is_running, is_computed, status, is_done, is_broken;
+  int n_left;    /* so many ranks' streams have gone on */
   struct meeting* next;
 } meeting;
 
@@ -100,6 +102,8 @@ void standin_wait_again(ncclComm_t comm);
 void standin_say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 /* Adds a request to its meeting and queues it on its stream. ncclInvalidUsage: it does not go with the others'. */
 int standin_meet(const request* asked);
+/* Waits until no collective is in the middle of its memory. */
+void standin_let_end(const clique* of);
 int standin_fit(const request* one, const request* other);
 int standin_is_in_order(const request* asked);
 

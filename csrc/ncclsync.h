@@ -299,6 +299,114 @@ ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, /*out
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            /*outputs*/ ncs_failure* failure);
 
+/* ---- Groups that are only enqueued (nccl/launcher.c) ----
+ *
+ * Collectives over buffers that other streams write and read, such as TensorFlow's, without any host thread that waits
+ * for a GPU, or for another rank:
+ *   ncs_arrive   per rank: captures the work that its GPU has been given so far. After it the buffers are ready
+ *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for what they captured, then run one group
+ *   ncs_deliver  per rank: all work that its GPU is given from then on waits for the group's end
+ * Where the driver cannot capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host
+ * memory, which no stream orders, ncs_launch and ncs_deliver block instead; chosen once, by ncs_launcher_create.
+ *
+ * A thread watches launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
+ * communicator, so that the GPUs' streams go on: what they compute rests on a failed group, from `group` on. */
+typedef struct ncs_launcher ncs_launcher;
+typedef struct ncs_arrival ncs_arrival;
+typedef struct ncs_launched ncs_launched;
+
+enum { NCS_MOST_RANKS = 64, NCS_MOST_NAMED = 64 };
+
+/* What a failed group was waiting for. */
+typedef enum {
+  NCS_OWN_WORK = 0,  /* the GPUs' own work before it */
+  NCS_LAUNCHING = 1, /* NCCL's own part */
+  NCS_RUNNING = 2    /* its end */
+} ncs_stage;
+
+typedef struct {
+  ncs_failure failure;
+  int status;       /* ncclSuccess: none has failed; ncclTimeout: it did not end in time */
+  int stage;        /* ncs_stage */
+  double waited_s;
+  int64_t group;    /* the number of the first group that failed, from 1; all later ones have failed with it */
+  int64_t label;    /* as it was given to ncs_launch */
+  int64_t first;    /* the number of its first collective, from 1 */
+  int n_collectives;
+  int progress[NCS_MOST_RANKS];    /* ncs_progress of each rank; while the GPUs' own work ends: NCS_ABSENT if busy */
+  int64_t counts[NCS_MOST_NAMED];  /* elements, and dtype, of the first collectives */
+  int dtypes[NCS_MOST_NAMED];
+} ncs_launch_failure;
+
+/* A buffer's two sides, and the count of ncs_collective. */
+typedef struct {
+  const void* send;
+  void* recv;
+  size_t count;
+  int dtype;
+} ncs_buffer;
+
+/* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
+ * process lives. timeout_s: how long the GPUs' own work before a group, NCCL's launch, and the group may take each; 0:
+ * no limit. on_host: the buffers are in host memory. */
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*outputs*/ ncs_launcher** launcher);
+
+/* Gives it a communicator, which it borrows, and forgets an earlier failure. *blocks: whether the host waits. */
+ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
+
+/* Takes the communicator back; no group is launched any more. Groups under way count as failed with `status`. Blocks
+ * until the thread that watches is not using it. */
+ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
+
+/* Keeps launches, and the thread that watches, away from the communicator while the caller makes calls of its own; to
+ * be ended by ncs_launcher_release. ncclInvalidUsage: it has failed, or is closed. */
+ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
+ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
+
+/* Counts collectives that the caller runs by itself; *first is the number of the first one. */
+ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, /*outputs*/ int64_t* first);
+
+/* How many groups were launched, and how many of them have ended well. Blocks for nothing. */
+ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended);
+
+/* Waits, at most slice_s seconds, until all launched groups have ended: ncclInProgress if they have not. */
+ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
+
+/* What has failed; status ncclSuccess: nothing has. */
+ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
+
+/* Fails the launcher if no group ends for a second from now while one is under way: somebody wants out. */
+ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
+
+/* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
+ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
+
+/* Captures the work of rank r's GPU. `kept` is what holds the buffers; let_go(kept) is called once, when nothing that
+ * is under way uses them any more, or what does is ordered before all that the GPU is given later. */
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
+                        void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
+
+/* Launches one group of all ranks' n_collectives buffers; of `collectives` kind, op and root are read. Of no
+ * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the launcher. */
+ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
+                        const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
+                        ncs_launched** launched);
+
+/* Orders the group before what rank r's GPU is given from now on, and lets go of its buffers. waits: the host waits for
+ * the group's end instead. */
+ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, /*outputs*/ ncs_failure* failure);
+
+/* What `kept` was of rank r's arrival; NULL: it is delivered. */
+void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
+
+/* Gives up a reference. Where a launched group was not delivered, it is first ordered as by ncs_deliver. NULL is
+ * allowed. */
+void ncs_arrival_release(ncs_arrival* arrival);
+void ncs_launched_release(ncs_launched* launched);
+
+/* How many arrivals, launched groups and events there are, in the process. For tests. */
+ncclResult_t ncs_launcher_alive(/*outputs*/ int64_t* arrivals, int64_t* launched, int64_t* events);
+
 /* ---- DLPack (only its layout: https://github.com/dmlc/dlpack, dlpack.h, the ABI without a version field) ---- */
 
 typedef struct {

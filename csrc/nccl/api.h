@@ -66,10 +66,12 @@ typedef struct {
   X(cudaError_t, cudaDeviceSynchronize, (void))                           \
   X(cudaError_t, cudaEventCreateWithFlags, (cudaEvent_t* event, unsigned int flags)) \
   X(cudaError_t, cudaEventQuery, (cudaEvent_t event))                     \
+  X(cudaError_t, cudaEventRecord, (cudaEvent_t event, cudaStream_t stream)) \
   X(cudaError_t, cudaEventDestroy, (cudaEvent_t event))                   \
   X(cudaError_t, cudaDeviceGetStreamPriorityRange, (int* least, int* greatest)) \
   X(cudaError_t, cudaStreamCreateWithPriority, (cudaStream_t* stream, unsigned int flags, int priority)) \
   X(cudaError_t, cudaStreamQuery, (cudaStream_t stream))                  \
+  X(cudaError_t, cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned int flags)) \
   X(cudaError_t, cudaStreamDestroy, (cudaStream_t stream))                \
   X(cudaError_t, cudaMalloc, (void** pointer, size_t size))               \
   X(cudaError_t, cudaMemcpy, (void* to, const void* from, size_t size, cudaMemcpyKind_t kind)) \
@@ -83,7 +85,9 @@ typedef struct {
     (unsigned int n, int* attributes, void** data, unsigned long long pointer))
 
 /* As above, since 12.5: NULL where the driver is older. */
-#define NCS_NEW_DRIVER_SYMBOLS(X) X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event))
+#define NCS_NEW_DRIVER_SYMBOLS(X)                                        \
+  X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event)) \
+  X(CUresult, cuCtxWaitEvent, (CUcontext context, cudaEvent_t event))
 
 /* Of CUpointer_attribute and CUmemorytype. */
 enum { NCS_CU_MEMORY_TYPE = 2, NCS_CU_IS_MANAGED = 8, NCS_CU_DEVICE_ORDINAL = 9 };
@@ -138,5 +142,10 @@ void ncs_nap(double waited_s);
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
 /* Ends the wait for the devices' own work without its end. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
+/* What NCCL says of every rank: ncclInProgress, or the first error. */
+ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
+/* Makes the calls of a group, and waits for nothing: ncs_ask_nccl tells when NCCL has launched it. */
+ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                              ncs_failure* failure);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

@@ -52,7 +52,8 @@ static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, in
   for (int r = 0; r < comm->n && block > 0; ++r) {
     const size_t own = block * (size_t)comm->ranks[r];
     const uintptr_t send = (uintptr_t)what->sends[r], recv = (uintptr_t)what->recvs[r];
-    *next++ = (extent){recv, recv + received, kind == NCS_BROADCAST ? "buffers" : "recvs", r, index, 1};
+    const int is_written = kind != NCS_BROADCAST || comm->ranks[r] != what->root;
+    *next++ = (extent){recv, recv + received, kind == NCS_BROADCAST ? "buffers" : "recvs", r, index, is_written};
     if (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && send == recv) ||
         (kind == NCS_ALL_GATHER && send == recv + own))
       continue;

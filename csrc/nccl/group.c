@@ -5,8 +5,7 @@
 
 /* ---- Waiting ---- */
 
-/* What NCCL says of every rank: ncclInProgress, or the first error. */
-static ncclResult_t ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
+ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_nccl* nccl = comm->nccl;
   ncclResult_t status, state, all = ncclSuccess;
   for (int r = 0; r < comm->n; ++r) {
@@ -22,7 +21,7 @@ static ncclResult_t ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
  * on the streams yet, and they would seem to be through. */
 static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t status = ask_nccl(comm, failure);
+  ncclResult_t status = ncs_ask_nccl(comm, failure);
   if (status != ncclSuccess) return status;
   comm->is_launching = 0;
   if (!comm->is_on_streams) return ncclSuccess;
@@ -32,7 +31,7 @@ static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
     if (error != 0) return ncs_check_cuda(cuda, error, "cudaStreamQuery", failure);
   }
   /* An error may have ended the streams' work since it was asked for. */
-  return ask_nccl(comm, failure);
+  return ncs_ask_nccl(comm, failure);
 }
 
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
@@ -105,8 +104,8 @@ static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* w
 }
 
 /* Collective by collective, so that every rank makes its calls in the same order: NCCL matches them by it. */
-static ncclResult_t launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                 ncs_failure* failure) {
+ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                              ncs_failure* failure) {
   static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend", "ncclReduceScatter",
                                       "ncclAllGather"}; /* by ncs_kind */
   const ncs_nccl* nccl = comm->nccl;
@@ -134,7 +133,7 @@ ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* colle
   if (status != ncclSuccess) return status;
   comm->is_launching = comm->is_on_streams = 1;
   comm->n_done = 0;
-  status = launch_group(comm, collectives, n_collectives, failure);
+  status = ncs_launch_group(comm, collectives, n_collectives, failure);
   comm->cuda.cuCtxSetCurrent(current);
   return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
 }

@@ -6,10 +6,12 @@
 #define NCCLSYNC_TF_API_H_
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "ncclsync.h"
 
-enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8 };
+enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_INTERNAL = 13 };
+enum { TF_INT64 = 9 };
 
 typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
@@ -18,6 +20,13 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
 typedef struct TF_KernelBuilder TF_KernelBuilder;
 typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
 typedef struct TF_OpKernelContext TF_OpKernelContext;
+
+typedef struct TF_AllocatorAttributes {
+  size_t struct_size;
+  unsigned char on_host;
+} TF_AllocatorAttributes;
+/* Without the padding after the last member, as TensorFlow counts. */
+#define TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE (offsetof(TF_AllocatorAttributes, on_host) + 1)
 
 #define NCS_TF_CALLS(X)                                                                                               \
   X(TF_Status*, TF_NewStatus, (void))                                                                                 \
@@ -28,6 +37,10 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(void, TF_DeleteTensor, (TF_Tensor*))                                                                              \
   X(void*, TF_TensorData, (const TF_Tensor*))                                                                         \
   X(int64_t, TF_TensorElementCount, (const TF_Tensor*))                                                               \
+  X(TF_Tensor*, TF_NewTensor,                                                                                         \
+    (int dtype, const int64_t* dims, int n_dims, void* data, size_t size,                                             \
+     void (*free_data)(void* data, size_t size, void* argument), void* argument))                                     \
+  X(int, TF_TensorType, (const TF_Tensor*))                                                                           \
   X(int, TF_NumDims, (const TF_Tensor*))                                                                              \
   X(int64_t, TF_Dim, (const TF_Tensor*, int index))                                                                   \
   X(TF_OpDefinitionBuilder*, TF_NewOpDefinitionBuilder, (const char* name))                                           \
@@ -42,6 +55,7 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(TF_KernelBuilder*, TF_NewKernelBuilder,                                                                           \
     (const char* op, const char* device, void* (*create)(TF_OpKernelConstruction*),                                   \
      void (*compute)(void*, TF_OpKernelContext*), void (*destroy)(void*)))                                            \
+  X(void, TF_KernelBuilder_HostMemory, (TF_KernelBuilder*, const char* argument))                                     \
   X(void, TF_RegisterKernelBuilder, (const char* name, TF_KernelBuilder*, TF_Status*))                                \
   X(void, TF_OpKernelConstruction_GetAttrType, (TF_OpKernelConstruction*, const char*, int* value, TF_Status*))       \
   X(void, TF_OpKernelConstruction_GetAttrInt64, (TF_OpKernelConstruction*, const char*, int64_t* value, TF_Status*))  \
@@ -50,7 +64,11 @@ typedef struct TF_OpKernelContext TF_OpKernelContext;
   X(void, TF_OpKernelConstruction_GetAttrInt64List,                                                                   \
     (TF_OpKernelConstruction*, const char*, int64_t* values, int most, TF_Status*))                                   \
   X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction*, TF_Status*))                                    \
+  X(int, TF_NumInputs, (TF_OpKernelContext*))                                                                         \
   X(void, TF_GetInput, (TF_OpKernelContext*, int index, TF_Tensor** tensor, TF_Status*))                              \
+  X(void, TF_SetOutput, (TF_OpKernelContext*, int index, const TF_Tensor* tensor, TF_Status*))                        \
+  X(TF_Tensor*, TF_AllocateTemp,                                                                                      \
+    (TF_OpKernelContext*, int dtype, const int64_t* dims, int n_dims, TF_AllocatorAttributes*, TF_Status*))           \
   X(TF_Tensor*, TF_ForwardInputOrAllocateOutput,                                                                      \
     (TF_OpKernelContext*, const int* candidates, int n_candidates, int output, const int64_t* dims, int n_dims,       \
      int* forwarded, TF_Status*))                                                                                     \
@@ -94,14 +112,20 @@ int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_
 
 void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
+/* NCCL's number of a dtype of TensorFlow's; -1: NCCL has none. */
+int ncs_tf_find_dtype(int dtype);
+
 /* An op and its kernel. */
 typedef struct {
-  const char *name, *attrs[10], *inputs[3], *output; /* NULL: it has none, and is run for what it does */
+  const char *name, *attrs[10], *inputs[3], *output; /* NULL: it has none */
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
+  int is_stateful;         /* it is run for what it does */
+  const char* on_host[3];  /* not NULL: for GPUs too, where these of its arguments are in the host's memory */
 } ncs_tf_op;
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_note;
+extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver;
 
 #endif /* NCCLSYNC_TF_API_H_ */

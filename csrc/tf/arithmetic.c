@@ -161,4 +161,6 @@ const ncs_tf_op ncs_tf_arithmetic = {
     create_arithmetic,
     compute_arithmetic,
     destroy_arithmetic,
+    0,
+    {NULL},
 };

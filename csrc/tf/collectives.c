@@ -14,17 +14,6 @@ typedef struct {
   int dtype; /* NCCL's; -1: unknown */
 } collective_kernel;
 
-/* TensorFlow's number of a dtype and NCCL's. */
-static const int dtypes[][2] = {{1, ncclFloat32}, {2, ncclFloat64},   {3, ncclInt32},    {4, ncclUint8},
-                                {6, ncclInt8},    {9, ncclInt64},     {14, ncclBfloat16}, {19, ncclFloat16},
-                                {22, ncclUint32}, {23, ncclUint64}};
-
-static int find_dtype(int dtype) {
-  for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); ++i)
-    if (dtypes[i][0] == dtype) return dtypes[i][1];
-  return -1;
-}
-
 static void* create_collective(TF_OpKernelConstruction* context, int reduces) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   collective_kernel* kernel = calloc(1, sizeof(*kernel));
@@ -35,7 +24,7 @@ static void* create_collective(TF_OpKernelConstruction* context, int reduces) {
     kernel->tensors = ncs_tf_read_attr(context, "tensors", status);
     if (reduces) kernel->op = ncs_tf_read_attr(context, "op", status);
     if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
-    kernel->dtype = find_dtype(dtype);
+    kernel->dtype = ncs_tf_find_dtype(dtype);
     if (ncs_tf.TF_GetCode(status) == TF_OK && kernel->dtype < 0)
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "unknown dtype");
   }
@@ -111,6 +100,8 @@ const ncs_tf_op ncs_tf_all_reduce = {
     create_all_reduce,
     compute_all_reduce,
     free,
+    0,
+    {NULL},
 };
 
 /* ---- The all-gather ---- */
@@ -190,4 +181,6 @@ const ncs_tf_op ncs_tf_all_gather = {
     create_all_gather,
     compute_all_gather,
     free,
+    0,
+    {NULL},
 };

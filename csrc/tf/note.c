@@ -46,4 +46,6 @@ const ncs_tf_op ncs_tf_note = {
     create_note,
     compute_note,
     free,
+    1,
+    {NULL},
 };

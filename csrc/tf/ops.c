@@ -9,24 +9,30 @@ static void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) 
   ncs_tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
+static void register_kernel(const ncs_tf_op* definition, const char* device, TF_Status* status) {
+  TF_KernelBuilder* kernel = ncs_tf.TF_NewKernelBuilder(definition->name, device, definition->create,
+                                                        definition->compute, definition->destroy);
+  for (int i = 0; definition->on_host[i] != NULL && device[0] == 'G'; ++i)
+    ncs_tf.TF_KernelBuilder_HostMemory(kernel, definition->on_host[i]);
+  ncs_tf.TF_RegisterKernelBuilder(definition->name, kernel, status);
+}
+
 static void register_op(const ncs_tf_op* definition, TF_Status* status) {
   TF_OpDefinitionBuilder* op = ncs_tf.TF_NewOpDefinitionBuilder(definition->name);
   for (int i = 0; definition->attrs[i] != NULL; ++i) ncs_tf.TF_OpDefinitionBuilderAddAttr(op, definition->attrs[i]);
   for (int i = 0; definition->inputs[i] != NULL; ++i)
     ncs_tf.TF_OpDefinitionBuilderAddInput(op, definition->inputs[i]);
   if (definition->output != NULL) ncs_tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
-  else ncs_tf.TF_OpDefinitionBuilderSetIsStateful(op, true); /* whatever it is given, TensorFlow 2.21 takes as true */
+  /* Whatever it is given, TensorFlow 2.21 takes as true. */
+  if (definition->is_stateful) ncs_tf.TF_OpDefinitionBuilderSetIsStateful(op, true);
   ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer_nothing);
   ncs_tf.TF_RegisterOpDefinition(op, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return;
-  ncs_tf.TF_RegisterKernelBuilder(
-      definition->name,
-      ncs_tf.TF_NewKernelBuilder(definition->name, "CPU", definition->create, definition->compute,
-                                 definition->destroy),
-      status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK) register_kernel(definition, "CPU", status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK && definition->on_host[0] != NULL) register_kernel(definition, "GPU", status);
 }
 
-static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &ncs_tf_arithmetic, &ncs_tf_note};
+static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &ncs_tf_arithmetic, &ncs_tf_note,
+                                       &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {
   void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);

@@ -25,10 +25,18 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
+from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.preflight import check_paths
-from ncclsync.errors import NcclError, NcclSyncError
+from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
 
+# By the name of a collective's class: NCCL's call.
+_GROUP_CALLS = {
+    "AllReduce": "ncclAllReduce",
+    "Broadcast": "ncclBroadcast",
+    "ReduceScatter": "ncclReduceScatter",
+    "AllGather": "ncclAllGather",
+}
 _DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
 # The C library's kind of each collective, and what it is called in messages.
 _KINDS = {
@@ -37,6 +45,7 @@ _KINDS = {
     ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
     AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
 }
+_WORDS = {kind.__name__: words for kind, (_, words) in _KINDS.items()}
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _LISTED = 6  # collectives of a group that a message names
@@ -53,9 +62,9 @@ class NcclCommunicator(Communicator):
 
     Attributes:
         size, world_size: the number of ranks here, and in all processes.
+        failed_group: the number of the first launched group that the last failure has ended, from 1.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
         timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
-        failure: what ended the communicator, if a failure did.
     """
 
     memory = CUDA
@@ -148,11 +157,14 @@ class NcclCommunicator(Communicator):
         self.size, self._world_size = len(ranks), world_size
         self.ranks, self.devices = tuple(ranks), tuple(devices)
         self.timeout_s = timeout_s
-        self.failure = None
+        self._failure: BaseException | None = None
+        self._launcher: Launcher | None = None
+        self.failed_group = 0
+        self._labels: list[tuple[tuple[str, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
         self._joined_by = joined_by
         self._is_closed = False
-        self._count = 0
+        self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._library = native.NcclLibrary()
@@ -166,7 +178,100 @@ class NcclCommunicator(Communicator):
     @property
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
-        return self._handle is None
+        return self.failure is not None or self._handle is None
+
+    @property
+    def failure(self) -> BaseException | None:  # type: ignore[override]
+        """Return what ended the communicator, if a failure did: of a group that an op has launched, too."""
+        if self._launcher is not None and self._handle is not None:
+            found = self._launcher.failure()
+            if found is not None:
+                self._handle, self._failure = None, self._explain(found)
+                self.failed_group = found.group
+        return self._failure
+
+    @property
+    def enqueues(self) -> bool:
+        """Return whether groups are launched without anybody waiting for their ends."""
+        return self._launcher is not None and not self._launcher.blocks
+
+    def groups(self) -> tuple[int, int]:
+        """Return how many groups were launched, and how many of them are known to have ended well."""
+        return (0, 0) if self._launcher is None else self._launcher.groups()
+
+    def launcher(self, *, on_host: bool = False) -> Launcher:
+        """Return what launches groups on this communicator without waiting for them; one for its life.
+
+        Its failure is that of the communicator: `failure` raises nothing, and tells. A collective of this
+        class keeps launches away until it has ended.
+
+        Args:
+            on_host: whether the buffers are in host memory.
+        """
+        with self._lock:
+            if self._launcher is None:
+                self._launcher = Launcher(self.size, self.timeout_s, on_host)
+                if self._handle is not None:
+                    self._launcher.open(self._handle)
+            return self._launcher
+
+    def label(self, collectives: Sequence[AnyCollective]) -> int:
+        """Return a number by which a launched group is named in messages, of these collectives."""
+        self._labels.append(tuple((type(one).__name__, one.label) for one in collectives))
+        return len(self._labels) - 1
+
+    def wait(self) -> None:
+        """Wait until all launched groups have ended.
+
+        Raises:
+            NcclError, NcclSyncError: one has failed, or had before: its failure.
+        """
+        launcher = self._launcher
+        if launcher is None:
+            return
+        with timeouts.interruptible():
+            while not launcher.wait(timeouts.SLICE_S):
+                if timeouts.is_interrupted():
+                    launcher.interrupt()
+        if self.failure is not None:
+            raise self.failure
+
+    def _explain(self, found: LaunchFailure) -> BaseException:
+        """Return the error of a launched group's failure, in the words of one that was waited for."""
+        kinds = self._labels[found.label]
+        names = [
+            _name(kind, found.first + index, label, *size)
+            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
+        ]
+        what = _list(len(names), names.__getitem__) if names else "a group of collectives"
+        call = found.call or (_GROUP_CALLS[kinds[0][0]] if kinds else "ncclGroupEnd")
+        if found.stage == OWN_WORK:
+            what = f"the GPUs' own work before {what}"
+            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
+            arrived = self._busy_words(busy)
+        else:
+            arrived = self._progress_words(found.progress)
+        if found.status == native.IN_PROGRESS:
+            return NcclSyncError(
+                f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
+            )
+        if found.status == native.TIMEOUT:
+            words = f"it has not within {self.timeout_s:g} s: {arrived}. The communicator is aborted"
+            return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
+        name = native.STATUS_NAMES.get(found.status, "unknown status")
+        return NcclError(found.status, call, found.words, name, what)
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Make calls on the communicator in turns: with other threads, and with groups that ops launch."""
+        with self._lock:
+            if self._launcher is None or self._handle is None:
+                yield
+                return
+            with self._launcher.reserved() as is_open:
+                if not is_open:
+                    assert self.failure is not None
+                yield
 
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
@@ -176,7 +281,7 @@ class NcclCommunicator(Communicator):
             NcclUnavailableError, NcclError: as when it was created.
         """
         with self._lock:
-            if self._handle is not None:
+            if not self.closed:
                 return
             if self._is_closed:
                 self.raise_closed()
@@ -186,16 +291,21 @@ class NcclCommunicator(Communicator):
                     "Join all processes anew, by a new unique id."
                 )
             if self._aborting is not None:
-                self._wait_for_abort(self._aborting)
+                self._wait_for_abort(self._aborting.wait)
+                self._aborting = None
+            if self._launcher is not None:
+                self._wait_for_abort(self._launcher.wait_for_abort)
             self._join()
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
-        with self._lock:
+        with self._exclusive():
             handle, self._handle = self._handle, None
             self._is_closed = True
             if handle is None:
                 return
+            if self._launcher is not None:
+                self._launcher.close()
 
             def begin(handle, slice_s):
                 nccl_calls.finalize(handle)
@@ -217,7 +327,9 @@ class NcclCommunicator(Communicator):
                     check_paths(handle, self.ranks, self._world_size, launch)
             except NcclError as error:
                 nccl_calls.raise_explained(error, self.devices)
-        self._handle, self.failure = handle, None
+        self._handle, self._failure = handle, None
+        if self._launcher is not None:
+            self._launcher.open(handle)
 
     def _joining(self) -> str:
         return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
@@ -233,26 +345,22 @@ class NcclCommunicator(Communicator):
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
         group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
-        with self._lock:
+        with self._exclusive():
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
                 self.raise_closed()
-            first = self._count + 1
+            first = self._n_collectives + 1 if self._launcher is None else self._launcher.count(group.size)
 
             def name(index: int) -> str:
-                what, label = _KINDS[type(collectives[index])][1], collectives[index].label
+                kind, label = type(collectives[index]).__name__, collectives[index].label
                 count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
-                size_bytes = count * native.DTYPE_SIZES[dtype]
-                return (
-                    f"{what} {first + index}{f' ({label})' if label else ''} of {size_bytes} bytes "
-                    f"({count} × {_DTYPE_NAMES[dtype]})"
-                )
+                return _name(kind, first + index, label, count, dtype)
 
             def begin(handle: Any, slice_s: float) -> bool:
                 return nccl_calls.run_group(handle, group, slice_s, name)
 
             nccl_calls.check_group(handle, group, name)
-            self._count += group.size
+            self._n_collectives += group.size
             with self._aborted_on_error(handle):
                 self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
@@ -296,7 +404,9 @@ class NcclCommunicator(Communicator):
         try:
             yield
         except BaseException as error:
-            self._handle, self.failure = None, error
+            self._handle, self._failure = None, error
+            if self._launcher is not None:
+                self._launcher.close(getattr(error, "status", 0) or native.INVALID_USAGE)
             self._abort(handle, error)
             raise
 
@@ -308,25 +418,29 @@ class NcclCommunicator(Communicator):
         except NcclError as error:
             raise error from cause
 
-    def _wait_for_abort(self, aborting: timeouts.Aside) -> None:
+    def _wait_for_abort(self, wait: Callable[[float], bool]) -> None:
         """Wait until the abort after an earlier failure has freed the communicator."""
         timeouts.wait(
-            aborting.wait,
-            aborting.wait,
+            wait,
+            wait,
             call="ncclCommAbort",
             what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
             timeout_s=self.timeout_s,
             arrived=lambda: "the GPUs' own work has to end first",
         )
-        self._aborting = None
 
     def _busy_ranks(self, handle: Any) -> str:
         """Return a phrase that names the ranks whose own work is known not to have ended."""
-        return f"{self._names(nccl_calls.busy(handle, self.size)) or 'no rank any more'} still busy"
+        return self._busy_words(nccl_calls.busy(handle, self.size))
+
+    def _busy_words(self, busy: Sequence[int]) -> str:
+        return f"{self._names(busy) or 'no rank any more'} still busy"
 
     def _progress_of_ranks(self, handle: Any) -> str:
         """Return a phrase that says which ranks have arrived, as far as it is known here."""
-        states = nccl_calls.progress(handle, self.size)
+        return self._progress_words(nccl_calls.progress(handle, self.size))
+
+    def _progress_words(self, states: Sequence[Progress]) -> str:
         words = []
         for state, verb in (
             (Progress.DONE, "done"),
@@ -374,6 +488,15 @@ def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
     if not checked or not whole:
         raise ValueError(f"Expected {what} to be {words}, at least one. Received: {numbers!r}")
     return checked
+
+
+def _name(kind: str, number: int, label: str, count: int, dtype: int) -> str:
+    """Name a collective for a message, by its class's name, its number, its label and its size."""
+    size_bytes = count * native.DTYPE_SIZES[dtype]
+    return (
+        f"{_WORDS[kind]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
+        f"({count} × {_DTYPE_NAMES[dtype]})"
+    )
 
 
 def _list(size: int, name: Callable[[int], str]) -> str:

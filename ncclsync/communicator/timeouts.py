@@ -71,7 +71,7 @@ def wait(
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
-        if _is_interrupted():
+        if is_interrupted():
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
@@ -159,7 +159,8 @@ def interruptible() -> Iterator[None]:
             os.write(before, _kept.received)
 
 
-def _is_interrupted() -> bool:
+def is_interrupted() -> bool:
+    """Return whether somebody has pressed Ctrl-C within `interruptible`."""
     active = _active
     return active is not None and active.has_come()
 

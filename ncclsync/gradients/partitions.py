@@ -127,7 +127,7 @@ class PartitionedSlot(Holder):
         self.make_whole()
         self.untrack()
 
-    def before_access(self) -> None:
+    def before_access(self, replaces: bool = False) -> None:
         """Let the variable hold the whole, before Python reads or writes it."""
         self.make_whole()
 

@@ -1,4 +1,7 @@
-"""Join the tensors of all towers in one graph, by py ops over a communicator."""
+"""Join the tensors of all towers in one graph, by a communicator: at once, where they are needed at once.
+
+On NCCL by the ops of `device_ops`; by py ops over the CPU's communicator, and where TensorFlow does not take ours.
+"""
 
 import threading
 import weakref
@@ -7,8 +10,18 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from ncclsync.communicator import AllGather, AllReduce, Communicator, NcclCommunicator, ReduceScatter, empty_aligned
+from ncclsync.communicator import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Communicator,
+    NcclCommunicator,
+    ReduceScatter,
+    empty_aligned,
+)
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import device_ops
+from ncclsync.ops.device_ops import shape_received
 
 # These take a tensor from each tower and give each one.
 Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
@@ -17,7 +30,7 @@ Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 def group_exchange(
     columns: Sequence[Sequence[tf.Tensor]], communicator: Communicator, collectives: Sequence[Joining]
 ) -> list[list[tf.Tensor]]:
-    """Join B tensors of each tower, in a graph, by py ops that wait for nothing but their inputs.
+    """Join B tensors of each tower, in a graph, by ops that wait for nothing but their inputs.
 
     Args:
         columns: [B][N] tensors; those of one column of one shape and dtype, tensor i on tower i's device.
@@ -35,6 +48,8 @@ def group_exchange(
     if not isinstance(communicator, NcclCommunicator):
         pairs = zip(columns, collectives, strict=True)
         return [_join_on_host(column, communicator, collective) for column, collective in pairs]
+    if device_ops.takes(communicator):
+        return _enqueued(columns, communicator, collectives)
     # TensorFlow keeps every py op's function for good, and what that refers to.
     borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
     ranks = len(columns[0])
@@ -43,10 +58,29 @@ def group_exchange(
         rows = zip(collectives, sends, recvs, strict=True)
         _alive(borrowed).run_group([_filled(*row) for row in rows])
 
-    def shape_received(column: int, sent: tf.TensorShape) -> tf.TensorShape:
-        return _shape_received(collectives[column], sent, ranks)
+    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
+        return shape_received(collectives[column], sent, ranks)
 
-    return _group_on_devices(columns, join_on_devices, shape_received)
+    return _group_on_devices(columns, join_on_devices, shape_of)
+
+
+def _enqueued(
+    columns: Sequence[Sequence[tf.Tensor]], communicator: NcclCommunicator, collectives: Sequence[device_ops.Joining]
+) -> list[list[tf.Tensor]]:
+    """Join tensors by the ops that only enqueue, and deliver them at once."""
+    usual = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+    devices = [tensor.device or usual for tensor in columns[0]]
+
+    def join(*flat):
+        given = iter(flat)
+        rows = [[next(given) for _ in column] for column in columns]
+        launched = device_ops.launch(rows, communicator, collectives, devices)
+        towers = [launched.deliver(tower) for tower in range(len(devices))]
+        return [tensor for column in zip(*towers, strict=True) for tensor in column]
+
+    flat = [tensor for column in columns for tensor in column]
+    received = iter(tf.function(join, autograph=False)(*flat) if tf.executing_eagerly() else join(*flat))
+    return [[next(received) for _ in column] for column in columns]
 
 
 def group_all_reduce(
@@ -61,20 +95,12 @@ def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> 
     return type(collective)(sends, recvs, *collective[2:])
 
 
-def _shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
-    """Return the shape of what a rank receives, as far as that of what it sends is known."""
-    if isinstance(collective, AllReduce) or not sent.rank or sent[0] is None:
-        return sent
-    rows = sent[0] * ranks if isinstance(collective, AllGather) else sent[0] // ranks
-    return tf.TensorShape([rows, *sent[1:]])
-
-
 def _join_on_host(tensors: Sequence[tf.Tensor], communicator: Communicator, collective: Joining) -> list[tf.Tensor]:
     borrowed, ranks = weakref.ref(communicator), len(tensors)
     differ = isinstance(collective, ReduceScatter)  # else all receive the same
 
     def join_on_host(*sends):
-        shape = _shape_received(collective, tf.TensorShape(sends[0].shape), ranks)
+        shape = shape_received(collective, tf.TensorShape(sends[0].shape), ranks)
         recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(ranks if differ else 1)]
         _alive(borrowed).run_group([_filled(collective, sends, recvs if differ else recvs * ranks)])
         return recvs
@@ -86,7 +112,7 @@ def _join_on_host(tensors: Sequence[tf.Tensor], communicator: Communicator, coll
         # Outside a graph one result comes as itself, not in a list.
         results = tf.nest.flatten(tf.numpy_function(join_on_host, list(tensors), dtypes, stateful=False))
     for result in results:
-        result.set_shape(_shape_received(collective, tensors[0].shape, ranks))
+        result.set_shape(shape_received(collective, tensors[0].shape, ranks))
     return results if differ else results * ranks
 
 
@@ -95,6 +121,9 @@ def group_broadcast(
 ) -> list[tf.Tensor]:
     """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
     borrowed = weakref.ref(communicator)
+    if device_ops.takes(communicator):
+        assert isinstance(communicator, NcclCommunicator)
+        return _enqueued([tensors], communicator, [Broadcast((), root, label)])[0]
     if isinstance(communicator, NcclCommunicator):
 
         def broadcast_on_devices(sends, recvs):

@@ -135,10 +135,13 @@ def _call(op: str, inputs: Sequence[tf.Tensor], attributes: dict[str, Any], coun
 
 
 def set_attribute(node: Any, name: str, value: Any) -> None:
-    """Set an attribute of a NodeDef to a dtype, an int or a list of ints."""
-    if isinstance(value, tf.DType):
+    """Set an attribute of a NodeDef to a dtype, an int or a list of these."""
+    if isinstance(value, list) and any(isinstance(one, tf.DType) for one in value):
+        node.attr[name].list.type.extend(one.as_datatype_enum for one in value)
+    elif isinstance(value, tf.DType):
         node.attr[name].type = value.as_datatype_enum
     elif isinstance(value, int):
         node.attr[name].i = value
     else:
+        node.attr[name].list.SetInParent()  # an empty list is one, too
         node.attr[name].list.i.extend(value)

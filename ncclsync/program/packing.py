@@ -37,6 +37,7 @@ def pack_all(
     buckets: Sequence[Bucket],
     values: dict[str, tf.Tensor],
     fraction: tf.Tensor,
+    has_samples: tf.Tensor,
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
@@ -46,19 +47,20 @@ def pack_all(
         buckets: [B] in order.
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
+        has_samples: whether that is not 0; int32, by which the host can branch without waiting for a GPU.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)
     sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
     sources = hold(sources, span.ops)
-    outgoing = [_send(bucket, sources, fraction) for bucket in buckets]
+    outgoing = [_send(bucket, sources, fraction, has_samples) for bucket in buckets]
     sent = [tensor for each in outgoing for tensor in each]
     # A tower without samples sends tensors that wait for nothing that is packed.
     return outgoing, span.end([*sent, *sources.values()])
 
 
-def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> list[tf.Tensor]:
+def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor) -> list[tf.Tensor]:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     tensors = [values[exchange.source] for exchange in bucket.exchanges]
     if bucket.join is not None and not bucket.wire.concatenates:
@@ -66,18 +68,18 @@ def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor) -> 
     for i, exchange in enumerate(bucket.exchanges):
         if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
             tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
-    return [_contributed(bucket, one, fraction) for one in ([pack(tensors)] if bucket.packed else tensors)]
+    return [_contributed(bucket, one, has_samples) for one in ([pack(tensors)] if bucket.packed else tensors)]
 
 
-def _contributed(bucket: Bucket, tensor: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
+def _contributed(bucket: Bucket, tensor: tf.Tensor, has_samples: tf.Tensor) -> tf.Tensor:
     if bucket.wire.kind == "broadcast" or bucket.wire.empty_too:
         return tensor
     if bucket.wire.concatenates:
         rows = tf.shape(tensor)[0]
-        return tensor[: tf.where(fraction > 0, rows, 0)]
+        return tensor[: tf.where(has_samples > 0, rows, 0)]
     neutral = _neutral(bucket.wire.op, tensor.dtype)
     # A select, not a product: what a tower computed on a stand-in row may be NaN.
-    return tf.cond(fraction > 0, lambda: tf.identity(tensor), lambda: tf.fill(tf.shape(tensor), neutral))
+    return tf.cond(has_samples > 0, lambda: tf.identity(tensor), lambda: tf.fill(tf.shape(tensor), neutral))
 
 
 def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:

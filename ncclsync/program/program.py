@@ -90,9 +90,10 @@ class Bucket:
 class Segment:
     """Hold the part of a program between two collectives: one function, the same for every tower.
 
-    `function(*sources, *incoming, fraction, is_root)` returns `[*fetches, *outgoing, token]`; `fraction` is
-    the tower's share of the samples (float64, 0 for a tower without), `is_root` is True on tower 0, and
-    the token depends on every side effect of the segment. If it is `metered`, the last argument is the
+    `function(*sources, *incoming, fraction, has_samples, is_root)` returns `[*fetches, *outgoing, token]`;
+    `fraction` is the tower's share of the samples (float64, 0 for a tower without), `has_samples` whether it has
+    one (1 or 0, int32: TensorFlow keeps that in the host's memory), `is_root` is True on tower 0, and the token
+    depends on every side effect of the segment. If it is `metered`, the last argument is the
     tower's number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
 
     Attributes:

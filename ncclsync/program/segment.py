@@ -90,7 +90,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         given = iter(args)
         values = {name: next(given) for name in segment.sources}
         received = [[next(given) for _ in each] for each in specs]
-        fraction, is_root, *tower = given
+        fraction, has_samples, is_root, *tower = given
         for name in segment.sources:
             if name in graph.variable_of:  # else what is read from it has no shape, which some ops ask for
                 tf_compat.describe_handle(values[name], graph.variable_of[name])
@@ -109,7 +109,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         side_effects = list(imported[len(wanted) + len(writers) :])
         _read_folds(plan, values, written)
         side_effects += _write_folds(plan, values, is_root, side_effects)
-        outgoing, packed = pack_all(segment.outgoing, values, fraction, meter, *tower)
+        outgoing, packed = pack_all(segment.outgoing, values, fraction, has_samples, meter, *tower)
         with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
         sent = [tensor for bucket in outgoing for tensor in bucket]
@@ -117,7 +117,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
 
     signature = [graph.spec(name) for name in segment.sources]
     signature += [spec for each in specs for spec in each]
-    signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
+    signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)]
     signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
     function = tf_compat.shared_function(body, signature, plan.jit_compile)
     tf_compat.add_functions(added, function)

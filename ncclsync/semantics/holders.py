@@ -33,8 +33,12 @@ class Holder(abc.ABC):
         return self._variable()
 
     @abc.abstractmethod
-    def before_access(self) -> None:
-        """Let the variable hold its whole value, before Python reads or writes it."""
+    def before_access(self, replaces: bool = False) -> None:
+        """Let the variable hold its whole value, before Python reads or writes it.
+
+        Args:
+            replaces: whether all of it is about to be written, and none of it is read.
+        """
 
     @abc.abstractmethod
     def mark_stale(self) -> None:
@@ -53,6 +57,10 @@ class Holder(abc.ABC):
         tracker = self._tracker()
         tracker.add(self, lambda: self)
         tracker.track_reads(self.held)
+
+    def hear_reads(self) -> None:
+        """Track reads as well; the variable does not keep the holder alive."""
+        self._tracker().track_reads(self.held)
 
     def untrack(self) -> None:
         """Stop tracking. Others go on; if there are none, the variable gets its own methods back."""
@@ -112,14 +120,14 @@ class _Tracker:
             self._reads = True
             tf_compat.track_reads(variable, self._before_access)
 
-    def _before_access(self) -> None:
+    def _before_access(self, replaces: bool = False) -> None:
         for holder in self.holders():
-            holder.before_access()
+            holder.before_access(replaces)
 
     def _tracked(self, borrowed: "weakref.ref[tf.Variable]", write: Callable) -> Callable:
         @functools.wraps(write)
         def tracked(*args, **kwargs):
-            self._before_access()
+            self._before_access(replaces=write.__name__ == "assign")
             result = write(*args, **kwargs)
             eager = tf.executing_eagerly()
             if not eager and current_context() is not None:

@@ -97,3 +97,12 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
     apart[np.isnan(apart)] = np.inf
     return float(np.max(apart, initial=0.0))
+
+
+def distance_in_place(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Return the same of two tensors of numbers, in a graph, a float64 scalar on their device."""
+    one, other = tf.cast(one, tf.float64), tf.cast(other, tf.float64)
+    same = (one == other) | (tf.math.is_nan(one) & tf.math.is_nan(other))
+    apart = tf.where(same, tf.zeros_like(one), tf.abs(one - other))
+    apart = tf.where(tf.math.is_nan(apart), tf.fill(tf.shape(apart), tf.constant(np.inf, tf.float64)), apart)
+    return tf.reduce_max(tf.concat([[tf.constant(0.0, tf.float64)], tf.reshape(apart, [-1])], 0))

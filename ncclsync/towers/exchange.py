@@ -1,67 +1,189 @@
-"""Join the towers' tensors where they meet: buckets after a segment, in the graph of a step."""
+"""Join the towers where they meet: after a segment, in the graph of a step.
 
-from collections.abc import Callable, Mapping, Sequence
+On devices that only enqueue, a launch after each segment is where towers wait for each other, with whatever they send;
+what it brings is delivered to a tower where a segment takes it, after all that is to overlap with it. Elsewhere the
+towers' tensors are joined at once, and an op that waits for all of them is what the next segment waits for.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, ReduceScatter, native
-from ncclsync.ops import Collective
+from ncclsync.ops import Collective, device_ops
 from ncclsync.ops.group_ops import Joining, group_all_reduce, group_broadcast, group_exchange
-from ncclsync.ops.spans import Begun, hold
+from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards
 from ncclsync.towers.state import TowerState
 
+# What each tower waits for: [N] lists of ops and tensors.
+After = list[list[Any]]
 
-def join(
-    buckets: Sequence[Bucket],
-    sent: Sequence[Sequence[tf.Tensor]],
-    shards: Shards,
-    conditions: Mapping[str, tf.Tensor],
-    towers: TowerState,
-    travelling: Sequence[tf.Tensor],
-    begin_call: Callable[[Sequence[Bucket], Sequence[int]], Begun],
-) -> list[list[list[tf.Tensor]]]:
-    """Join the towers' buckets.
 
-    Args:
-        buckets: [B] that they send.
-        sent: [N] what each tower sends, as many tensors as the buckets' `specs`.
-        shards: the towers' parts of the batch.
-        conditions: tower 0's values, for `Bucket.when`.
-        towers: N towers.
-        travelling: what other calls join meanwhile: the communicator joins bucket after bucket.
-        begin_call: lets the span of a call begin, by the indices of the buckets that it joins.
+class Exchanges:
+    """Hold what the towers of one laid out step send each other, until a segment takes it."""
 
-    Returns:
-        [N][B] the tensors of each bucket that each tower receives.
-    """
-    rows = [_by_bucket(buckets, row) for row in sent]  # [N][B]
-    if len(towers) == 1:
-        return rows
-    fractions = [share.fraction for share in shards.shares]
-    labels = [f"bucket {i + 1} of {len(buckets)}" for i in range(len(buckets))]
-    for indices in together(buckets):
+    def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
+        """Begin a step.
+
+        Args:
+            towers: N towers.
+            shards: their parts of the batch.
+            meter: records when calls begin and end, if there is one.
+        """
+        self._towers, self._shards, self._meter = towers, shards, meter
+        # Outside a graph everything has happened, and nothing is enqueued.
+        self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
+        self._launches: list[tf.Operation] = []  # the last one
+        # [N] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
+        self._received: list[dict[str, Any]] = [{} for _ in range(len(towers))]
+
+    def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
+        """Return what each tower waits for, so that it goes on when all have come here.
+
+        Args:
+            done: [N] ops and tensors of each tower.
+            anywhere: ops of the host's.
+        """
+        if self._enqueues:
+            return self._passed(self._launch([], [], done, anywhere))
+        every = [*anywhere, *(one for each in done for one in each)]
+        return [[tf.group(*every)]] * len(self._towers) if every else [[]] * len(self._towers)
+
+    def join(
+        self,
+        number: int,
+        buckets: Sequence[Bucket],
+        sent: Sequence[Sequence[tf.Tensor]],
+        done: After,
+        conditions: Mapping[str, tf.Tensor],
+    ) -> After:
+        """Join the towers' buckets after a segment; return what each tower waits for before it goes on.
+
+        Args:
+            number: of the segment, from 1.
+            buckets: [B] that they send.
+            sent: [N] what each tower sends, as many tensors as the buckets' `specs`.
+            done: [N] the ops of the segment.
+            conditions: tower 0's values, for `Bucket.when`.
+        """
+        rows = [_by_bucket(buckets, row) for row in sent]  # [N][B]
+        after = None
+        for indices in together(buckets) if len(self._towers) > 1 else []:
+            chosen, given = [buckets[i] for i in indices], [[row[i] for i in indices] for row in rows]
+            labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
+            if self._enqueues and _is_one_group(chosen[0]):
+                after = self._enqueue(number, buckets, indices, given, done, labels)
+                continue
+
+            def call(indices=indices, given=given, labels=labels):
+                return self._call(number, buckets, indices, given, labels)
+
+            when = chosen[0].when
+            joined = tf.cond(conditions[when], call, lambda given=given: given) if when else call()
+            for row, tensors in zip(rows, joined, strict=True):
+                for i, received in zip(indices, tensors, strict=True):
+                    row[i] = received
+        for received, row in zip(self._received, rows, strict=True):
+            for bucket, tensors in zip(buckets, row, strict=True):
+                received.setdefault(bucket.result, tensors)
+        return self.meet(done) if after is None else after
+
+    def take(self, tower: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> list[tf.Tensor]:
+        """Return what a tower has received, flat.
+
+        Args:
+            tower: its number.
+            buckets: what it takes.
+            after: what is enqueued on its device before it waits for a launch there.
+            waits: see `Launched.deliver`.
+        """
+        tensors = []
+        for bucket in buckets:
+            received = self._received[tower].pop(bucket.result)
+            if isinstance(received, tuple):
+                launched, column = received
+                received = [launched.deliver(tower, after, waits=waits)[column]]
+            tensors += received
+        return tensors
+
+    def _enqueue(
+        self,
+        number: int,
+        buckets: Sequence[Bucket],
+        indices: Sequence[int],
+        given: Sequence[Sequence[Sequence[tf.Tensor]]],
+        done: After,
+        labels: Sequence[str],
+    ) -> After:
+        """Launch buckets of one tensor as a group; see `join`."""
+        columns = [[tensors[0] for tensors in column] for column in zip(*given, strict=True)]
+        pairs = zip(indices, labels, strict=True)
+        collectives = [_collective(buckets[i].wire, label) for i, label in pairs]
+        span = self._begin_call(number, buckets, indices, tf.nest.flatten(columns))
+        launched = self._launch(columns, collectives, done)
+        if span.ops:  # only then is anybody waited for
+            with tf.control_dependencies(span.ops):
+                span.end([launched.ended()])
+        for received in self._received:
+            received.update({buckets[i].result: (launched, column) for column, i in enumerate(indices)})
+        return self._passed(launched)
+
+    def _launch(
+        self,
+        columns: Sequence[Sequence[tf.Tensor]],
+        collectives: Sequence[Joining],
+        done: After,
+        anywhere: Sequence[Any] = (),
+    ) -> device_ops.Launched:
+        communicator, devices = self._towers.communicator, self._towers.devices
+        before = [*self._launches, *anywhere]
+        launched = device_ops.launch(columns, communicator, collectives, devices, done, before)
+        self._launches = [launched.op]
+        return launched
+
+    def _passed(self, launched: device_ops.Launched) -> After:
+        return [[launched.passed(tower)] for tower in range(len(self._towers))]
+
+    def _call(
+        self,
+        number: int,
+        buckets: Sequence[Bucket],
+        indices: Sequence[int],
+        given: Sequence[Sequence[Sequence[tf.Tensor]]],
+        labels: Sequence[str],
+    ) -> list[list[list[tf.Tensor]]]:
+        """Join buckets at once: [N][B] lists of tensors in, the same out."""
         chosen = [buckets[i] for i in indices]
-        given = [[row[i] for i in indices] for row in rows]
+        span = self._begin_call(number, buckets, indices, tf.nest.flatten(given))
+        held = hold(given, span.ops)
+        if chosen[0].join is not None:
+            joined = chosen[0].join(chosen, held, [share.fraction for share in self._shards.shares])
+        else:
+            # The communicator joins bucket after bucket.
+            with tf.control_dependencies(self._launches if self._enqueues else self._travelling()):
+                joined = _join(chosen, held, self._towers, labels)
+        return hold(joined, span.end(tf.nest.flatten(joined)))
 
-        def call(chosen=chosen, given=given, indices=indices):
-            span = begin_call(buckets, indices)
-            held = hold(given, span.ops)
-            if chosen[0].join is not None:
-                joined = chosen[0].join(chosen, held, fractions)
-            else:
-                with tf.control_dependencies(travelling):
-                    joined = _join(chosen, held, towers, [labels[i] for i in indices])
-            return hold(joined, span.end(tf.nest.flatten(joined)))
+    def _travelling(self) -> list[tf.Tensor]:
+        return [tensor for row in self._received for tensors in row.values() for tensor in tensors]
 
-        when = chosen[0].when
-        joined = tf.cond(conditions[when], call, lambda given=given: given) if when else call()
-        for row, tensors in zip(rows, joined, strict=True):
-            for i, received in zip(indices, tensors, strict=True):
-                row[i] = received
-    return rows
+    def _begin_call(
+        self, number: int, buckets: Sequence[Bucket], indices: Sequence[int], after: Sequence[Any]
+    ) -> Begun:
+        """Begin the span of the call that joins some of the buckets after segment `number`."""
+        called = [f"{number}.{i + 1}" for i in indices]
+        exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
+        sizes = [exchange.size_bytes(len(self._towers)) for exchange in exchanges]
+        wire = buckets[indices[0]].wire
+        details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
+        if None not in sizes:  # else it is known only when it runs
+            details["bytes"] = sum(sizes)
+        kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
+        name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
+        return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
 
 
 def together(buckets: Sequence[Bucket]) -> list[list[int]]:
@@ -75,7 +197,7 @@ def together(buckets: Sequence[Bucket]) -> list[list[int]]:
         key: Any = i
         if bucket.join is not None:
             key = bucket.wire, bucket.exchanges[0].dtype, bucket.when
-        elif bucket.when is None and _is_grouped(bucket):
+        elif _is_one_group(bucket):
             key = "one group"
         groups.setdefault(key, []).append(i)
     return list(groups.values())
@@ -84,6 +206,11 @@ def together(buckets: Sequence[Bucket]) -> list[list[int]]:
 def _by_bucket(buckets: Sequence[Bucket], tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
     left = iter(tensors)
     return [[next(left) for _ in bucket.specs] for bucket in buckets]
+
+
+def _is_one_group(bucket: Bucket) -> bool:
+    """Return whether a bucket goes into the group that is joined whatever the step computes."""
+    return bucket.join is None and bucket.when is None and _is_grouped(bucket)
 
 
 def _is_grouped(bucket: Bucket) -> bool:

@@ -5,16 +5,15 @@ is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` wha
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops.spans import COMMUNICATION, STEP, STEPS, Begun, Meter, begin, hold
-from ncclsync.program.program import Bucket, Program, Segment
+from ncclsync.ops.spans import STEP, STEPS, Meter, begin, hold
+from ncclsync.program.program import Program, Segment
 from ncclsync.semantics.shards import Shards, components_of, shard_batch
-from ncclsync.towers.exchange import join
+from ncclsync.towers.exchange import After, Exchanges
 from ncclsync.towers.recovery import Rollback
 from ncclsync.towers.results import combine
 from ncclsync.towers.state import TowerState
@@ -37,10 +36,10 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
     step = begin(meter, STEPS, STEP, components_of(batch))
     shards = _shard(batch, towers.devices, meter, step.ops)
     run = _Run(program, towers, shards, meter)
-    after = [*_checked_rows(program, shards), *rollback.begin()]
+    after = run.begin(rollback)
     for number, segment in enumerate(program.segments, start=1):
-        sent, after = run.compute(number, segment, after)
-        run.exchange(number, segment, sent, after)
+        sent, done = run.compute(number, segment, after)
+        after = run.exchange(number, segment, sent, done)
     done = run.apply(rollback, after)
     with tf.control_dependencies([done, *step.end([done], samples=shards.shares[0].total)]):
         return combine(program, run.values, shards)
@@ -51,79 +50,72 @@ class _Run:
 
     Attributes:
         values: [N] tensors and handles by their names in the program.
-        received: [N] what has been exchanged and not yet been used, by the buckets' results.
     """
 
     def __init__(self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
+        self._exchanges = Exchanges(towers, shards, meter)
+        with tf.device("/CPU:0"):
+            self._has_samples = [tf.cast(share.fraction > 0, tf.int32) for share in shards.shares]
         handles = {name: towers.copies(variable) for name, variable in program.variables}
         self.values: list[dict[str, tf.Tensor]] = []
         for i in range(len(towers)):
             arguments = [*components_of(shards.batches[i]), *shards.shares[i]]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
-        self.received: list[dict[str, list[tf.Tensor]]] = [{} for _ in range(len(towers))]
 
-    def compute(
-        self, number: int, segment: Segment, after: Sequence[Any]
-    ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
+    def begin(self, rollback: Rollback) -> After:
+        """Check the batch and save what a failed step would need; return what every tower waits for."""
+        checks, saved = _checked_rows(self._program, self._shards), rollback.begin()
+        if not checks and not saved:
+            return [[] for _ in range(len(self._towers))]
+        return self._exchanges.meet([saved, *[[]] * (len(self._towers) - 1)], checks)
+
+    def compute(self, number: int, segment: Segment, after: After) -> tuple[list[list[tf.Tensor]], After]:
         """Run a segment on every tower.
 
         Args:
             number: of the segment, from 1.
             segment: of the program.
-            after: what every tower waits for.
+            after: [N] what each tower waits for.
 
         Returns:
-            [N] what each tower sends, flat; and what the next segment, on every tower, has to wait for: all
-            of this one, so that an error anywhere stops all of them.
+            [N] what each tower sends, flat; and [N] the segment's op, and what else ends it.
         """
+        # Before weights are written the host waits for the sums, where they must not be lost with a failure.
+        waits = self._towers.keeps_weights and number == len(self._program.segments)
         sent, done = [], []
         for i, device in enumerate(self._towers.devices):
-            buckets = [self.received[i].pop(bucket.result) for bucket in segment.incoming]
-            incoming = [tensor for tensors in buckets for tensor in tensors]
+            incoming = self._exchanges.take(i, segment.incoming, after[i], waits=waits)
             given = incoming if number > 1 else components_of(self._shards.batches[i])
-            span = begin(self._meter, i, segment_name(self._program, number), [*after, *given])
+            span = begin(self._meter, i, segment_name(self._program, number), [*after[i], *given])
             sources = [self.values[i][name] for name in segment.sources]
-            with tf.device(f"/{device}"), tf.control_dependencies([*after, *span.ops]):
+            with tf.device(f"/{device}"), tf.control_dependencies([*after[i], *span.ops]):
                 tower = [tf.constant(i == 0), *([tf.constant(i)] if segment.metered else [])]
-                outcome = segment.function(*sources, *incoming, self._shards.shares[i].fraction, *tower)
+                share = [self._shards.shares[i].fraction, self._has_samples[i]]
+                outcome = segment.function(*sources, *incoming, *share, *tower)
             self.values[i].update(zip(segment.fetches, outcome, strict=False))
             sent.append(outcome[len(segment.fetches) : -1])
-            done += [outcome[-1], *span.end(tokens=outcome[-1:])]
-        return sent, [tf.group(*done)]
+            done.append([outcome[-1], *span.end(tokens=outcome[-1:])])
+        return sent, done
 
-    def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], after: Sequence[Any]) -> None:
-        """Join what the towers send after a segment; see `compute`."""
-        begin_call = functools.partial(self._begin_call, number, after)
-        travelling = [tensor for row in self.received for tensors in row.values() for tensor in tensors]
-        conditions = self.values[0]
-        joined = join(segment.outgoing, sent, self._shards, conditions, self._towers, travelling, begin_call)
-        for row, buckets in zip(self.received, joined, strict=True):
-            row.update(zip([bucket.result for bucket in segment.outgoing], buckets, strict=True))
+    def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:
+        """Join what the towers send after a segment; see `compute`.
 
-    def apply(self, rollback: Rollback, after: Sequence[Any]) -> tf.Operation:
+        Returns:
+            [N] what each tower waits for: all of this segment, on every tower, so that an error anywhere stops
+            all of them.
+        """
+        return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])
+
+    def apply(self, rollback: Rollback, after: After) -> tf.Operation:
         """Let the step be complete, or undone if a gradient is not finite."""
         values = self.values[0]
         if self._program.noise is not None:
             self._towers.noise.update(values[self._program.noise])
         finite = None if self._program.finite is None else values[self._program.finite]
-        return rollback.end(after[0], finite)
-
-    def _begin_call(
-        self, number: int, after: Sequence[Any], buckets: Sequence[Bucket], indices: Sequence[int]
-    ) -> Begun:
-        """Begin the span of the call that joins some of the buckets after segment `number`."""
-        called = [f"{number}.{i + 1}" for i in indices]
-        exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
-        sizes = [exchange.size_bytes(len(self._towers)) for exchange in exchanges]
-        wire = buckets[indices[0]].wire
-        details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
-        if None not in sizes:  # else it is known only when it runs
-            details["bytes"] = sum(sizes)
-        kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
-        name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
-        return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
+        with tf.device(f"/{self._towers.devices[0]}"):
+            return rollback.end(tf.group(*after[0]), finite)
 
 
 def _checked_rows(program: Program, shards: Shards) -> list[Any]:
@@ -131,16 +123,17 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
     total = shards.shares[0].total
     if len(shards.shares) == 1:
         return []
-    checks = [
-        tf.debugging.assert_equal(
-            total,
-            rows,
-            f"Expected the global batch size that the step declares, {rows}, by a stateful RNN or by "
-            "a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit (for Horovod, each "
-            "process has its own).",
-        )
-        for rows in program.declared
-    ]
+    with tf.device("/CPU:0"):
+        checks = [
+            tf.debugging.assert_equal(
+                total,
+                rows,
+                f"Expected the global batch size that the step declares, {rows}, by a stateful RNN or by "
+                "a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit (for Horovod, each "
+                "process has its own).",
+            )
+            for rows in program.declared
+        ]
     return [check for check in checks if check is not None]
 
 
@@ -152,7 +145,8 @@ def segment_name(program: Program, number: int) -> str:
 def _shard(batch: Any, devices: Sequence[str], meter: Meter | None, after: Sequence[tf.Operation]) -> Shards:
     """Split a batch; with a meter, copy each part to its tower's device, as TensorFlow else does unseen."""
     spans = [begin(meter, i, "shard", after) for i in range(len(devices))]
-    shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(devices))
+    with tf.device("/CPU:0"):  # else TensorFlow would send the whole batch to one GPU
+        shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(devices))
     batches = []
     for i, (span, shard) in enumerate(zip(spans, shards.batches, strict=True)):
         shard = hold(shard, span.end(components_of(shard)))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
 from ncclsync.compat import other_libraries
-from ncclsync.ops import host_ops
+from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
 
 _logger = logging.getLogger("ncclsync")
@@ -121,7 +121,10 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
             known[int(device.split(":")[1])] if device.startswith("GPU") else index
             for index, device in enumerate(placement.devices)
         ]
-        return NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
+        communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
+        if device_ops.takes(communicator):
+            communicator.launcher(on_host=any(device.startswith("CPU") for device in placement.devices))
+        return communicator
     return CpuCommunicator(len(placement.devices))
 
 

@@ -11,6 +11,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.semantics.holders import Holder
 from ncclsync.semantics.roles import Role
+from ncclsync.towers.in_flight import InFlight
 
 
 class Replicas(Holder):
@@ -28,6 +29,7 @@ class Replicas(Holder):
         copies: list[tf.Variable],
         pending: set[int],
         shared: set[int],
+        in_flight: InFlight,
         forget: Callable[[], None],
     ) -> None:
         """Track a variable.
@@ -38,9 +40,11 @@ class Replicas(Holder):
             copies: [N - 1] those of the other towers.
             pending: its id is added when the copies are stale.
             shared: its id is added when other towers hold copies of the variable too.
+            in_flight: knows whether it rests on a collective that has not ended.
             forget: is called when it is deleted.
         """
         super().__init__(variable, forget)
+        self._in_flight = in_flight
         self._key = id(variable)
         self.role = role
         self.copies = copies
@@ -49,6 +53,8 @@ class Replicas(Holder):
         self.track()
         if role is Role.PARTIAL:
             self.track_reads()
+        elif in_flight.active:
+            self.hear_reads()
 
     def take_role(self, role: Role) -> None:
         """Give the copies another role from the next step on, since a trace uses them so."""
@@ -79,9 +85,13 @@ class Replicas(Holder):
                 tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
             copy.assign(tf.zeros_like(part))
 
-    def before_access(self) -> None:
+    def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
+            if replaces:
+                self._in_flight.before_write(self._key)
+            else:
+                self._in_flight.before_read(self._key)
             self.gather_parts()
 
     def mark_stale(self) -> None:

@@ -20,10 +20,12 @@ from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.noise_scale import NoiseAverages
 from ncclsync.gradients.nonfinite import OnNonFinite
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
+from ncclsync.ops import device_ops
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
-from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, outliers
+from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
+from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.options import TowerOptions
 from ncclsync.towers.placement import choose_placement, connect, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
@@ -31,6 +33,7 @@ from ncclsync.towers.replicas import Replicas
 logger = logging.getLogger("ncclsync")
 
 DLPACK_CPU, DLPACK_CUDA = 1, 2
+_NAMED = 6  # variables in a message
 
 
 class TowerState:
@@ -47,6 +50,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
         check_first_step: whether steps are checked before they are relied upon; see `program.check`.
@@ -76,6 +80,7 @@ class TowerState:
         divides = options.shard_optimizer and len(self) > 1
         self.sharding = OptimizerSharding(len(self), self.bucket_bytes) if divides else None
         self.communicator = connect(placement, timeout_s=options.timeout_s, preflight=options.preflight)
+        self.in_flight = InFlight(self.communicator)
         self._closed = False
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()  # ids of those to be sent before the next step
@@ -122,6 +127,11 @@ class TowerState:
 
         Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
         """
+        failure = None
+        try:
+            self.in_flight.settle()
+        except NcclSyncError as error:  # raised when all is closed
+            failure = error
         self._closed = True
         if self.sharding is not None:
             self.sharding.release()
@@ -132,6 +142,8 @@ class TowerState:
         self._pending.clear()
         self.shared.clear()
         self.communicator.close()
+        if failure is not None:
+            raise failure
 
     def get_weights(self, tower: int) -> list[np.ndarray]:
         """Return tower `tower`'s weights as arrays, in the order of `model.get_weights()`.
@@ -142,6 +154,7 @@ class TowerState:
         if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or not 0 <= tower < len(self):
             raise ValueError(f"Expected a tower from 0 to {len(self) - 1}. Received: {tower!r}")
         self.sync()
+        self.in_flight.settle()
         return [self.copies(tf_compat.backend_variable(v))[tower].numpy() for v in self._weights()]
 
     def broadcast(self) -> None:
@@ -158,9 +171,13 @@ class TowerState:
         last step are sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
         """
         self.sync()
+        self.in_flight.settle()
         largest = 0.0
         for replicas in list(self._replicas.values()):
-            if replicas.role is Role.SAME:
+            if replicas.role is Role.SAME and self._folds_on_devices(replicas.variable):
+                values = [copy.value() for copy in (replicas.variable, *replicas.copies)]
+                largest = max(largest, *(float(one) for one in self._distances(*values)))
+            elif replicas.role is Role.SAME:
                 reference = replicas.variable.numpy()
                 for copy in replicas.copies:
                     largest = max(largest, distance(reference, copy.numpy()))
@@ -207,6 +224,7 @@ class TowerState:
         if not self._sentinel.is_due(steps):
             return
         self.sync()
+        self.in_flight.settle()
         kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
         # All are started before the first is waited for, each on its own device.
         checksums = [[checksum_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
@@ -257,7 +275,7 @@ class TowerState:
                     copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
-            replicas = Replicas(variable, role, copies, self._pending, self.shared, forget)
+            replicas = Replicas(variable, role, copies, self._pending, self.shared, self.in_flight, forget)
             self._replicas[id(variable)] = replicas
             if tf_compat.has_flag(variable, "written_by_graph"):
                 self._pending.add(id(variable))
@@ -271,11 +289,14 @@ class TowerState:
         Joins them anew if a collective had failed.
 
         Raises:
-            NcclSyncError: the towers are closed, or the call is inside a `tf.function`.
+            NcclError: a collective of an earlier step has failed, which nobody was told.
+            NcclSyncError: the towers are closed, the call is inside a `tf.function`, or variables are lost.
         """
         self.require_open()
         self.require_eager("towers to be read and trained")
+        self.in_flight.check()
         self.communicator.reopen()
+        self.in_flight.raise_lost(self._names_of_lost)
         if self._pending:
             self._send([key for key in tuple(self._pending) if key in self._replicas])
         if self.sharding is not None:
@@ -309,7 +330,7 @@ class TowerState:
 
     def failed_collective(self) -> BaseException | None:
         """Return the failure that ended the communicator, if any; save tower 0's state first."""
-        failure = self.communicator.failure
+        failure = self.in_flight.tell()
         if failure is not None and failure is not self._saved_after and self._save is not None:
             self._saved_after = failure
             try:
@@ -317,6 +338,22 @@ class TowerState:
             except Exception:  # whatever it is: the failure itself must be raised
                 logger.exception("Tower 0 could not be saved after a failed collective")
         return failure
+
+    def _names_of_lost(self) -> str:
+        lost = [self._replicas[key].variable for key in self.in_flight.lost if key in self._replicas]
+        return ", ".join(self.names_of(lost)[:_NAMED]) + (
+            f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        )
+
+    @functools.cached_property
+    def enqueues(self) -> bool:
+        """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
+        return device_ops.takes(self.communicator)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether a failed collective must leave the weights as they were, at the cost of a wait."""
+        return self._save is not None
 
     @functools.cached_property
     def target(self) -> Target:
@@ -365,8 +402,44 @@ class TowerState:
         for device in placed[1:]:
             with tf.device(device):
                 buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
-        self.communicator.broadcast(buffers, 0)
+        if self.enqueues:
+            buffers = self._write_in_place(*buffers)
+        else:
+            self.communicator.broadcast(buffers, 0)
         yield from enumerate(buffers[1:], start=1)
+
+    def _folds_on_devices(self, variable: tf.Variable) -> bool:
+        """Return whether towers' values are compared where they lie: on GPUs."""
+        numbers = variable.dtype.is_floating or variable.dtype.is_integer
+        here = all(self._reaches(self._device_of(variable, tower)) for tower in range(len(self)))
+        return self.in_flight.active and here and numbers and variable.dtype.name in native.DTYPES
+
+    @functools.cached_property
+    def _distances(self) -> Callable[..., list[tf.Tensor]]:
+        """Return a function of N tensors, one per tower, that gives each one's distance from tower 0's."""
+        communicator, devices = self.communicator, self.devices
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def compare(*tensors):
+            firsts = device_ops.broadcast(tensors, communicator, devices, "divergence")
+            found = []
+            for device, first, own in zip(devices, firsts, tensors, strict=True):
+                with tf.device(f"/{device}"):
+                    found.append(distance_in_place(first, own))
+            return found
+
+        return compare
+
+    @functools.cached_property
+    def _write_in_place(self) -> Callable[..., list[tf.Tensor]]:
+        """Return a function of N tensors, one per tower, that gives all of them tower 0's value."""
+        communicator, devices = self.communicator, self.devices
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def write(*tensors):
+            return device_ops.broadcast(tensors, communicator, devices, "a variable", in_place=True)
+
+        return write
 
     def _reaches(self, device: str) -> bool:
         """Return whether the communicator takes tensors in a device's memory."""
@@ -385,4 +458,5 @@ def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
     towers = borrowed()
     if towers is not None:
         towers._replicas.pop(key, None)
+        towers.in_flight.forget(key)
         towers.shared.discard(key)

@@ -389,8 +389,12 @@ class TowerStep(abc.ABC):
         try:
             self.towers.sync()
             with interruptible() if self.towers.backend == "nccl" else contextlib.nullcontext():
-                return run()
+                results = run()
+            if setup is not None and self.towers.in_flight.active:
+                self.towers.in_flight.add(setup.written)
+            return results
         except (StopIteration, tf.errors.OutOfRangeError):
+            self.towers.in_flight.settle()  # the end of an epoch
             raise
         except BaseException as error:
             self._mend(setup)

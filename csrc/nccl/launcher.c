@@ -1,0 +1,754 @@
+/* Groups that are only enqueued: arrive, launch, deliver, and the thread that watches what was launched. What each is
+ * for is in ncclsync.h.
+ *
+ * A group's buffers are let go where it is delivered, not where it ends: an allocator that reuses memory in the order
+ * in which the host frees it needs no more, since all later work of that GPU waits for the group. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "nccl/api.h"
+
+#define NCS_LOOK_S 2e-3      /* between looks of the thread that watches */
+#define NCS_WAY_OUT_S 1.0    /* how long after ncs_launcher_interrupt a group may go on without an end */
+
+struct ncs_launcher {
+  pthread_mutex_t mutex;
+  pthread_cond_t changed;
+  int n, on_host, blocks;
+  double timeout_s;       /* 0: no limit */
+  ncs_nccl_comm* comm;    /* NULL: closed, or failed */
+  ncs_nccl_comm* doomed;  /* to be aborted by the thread that watches */
+  ncs_cuda cuda;
+  CUcontext* contexts;    /* the devices' primary ones, which outlive a communicator */
+  int is_reserved, is_watched;
+  ncs_launched *first, **last; /* not known to have ended, in their order */
+  int64_t n_launched, n_ended, n_collectives;
+  int64_t interrupted_ns; /* 0: nobody wants out. Not under the lock, which NCCL's own part may hold */
+  ncs_launch_failure failure;
+};
+
+struct ncs_arrival {
+  ncs_launcher* launcher;
+  int rank, n_buffers;
+  int users;          /* whoever has it, and the group that it went into until that is delivered */
+  cudaEvent_t before; /* NULL: goes with the group, or there is none */
+  void* kept;
+  void (*let_go)(void* kept);
+  ncs_buffer buffers[];
+};
+
+struct ncs_launched {
+  ncs_launcher* launcher;
+  ncs_launched* next;
+  int users; /* whoever has it, and the list of those under way */
+  int has_ended, has_failed, is_ready; /* is_ready: the GPUs' own work before it has ended */
+  int64_t number, label, first;
+  double since; /* when the stage began that it is in */
+  int n_collectives;
+  int64_t counts[NCS_MOST_NAMED];
+  int dtypes[NCS_MOST_NAMED];
+  cudaEvent_t *before, *end; /* [n]; NULL where there is none */
+  ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
+};
+
+static int64_t n_arrivals, n_groups, n_events;
+
+static void count(int64_t* alive, int change) { __atomic_fetch_add(alive, change, __ATOMIC_RELAXED); }
+
+ncclResult_t ncs_launcher_alive(int64_t* arrivals, int64_t* launched, int64_t* events) {
+  *arrivals = __atomic_load_n(&n_arrivals, __ATOMIC_RELAXED);
+  *launched = __atomic_load_n(&n_groups, __ATOMIC_RELAXED);
+  *events = __atomic_load_n(&n_events, __ATOMIC_RELAXED);
+  return ncclSuccess;
+}
+
+/* ---- Contexts and events ---- */
+
+static ncclResult_t enter(const ncs_launcher* launcher, int rank, ncs_failure* failure, CUcontext* before) {
+  const ncs_cuda* cuda = &launcher->cuda;
+  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) return status;
+  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[rank]), "cuCtxSetCurrent", failure);
+}
+
+static void leave(const ncs_launcher* launcher, CUcontext before) { launcher->cuda.cuCtxSetCurrent(before); }
+
+/* In rank's context, which is current. */
+static ncclResult_t make_event(const ncs_launcher* launcher, ncs_failure* failure, cudaEvent_t* event) {
+  const ncs_cuda* cuda = &launcher->cuda;
+  ncclResult_t status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(event, NCS_CUDA_EVENT_DISABLE_TIMING),
+                                       "cudaEventCreateWithFlags", failure);
+  if (status == ncclSuccess) count(&n_events, 1);
+  return status;
+}
+
+static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
+  if (*event == NULL) return;
+  launcher->cuda.cudaEventDestroy(*event);
+  *event = NULL;
+  count(&n_events, -1);
+}
+
+/* ---- Arrive ---- */
+
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
+                        void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
+  const size_t size = (size_t)n_buffers * sizeof(*buffers);
+  ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
+  CUcontext current = NULL;
+  ncclResult_t status = ncclSuccess;
+  *out = NULL;
+  if (arrival == NULL) return ncclSystemError;
+  arrival->launcher = launcher;
+  arrival->rank = rank;
+  arrival->n_buffers = n_buffers;
+  arrival->users = 1;
+  if (size > 0) memcpy(arrival->buffers, buffers, size);
+  count(&n_arrivals, 1);
+  if (n_buffers > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
+    status = enter(launcher, rank, failure, &current);
+    if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
+    if (status == ncclSuccess)
+      status = ncs_check_cuda(&launcher->cuda,
+                              launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before),
+                              "cuCtxRecordEvent", failure);
+    leave(launcher, current);
+  }
+  if (status != ncclSuccess) {
+    ncs_arrival_release(arrival);
+    return status;
+  }
+  arrival->kept = kept;
+  arrival->let_go = let_go;
+  *out = arrival;
+  return ncclSuccess;
+}
+
+void ncs_arrival_release(ncs_arrival* arrival) {
+  CUcontext current = NULL;
+  if (arrival == NULL || __atomic_sub_fetch(&arrival->users, 1, __ATOMIC_ACQ_REL) > 0) return;
+  if (arrival->before != NULL && enter(arrival->launcher, arrival->rank, NULL, &current) == ncclSuccess) {
+    destroy_event(arrival->launcher, &arrival->before);
+    leave(arrival->launcher, current);
+  }
+  if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
+  count(&n_arrivals, -1);
+  free(arrival);
+}
+
+/* ---- Failure. All under the lock ---- */
+
+static void note_progress(ncs_launcher* launcher, const ncs_launched* group, int stage) {
+  for (int r = 0; r < launcher->n && r < NCS_MOST_RANKS; ++r) {
+    int* reached = &launcher->failure.progress[r];
+    ncclResult_t state = ncclSuccess;
+    *reached = NCS_ABSENT;
+    if (stage == NCS_LAUNCHING) {
+      launcher->comm->nccl->ncclCommGetAsyncError(launcher->comm->comms[r], &state);
+      if (state == ncclSuccess) *reached = NCS_LAUNCHED;
+    } else if (stage == NCS_OWN_WORK) {
+      if (group->before[r] == NULL || launcher->cuda.cudaEventQuery(group->before[r]) == 0) *reached = NCS_LAUNCHED;
+    } else if (group->end[r] != NULL) {
+      *reached = launcher->cuda.cudaEventQuery(group->end[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
+    }
+  }
+}
+
+/* Nobody wants out any more. */
+static void stay(ncs_launcher* launcher) { __atomic_store_n(&launcher->interrupted_ns, 0, __ATOMIC_RELAXED); }
+
+/* Under way, until it is known to have ended, or an abort has. */
+static void append(ncs_launcher* launcher, ncs_launched* group) {
+  __atomic_fetch_add(&group->users, 1, __ATOMIC_RELAXED);
+  *launcher->last = group;
+  launcher->last = &group->next;
+  pthread_cond_broadcast(&launcher->changed);
+}
+
+/* The groups under way have failed, and `group`, which may not be among them yet, is the first. Takes the communicator
+ * away; whoever calls has it aborted. */
+static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
+                        double waited_s, const ncs_failure* failure) {
+  ncs_launch_failure* told = &launcher->failure;
+  if (told->status == ncclSuccess) {
+    memset(told, 0, sizeof(*told));
+    told->failure.index = -1;
+    if (failure != NULL) told->failure = *failure;
+    told->status = status;
+    told->stage = stage;
+    told->waited_s = waited_s;
+    told->group = launcher->n_ended + 1;
+    if (group != NULL) {
+      told->group = group->number;
+      told->label = group->label;
+      told->first = group->first;
+      told->n_collectives = group->n_collectives;
+      memcpy(told->counts, group->counts, sizeof(told->counts));
+      memcpy(told->dtypes, group->dtypes, sizeof(told->dtypes));
+      if (launcher->comm != NULL) note_progress(launcher, group, stage);
+    }
+  }
+  launcher->comm = NULL;
+  stay(launcher);
+  for (ncs_launched* one = launcher->first; one != NULL; one = one->next) one->has_failed = 1;
+  pthread_cond_broadcast(&launcher->changed);
+}
+
+static void drop_groups(ncs_launcher* launcher, ncs_launched** dropped) {
+  *dropped = launcher->first;
+  launcher->first = NULL;
+  launcher->last = &launcher->first;
+}
+
+/* Outside the lock: letting go of buffers is not for it. */
+static void release_groups(ncs_launched* dropped) {
+  while (dropped != NULL) {
+    ncs_launched* next = dropped->next;
+    ncs_launched_release(dropped);
+    dropped = next;
+  }
+}
+
+static int has_expired(const ncs_launcher* launcher, double since, double now) {
+  return launcher->timeout_s > 0 && now - since >= launcher->timeout_s;
+}
+
+static int wants_out(const ncs_launcher* launcher, double now) {
+  const int64_t since = __atomic_load_n(&launcher->interrupted_ns, __ATOMIC_RELAXED);
+  return since > 0 && now - 1e-9 * (double)since >= NCS_WAY_OUT_S;
+}
+
+/* ---- Watching ---- */
+
+/* ncclInProgress where an event has not come. */
+static ncclResult_t look_at_events(const ncs_launcher* launcher, cudaEvent_t* events, ncs_failure* failure) {
+  for (int r = 0; r < launcher->n; ++r) {
+    cudaError_t error;
+    if (events[r] == NULL) continue;
+    error = launcher->cuda.cudaEventQuery(events[r]);
+    if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
+    if (error != 0) return ncs_check_cuda(&launcher->cuda, error, "cudaEventQuery", failure);
+  }
+  return ncclSuccess;
+}
+
+/* Looks once at what is under way, under the lock; moves what has ended to *ended. ncclInProgress: something has not. */
+static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
+  ncs_failure failure;
+  ncclResult_t status = ncclSuccess;
+  memset(&failure, 0, sizeof(failure));
+  failure.index = -1;
+  while (launcher->first != NULL && launcher->comm != NULL) {
+    ncs_launched* group = launcher->first;
+    const double now = ncs_now_s();
+    int stage = NCS_RUNNING;
+    status = ncs_ask_nccl(launcher->comm, &failure);
+    if (status == ncclInProgress) status = ncclSuccess; /* that of a later group */
+    if (status == ncclSuccess && !group->is_ready) {
+      stage = NCS_OWN_WORK;
+      status = look_at_events(launcher, group->before, &failure);
+      if (status == ncclSuccess) {
+        group->is_ready = 1;
+        group->since = now;
+        continue;
+      }
+    } else if (status == ncclSuccess) {
+      status = look_at_events(launcher, group->end, &failure);
+      /* An error may have ended it. */
+      if (status == ncclSuccess) status = ncs_ask_nccl(launcher->comm, &failure);
+      if (status == ncclInProgress && look_at_events(launcher, group->end, &failure) == ncclSuccess)
+        status = ncclSuccess;
+    }
+    if (status == ncclInProgress) {
+      const int expired = has_expired(launcher, group->since, now);
+      if (!expired && !wants_out(launcher, now)) return status;
+      status = expired ? ncclTimeout : ncclInProgress;
+    }
+    if (status != ncclSuccess) {
+      launcher->doomed = launcher->comm;
+      fail_groups(launcher, group, status, stage, now - group->since, &failure);
+      return ncclSuccess;
+    }
+    launcher->first = group->next;
+    if (launcher->first == NULL) launcher->last = &launcher->first;
+    else launcher->first->since = now; /* NCCL runs group after group */
+    group->has_ended = 1;
+    group->next = *ended;
+    *ended = group;
+    stay(launcher);
+    __atomic_store_n(&launcher->n_ended, group->number, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&launcher->changed);
+  }
+  return status;
+}
+
+/* Looks once; takes and gives back the lock. */
+static ncclResult_t look_once(ncs_launcher* launcher) {
+  ncs_launched* ended = NULL;
+  CUcontext current = NULL;
+  ncclResult_t status = ncclSuccess;
+  pthread_mutex_lock(&launcher->mutex);
+  if (launcher->first != NULL && launcher->comm != NULL) {
+    status = ncclInProgress;
+    if (!launcher->is_reserved && enter(launcher, 0, NULL, &current) == ncclSuccess) {
+      status = look(launcher, &ended);
+      leave(launcher, current);
+    }
+  }
+  pthread_mutex_unlock(&launcher->mutex);
+  release_groups(ended);
+  return status;
+}
+
+static void* watch(void* launcher_) {
+  ncs_launcher* launcher = launcher_;
+  const struct timespec nap = {0, (long)(NCS_LOOK_S * 1e9)};
+  for (;;) {
+    ncs_nccl_comm* doomed;
+    ncs_launched* failed = NULL;
+    pthread_mutex_lock(&launcher->mutex);
+    while (launcher->doomed == NULL && (launcher->first == NULL || launcher->comm == NULL))
+      pthread_cond_wait(&launcher->changed, &launcher->mutex);
+    doomed = launcher->doomed;
+    if (doomed != NULL) drop_groups(launcher, &failed);
+    pthread_mutex_unlock(&launcher->mutex);
+    if (doomed != NULL) {
+      ncs_nccl_abort(doomed, NULL); /* the failure is told already, before the GPUs' streams go on */
+      pthread_mutex_lock(&launcher->mutex);
+      launcher->doomed = NULL;
+      pthread_cond_broadcast(&launcher->changed);
+      pthread_mutex_unlock(&launcher->mutex);
+      release_groups(failed);
+      continue;
+    }
+    if (look_once(launcher) == ncclInProgress) nanosleep(&nap, NULL);
+  }
+  return NULL;
+}
+
+/* Under the lock. */
+static ncclResult_t start_to_watch(ncs_launcher* launcher, ncs_failure* failure) {
+  pthread_t thread;
+  sigset_t all, callers;
+  int failed;
+  if (launcher->is_watched) return ncclSuccess;
+  sigfillset(&all); /* signals stay with the program's own threads */
+  pthread_sigmask(SIG_SETMASK, &all, &callers);
+  failed = pthread_create(&thread, NULL, watch, launcher);
+  pthread_sigmask(SIG_SETMASK, &callers, NULL);
+  if (failed) {
+    ncs_set_failure(failure, "pthread_create", "no thread to watch collectives");
+    return ncclSystemError;
+  }
+  pthread_detach(thread);
+  launcher->is_watched = 1;
+  return ncclSuccess;
+}
+
+/* ---- Launch ---- */
+
+static void free_launched(ncs_launched* launched) {
+  const ncs_launcher* launcher = launched->launcher;
+  for (int r = 0; r < launcher->n; ++r) {
+    CUcontext current = NULL;
+    if (launched->before[r] == NULL && launched->end[r] == NULL) continue;
+    if (enter(launcher, r, NULL, &current) != ncclSuccess) continue;
+    destroy_event(launcher, &launched->before[r]);
+    destroy_event(launcher, &launched->end[r]);
+    leave(launcher, current);
+  }
+  free(launched->before);
+  free(launched->end);
+  free(launched);
+  count(&n_groups, -1);
+}
+
+static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
+                                   const ncs_collective* collectives, int n_collectives) {
+  const size_t n = (size_t)launcher->n;
+  ncs_launched* made = calloc(1, sizeof(*made) + n * sizeof(*made->arrivals));
+  if (made == NULL) return NULL;
+  made->before = calloc(n, sizeof(*made->before));
+  made->end = calloc(n, sizeof(*made->end));
+  made->launcher = launcher;
+  made->users = 1;
+  count(&n_groups, 1);
+  if (made->before == NULL || made->end == NULL) {
+    free(made->before);
+    free(made->end);
+    free(made);
+    count(&n_groups, -1);
+    return NULL;
+  }
+  made->label = label;
+  made->n_collectives = n_collectives;
+  for (int i = 0; i < n_collectives && i < NCS_MOST_NAMED; ++i) {
+    made->counts[i] = (int64_t)collectives[i].count;
+    made->dtypes[i] = collectives[i].dtype;
+  }
+  for (size_t r = 0; r < n; ++r) {
+    __atomic_fetch_add(&arrivals[r]->users, 1, __ATOMIC_RELAXED);
+    made->arrivals[r] = arrivals[r];
+    made->before[r] = arrivals[r]->before;
+    arrivals[r]->before = NULL;
+  }
+  return made;
+}
+
+/* Until NCCL is through with its own part, which waits for no GPU. Under the lock. */
+static ncclResult_t wait_for_nccl(ncs_launcher* launcher, double since, ncs_failure* failure) {
+  for (;;) {
+    const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
+    const double now = ncs_now_s();
+    if (status != ncclInProgress) return status;
+    if (has_expired(launcher, since, now)) return ncclTimeout;
+    if (wants_out(launcher, now)) return ncclInProgress;
+    ncs_nap(now - since);
+  }
+}
+
+/* Where no event captures the GPUs' own work. Under the lock. */
+static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_failure* failure) {
+  ncclResult_t status = ncclInProgress;
+  while (status == ncclInProgress) {
+    const double now = ncs_now_s();
+    if (has_expired(launcher, since, now)) return ncclTimeout;
+    if (wants_out(launcher, now)) return ncclInProgress;
+    status = ncs_nccl_wait_for_devices(launcher->comm, 0.05, failure);
+  }
+  return status;
+}
+
+/* Under the lock, with some rank's context current. */
+static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
+                            ncs_failure* failure, int* stage) {
+  const ncs_nccl_comm* comm = launcher->comm;
+  const ncs_cuda* cuda = &launcher->cuda;
+  ncclResult_t status = ncclSuccess;
+  *stage = NCS_OWN_WORK;
+  made->since = ncs_now_s();
+  if (cuda->cuCtxRecordEvent == NULL) status = wait_for_own_work(launcher, made->since, failure);
+  for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
+    if (made->before[r] != NULL)
+      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
+                              "cudaStreamWaitEvent", failure);
+  if (status != ncclSuccess) return status;
+  *stage = NCS_LAUNCHING;
+  made->since = ncs_now_s();
+  status = ncs_launch_group(comm, collectives, made->n_collectives, failure);
+  if (status == ncclSuccess) status = wait_for_nccl(launcher, made->since, failure);
+  for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
+    status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
+    if (status == ncclSuccess) status = make_event(launcher, failure, &made->end[r]);
+    if (status == ncclSuccess)
+      status = ncs_check_cuda(cuda, cuda->cudaEventRecord(made->end[r], comm->streams[r]), "cudaEventRecord", failure);
+  }
+  made->since = ncs_now_s();
+  return status;
+}
+
+/* Under the lock, with a communicator. */
+static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
+                           ncs_failure* failure) {
+  CUcontext current = NULL;
+  int stage = NCS_LAUNCHING;
+  ncclResult_t status = start_to_watch(launcher, failure);
+  if (status == ncclSuccess) status = enter(launcher, 0, failure, &current);
+  if (status != ncclSuccess) return status;
+  made->number = ++launcher->n_launched;
+  made->first = launcher->n_collectives + 1;
+  launcher->n_collectives += made->n_collectives;
+  status = enqueue(launcher, made, collectives, failure, &stage);
+  append(launcher, made); /* also what has failed: a part of it may be on the streams */
+  if (status != ncclSuccess) {
+    launcher->doomed = launcher->comm;
+    fail_groups(launcher, made, status, stage, ncs_now_s() - made->since, failure);
+  }
+  leave(launcher, current);
+  return status;
+}
+
+/* Fills in what the ranks bring, and refuses what does not fit. */
+static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
+                            int n_collectives, const void** sends, void** recvs, ncs_failure* failure) {
+  char message[200];
+  for (int r = 0; r < launcher->n; ++r) {
+    if (arrivals[r]->launcher == launcher && arrivals[r]->rank == r && arrivals[r]->n_buffers == n_collectives)
+      continue;
+    ncs_set_failure(failure, "ncs_launch", "Expected an arrival of each rank, in their order, with as many buffers. "
+                    "Received: others");
+    return ncclInvalidArgument;
+  }
+  for (int i = 0; i < n_collectives; ++i) {
+    const ncs_buffer* first = &arrivals[0]->buffers[i];
+    collectives[i].sends = sends + (size_t)i * (size_t)launcher->n;
+    collectives[i].recvs = recvs + (size_t)i * (size_t)launcher->n;
+    collectives[i].count = first->count;
+    collectives[i].dtype = first->dtype;
+    for (int r = 0; r < launcher->n; ++r) {
+      const ncs_buffer* one = &arrivals[r]->buffers[i];
+      const int is_broadcast = collectives[i].kind == NCS_BROADCAST;
+      /* A broadcast is in place: the root's send is all that it needs. */
+      recvs[i * launcher->n + r] = is_broadcast && r == collectives[i].root ? (void*)(uintptr_t)one->send : one->recv;
+      sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
+      if (one->count == first->count && one->dtype == first->dtype) continue;
+      snprintf(message, sizeof(message), "Expected the towers' tensors to be of one size. Received: %zu elements on "
+               "tower 0, %zu on tower %d", first->count, one->count, r);
+      ncs_set_failure(failure, "ncs_launch", message);
+      if (failure != NULL) failure->index = i;
+      return ncclInvalidArgument;
+    }
+  }
+  return ncclSuccess;
+}
+
+static ncclResult_t launch_collected(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
+                                     ncs_collective* collectives, int n_collectives, ncs_failure* failure,
+                                     ncs_launched** out) {
+  ncclResult_t status = ncclInvalidUsage;
+  ncs_launched* made = NULL;
+  pthread_mutex_lock(&launcher->mutex);
+  while (launcher->is_reserved && launcher->comm != NULL) pthread_cond_wait(&launcher->changed, &launcher->mutex);
+  if (launcher->comm == NULL)
+    ncs_set_failure(failure, "ncs_launch", "Expected an open communicator. Received: one that is closed, or that a "
+                    "failed collective has aborted");
+  else status = ncs_nccl_check_group(launcher->comm, collectives, n_collectives, failure);
+  if (status == ncclSuccess) {
+    made = make_launched(launcher, label, arrivals, collectives, n_collectives);
+    status = made == NULL ? ncclSystemError : launch(launcher, made, collectives, failure);
+  }
+  pthread_mutex_unlock(&launcher->mutex);
+  if (status != ncclSuccess && made != NULL) ncs_launched_release(made);
+  else *out = made;
+  return status;
+}
+
+ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
+                        const ncs_collective* collectives, int n_collectives, ncs_failure* failure,
+                        ncs_launched** out) {
+  const size_t n_buffers = (size_t)launcher->n * (size_t)n_collectives;
+  ncs_collective* filled;
+  const void** sends;
+  void** recvs;
+  ncclResult_t status;
+  *out = NULL;
+  if (n_collectives == 0) {
+    *out = make_launched(launcher, label, arrivals, collectives, 0);
+    if (*out != NULL) (*out)->has_ended = 1;
+    return *out != NULL ? ncclSuccess : ncclSystemError;
+  }
+  filled = malloc((size_t)n_collectives * sizeof(*filled));
+  sends = malloc(n_buffers * sizeof(*sends));
+  recvs = malloc(n_buffers * sizeof(*recvs));
+  status = filled == NULL || sends == NULL || recvs == NULL ? ncclSystemError : ncclSuccess;
+  if (status == ncclSuccess) {
+    memcpy(filled, collectives, (size_t)n_collectives * sizeof(*filled));
+    status = collect(launcher, arrivals, filled, n_collectives, sends, recvs, failure);
+  }
+  if (status == ncclSuccess)
+    status = launch_collected(launcher, label, arrivals, filled, n_collectives, failure, out);
+  free(recvs);
+  free(sends);
+  free(filled);
+  return status;
+}
+
+/* ---- Deliver ---- */
+
+static ncclResult_t order(ncs_launched* launched, int rank, ncs_failure* failure) {
+  const ncs_launcher* launcher = launched->launcher;
+  CUcontext current = NULL;
+  ncclResult_t status;
+  if (launched->end[rank] == NULL || launcher->cuda.cuCtxWaitEvent == NULL) return ncclSuccess;
+  status = enter(launcher, rank, failure, &current);
+  if (status != ncclSuccess) return status;
+  status = ncs_check_cuda(&launcher->cuda,
+                          launcher->cuda.cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank]),
+                          "cuCtxWaitEvent", failure);
+  leave(launcher, current);
+  return status;
+}
+
+static ncclResult_t wait_for_end(ncs_launched* launched) {
+  ncs_launcher* launcher = launched->launcher;
+  const double began = ncs_now_s();
+  for (;;) {
+    int has_ended, has_failed;
+    pthread_mutex_lock(&launcher->mutex);
+    has_ended = launched->has_ended;
+    has_failed = launched->has_failed;
+    pthread_mutex_unlock(&launcher->mutex);
+    if (has_failed || has_ended) return has_failed ? ncclRemoteError : ncclSuccess;
+    look_once(launcher);
+    ncs_nap(ncs_now_s() - began);
+  }
+}
+
+ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failure* failure) {
+  ncs_launcher* launcher = launched->launcher;
+  ncs_arrival* arrival = launched->arrivals[rank];
+  ncclResult_t status = ncclSuccess;
+  if (arrival == NULL) {
+    ncs_set_failure(failure, "ncs_deliver", "Expected a group that was not delivered to this rank");
+    return ncclInvalidUsage;
+  }
+  if (waits || launcher->blocks) status = wait_for_end(launched);
+  else {
+    int has_failed;
+    pthread_mutex_lock(&launcher->mutex);
+    has_failed = launched->has_failed;
+    pthread_mutex_unlock(&launcher->mutex);
+    if (has_failed) status = ncclRemoteError;
+  }
+  if (status != ncclSuccess) ncs_set_failure(failure, "ncs_deliver", "a collective has failed");
+  /* In any case: what is let go must not be given out again before the group has ended. */
+  if (order(launched, rank, status == ncclSuccess ? failure : NULL) != ncclSuccess && status == ncclSuccess)
+    status = ncclUnhandledCudaError;
+  launched->arrivals[rank] = NULL;
+  ncs_arrival_release(arrival);
+  return status;
+}
+
+void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
+  return launched->arrivals[rank] != NULL ? launched->arrivals[rank]->kept : NULL;
+}
+
+void ncs_launched_release(ncs_launched* launched) {
+  if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
+  for (int r = 0; r < launched->launcher->n; ++r) {
+    if (launched->arrivals[r] == NULL) continue;
+    if (launched->launcher->blocks) wait_for_end(launched);
+    else order(launched, r, NULL);
+    ncs_arrival_release(launched->arrivals[r]);
+  }
+  free_launched(launched);
+}
+
+/* ---- The launcher ---- */
+
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, ncs_launcher** out) {
+  ncs_launcher* launcher = calloc(1, sizeof(*launcher));
+  *out = NULL;
+  if (launcher == NULL) return ncclSystemError;
+  launcher->contexts = calloc((size_t)n_ranks, sizeof(*launcher->contexts));
+  if (launcher->contexts == NULL) {
+    free(launcher);
+    return ncclSystemError;
+  }
+  pthread_mutex_init(&launcher->mutex, NULL);
+  pthread_cond_init(&launcher->changed, NULL);
+  launcher->n = n_ranks;
+  launcher->timeout_s = timeout_s;
+  launcher->on_host = on_host;
+  launcher->last = &launcher->first;
+  *out = launcher;
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int* blocks) {
+  pthread_mutex_lock(&launcher->mutex);
+  launcher->cuda = comm->cuda;
+  memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
+  launcher->comm = comm;
+  launcher->is_reserved = 0;
+  stay(launcher);
+  memset(&launcher->failure, 0, sizeof(launcher->failure));
+  launcher->n_ended = launcher->n_launched;
+  launcher->blocks =
+      launcher->on_host || comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
+  *blocks = launcher->blocks;
+  pthread_cond_broadcast(&launcher->changed);
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
+  ncs_launched* dropped = NULL;
+  pthread_mutex_lock(&launcher->mutex);
+  if (launcher->comm != NULL) {
+    if (launcher->first != NULL)
+      fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
+    launcher->comm = NULL;
+    drop_groups(launcher, &dropped);
+  }
+  launcher->is_reserved = 0;
+  pthread_cond_broadcast(&launcher->changed);
+  pthread_mutex_unlock(&launcher->mutex);
+  release_groups(dropped);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
+  ncclResult_t status = ncclSuccess;
+  pthread_mutex_lock(&launcher->mutex);
+  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
+  if (launcher->comm == NULL) status = ncclInvalidUsage;
+  else launcher->is_reserved = 1;
+  pthread_mutex_unlock(&launcher->mutex);
+  return status;
+}
+
+ncclResult_t ncs_launcher_release(ncs_launcher* launcher) {
+  pthread_mutex_lock(&launcher->mutex);
+  launcher->is_reserved = 0;
+  pthread_cond_broadcast(&launcher->changed);
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, int64_t* first) {
+  pthread_mutex_lock(&launcher->mutex);
+  *first = launcher->n_collectives + 1;
+  launcher->n_collectives += n_collectives;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* launched, int64_t* ended) {
+  *ended = __atomic_load_n(&launcher->n_ended, __ATOMIC_ACQUIRE);
+  *launched = __atomic_load_n(&launcher->n_launched, __ATOMIC_ACQUIRE);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
+  const double began = ncs_now_s();
+  for (;;) {
+    const double waited_s = ncs_now_s() - began;
+    const ncclResult_t status = look_once(launcher);
+    if (status != ncclInProgress || waited_s >= slice_s) return status;
+    ncs_nap(waited_s);
+  }
+}
+
+ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
+  pthread_mutex_lock(&launcher->mutex);
+  *failure = launcher->failure;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher) {
+  int64_t nobody = 0;
+  __atomic_compare_exchange_n(&launcher->interrupted_ns, &nobody, (int64_t)(1e9 * ncs_now_s()), 0, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s) {
+  const double began = ncs_now_s();
+  for (;;) {
+    const double waited_s = ncs_now_s() - began;
+    int is_under_way;
+    pthread_mutex_lock(&launcher->mutex);
+    is_under_way = launcher->doomed != NULL;
+    pthread_mutex_unlock(&launcher->mutex);
+    if (!is_under_way || waited_s >= slice_s) return is_under_way ? ncclInProgress : ncclSuccess;
+    ncs_nap(waited_s);
+  }
+}

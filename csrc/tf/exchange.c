@@ -1,0 +1,315 @@
+/* The three kernels by which towers meet without a host thread that waits: arrive and deliver on each tower's device,
+ * launch on the CPU. What they do is nccl/launcher.c's.
+ *
+ * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. Where a step
+ * fails on its way, TensorFlow lets go of its tensors, and so of all that the step had begun.
+ *
+ * They are not stateful: automatic control dependencies would put the towers' nodes in a row. The launcher's address is
+ * an input, read from a variable, so that Grappler cannot compute any of them beforehand; `number` makes each node
+ * another, so that it merges none. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "tf/api.h"
+
+enum { NCS_ALIGNMENT = 64 }; /* of a tensor's buffer, else TensorFlow copies it */
+
+/* ---- Tokens ---- */
+
+typedef struct {
+  void* owned;
+  void (*release)(void*);
+} token;
+
+static void free_token(void* data, size_t size, void* token_) {
+  token* ended = token_;
+  (void)size;
+  ended->release(ended->owned);
+  free(ended);
+  free(data);
+}
+
+/* Makes output 0 the owner of something; on failure it is released. */
+static void hand_over(TF_OpKernelContext* context, void* owned, void (*release)(void*), TF_Status* status) {
+  TF_Tensor* tensor = NULL;
+  token* made = malloc(sizeof(*made));
+  void* data = NULL;
+  if (made == NULL || posix_memalign(&data, NCS_ALIGNMENT, sizeof(int64_t)) != 0) {
+    free(made);
+    release(owned);
+    ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+    return;
+  }
+  *made = (token){owned, release};
+  *(int64_t*)data = (int64_t)(intptr_t)owned;
+  tensor = ncs_tf.TF_NewTensor(TF_INT64, NULL, 0, data, sizeof(int64_t), free_token, made);
+  ncs_tf.TF_SetOutput(context, 0, tensor, status);
+  ncs_tf.TF_DeleteTensor(tensor);
+}
+
+/* What input `index` owns; NULL on failure. */
+static void* read_token(TF_OpKernelContext* context, int index, TF_Status* status) {
+  ncs_tf_view seen;
+  if (!ncs_tf_read_input(context, index, &seen, status)) return NULL;
+  return (void*)(intptr_t)*(const int64_t*)seen.data;
+}
+
+static void fail_by(TF_Status* status, ncclResult_t result, const ncs_failure* failure) {
+  char message[sizeof(failure->call) + sizeof(failure->message) + 4];
+  snprintf(message, sizeof(message), "%s: %s", failure->call, failure->message);
+  ncs_tf_fail(status, result == ncclInvalidArgument ? TF_INVALID_ARGUMENT : TF_INTERNAL, message);
+}
+
+static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
+  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
+  ncs_tf.TF_DeleteStatus(status);
+}
+
+/* ---- What all three know ---- */
+
+/* A broadcast's `op`: it writes into what the other ranks give, which must be memory that nobody else has. */
+enum { NCS_IN_PLACE = 1 };
+
+typedef struct {
+  int64_t rank, ranks, label, waits, passes;
+  int n; /* tensors */
+  int64_t *kinds, *ops, *roots; /* [n] */
+} exchange_kernel;
+
+static void destroy_exchange(void* kernel_) {
+  exchange_kernel* kernel = kernel_;
+  if (kernel != NULL) free(kernel->kinds);
+  free(kernel);
+}
+
+/* A list of `n` integers; -1: not of that length. */
+static void read_list(TF_OpKernelConstruction* context, const char* name, int64_t* values, int n, TF_Status* status) {
+  if (ncs_tf.TF_GetCode(status) == TF_OK && n > 0)
+    ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, values, n, status);
+}
+
+static exchange_kernel* make_exchange(TF_OpKernelConstruction* context, TF_Status* status) {
+  exchange_kernel* kernel = calloc(1, sizeof(*kernel));
+  int32_t n = 0, total = 0;
+  if (kernel == NULL) {
+    ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+    return NULL;
+  }
+  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK)
+    ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, "kinds", &n, &total, status);
+  kernel->n = n;
+  kernel->kinds = calloc(3 * (size_t)n + 1, sizeof(*kernel->kinds));
+  if (kernel->kinds == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else {
+    kernel->ops = kernel->kinds + n;
+    kernel->roots = kernel->ops + n;
+    read_list(context, "kinds", kernel->kinds, n, status);
+    read_list(context, "ops", kernel->ops, n, status);
+    read_list(context, "roots", kernel->roots, n, status);
+  }
+  return kernel;
+}
+
+static void* end_create(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
+  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
+  ncs_tf.TF_DeleteStatus(status);
+  return kernel;
+}
+
+/* ---- Arrive ---- */
+
+/* What holds a rank's buffers. */
+typedef struct {
+  int n;
+  TF_Tensor* tensors[]; /* [2 n]: each one that is sent, and the one that is received into; NULL: none */
+} held;
+
+static void let_go(void* held_) {
+  held* tensors = held_;
+  for (int i = 0; i < 2 * tensors->n; ++i)
+    if (tensors->tensors[i] != NULL) ncs_tf.TF_DeleteTensor(tensors->tensors[i]);
+  free(tensors);
+}
+
+static void* create_arrive(TF_OpKernelConstruction* context) {
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  exchange_kernel* kernel = make_exchange(context, status);
+  if (kernel != NULL) kernel->rank = ncs_tf_read_attr(context, "rank", status);
+  return end_create(context, kernel, status);
+}
+
+/* Holds tensor i and makes what it is received into; fills in the buffer. */
+static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kernel, int i, held* all,
+                        ncs_buffer* buffer, TF_Status* status) {
+  TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
+  int64_t dims[NCS_MOST_DIMS];
+  TF_Tensor *send = NULL, *recv = NULL;
+  const int kind = (int)kernel->kinds[i];
+  int n_dims;
+  ncs_tf.TF_GetInput(context, 1 + i, &send, status);
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return;
+  all->tensors[2 * i] = send;
+  n_dims = ncs_tf.TF_NumDims(send);
+  for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
+  buffer->dtype = ncs_tf_find_dtype(ncs_tf.TF_TensorType(send));
+  buffer->send = ncs_tf.TF_TensorData(send);
+  buffer->count = (size_t)ncs_tf.TF_TensorElementCount(send);
+  if (kind == NCS_REDUCE_SCATTER || kind == NCS_ALL_GATHER) {
+    if (n_dims == 0 || (kind == NCS_REDUCE_SCATTER && dims[0] % kernel->ranks != 0)) {
+      ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a tensor whose rows can be divided among the towers");
+      return;
+    }
+    dims[0] = kind == NCS_ALL_GATHER ? dims[0] * kernel->ranks : dims[0] / kernel->ranks;
+    if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
+  }
+  if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->rank) return;
+  if (kind == NCS_BROADCAST && kernel->ops[i] == NCS_IN_PLACE) {
+    buffer->recv = ncs_tf.TF_TensorData(send);
+    return;
+  }
+  recv = ncs_tf.TF_AllocateTemp(context, ncs_tf.TF_TensorType(send), dims, n_dims, &attributes, status);
+  if (ncs_tf.TF_GetCode(status) != TF_OK) return;
+  all->tensors[2 * i + 1] = recv;
+  buffer->recv = ncs_tf.TF_TensorData(recv);
+}
+
+static void release_arrival(void* arrival) { ncs_arrival_release(arrival); }
+
+static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
+  const exchange_kernel* kernel = kernel_;
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  ncs_launcher* launcher = read_token(context, 0, status);
+  held* all = calloc(1, sizeof(*all) + 2 * (size_t)kernel->n * sizeof(*all->tensors));
+  ncs_buffer* buffers = calloc((size_t)kernel->n + 1, sizeof(*buffers));
+  ncs_arrival* arrival = NULL;
+  ncs_failure failure = {"", "no memory", -1};
+  ncclResult_t result;
+  if (all == NULL || buffers == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else if (ncs_tf.TF_GetCode(status) == TF_OK && launcher == NULL)
+    ncs_tf_fail(status, TF_INTERNAL, "Expected an open communicator. Received: one that was deleted.");
+  if (all != NULL) all->n = kernel->n;
+  for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
+    hold_tensor(context, kernel, i, all, &buffers[i], status);
+  if (ncs_tf.TF_GetCode(status) == TF_OK) {
+    result = ncs_arrive(launcher, (int)kernel->rank, buffers, kernel->n, all, let_go, &failure, &arrival);
+    if (result != ncclSuccess) fail_by(status, result, &failure);
+  }
+  if (arrival != NULL) hand_over(context, arrival, release_arrival, status);
+  else if (all != NULL) let_go(all);
+  free(buffers);
+  end_kernel(context, status);
+}
+
+/* ---- Launch ---- */
+
+static void* create_launch(TF_OpKernelConstruction* context) {
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  exchange_kernel* kernel = make_exchange(context, status);
+  if (kernel != NULL) kernel->label = ncs_tf_read_attr(context, "label", status);
+  return end_create(context, kernel, status);
+}
+
+static void release_launched(void* launched) { ncs_launched_release(launched); }
+
+static void compute_launch(void* kernel_, TF_OpKernelContext* context) {
+  const exchange_kernel* kernel = kernel_;
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  ncs_launcher* launcher = read_token(context, 0, status);
+  ncs_arrival** arrivals = calloc((size_t)kernel->ranks, sizeof(*arrivals));
+  ncs_collective* collectives = calloc((size_t)kernel->n + 1, sizeof(*collectives));
+  ncs_launched* launched = NULL;
+  ncs_failure failure = {"", "no memory", -1};
+  if (arrivals == NULL || collectives == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  for (int r = 0; r < kernel->ranks && ncs_tf.TF_GetCode(status) == TF_OK; ++r)
+    arrivals[r] = read_token(context, 1 + r, status);
+  for (int i = 0; i < kernel->n && collectives != NULL; ++i) {
+    collectives[i].kind = (int)kernel->kinds[i];
+    collectives[i].op = (int)kernel->ops[i];
+    collectives[i].root = (int)kernel->roots[i];
+  }
+  if (ncs_tf.TF_GetCode(status) == TF_OK) {
+    const ncclResult_t result =
+        ncs_launch(launcher, kernel->label, arrivals, collectives, kernel->n, &failure, &launched);
+    if (result != ncclSuccess) fail_by(status, result, &failure);
+  }
+  if (launched != NULL) hand_over(context, launched, release_launched, status);
+  free(collectives);
+  free(arrivals);
+  end_kernel(context, status);
+}
+
+/* ---- Deliver ---- */
+
+static void* create_deliver(TF_OpKernelConstruction* context) {
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  exchange_kernel* kernel = calloc(1, sizeof(*kernel));
+  if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  else {
+    kernel->rank = ncs_tf_read_attr(context, "rank", status);
+    kernel->waits = ncs_tf_read_attr(context, "waits", status);
+    kernel->passes = ncs_tf_read_attr(context, "passes", status);
+  }
+  return end_create(context, kernel, status);
+}
+
+static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
+  const exchange_kernel* kernel = kernel_;
+  TF_Status* status = ncs_tf.TF_NewStatus();
+  ncs_launched* launched = read_token(context, 0, status);
+  ncs_failure failure = {"", "", -1};
+  if (launched != NULL && !kernel->passes) {
+    const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
+    for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {
+      const TF_Tensor* recv = all->tensors[2 * i + 1];
+      ncs_tf.TF_SetOutput(context, i, recv != NULL ? recv : all->tensors[2 * i], status);
+    }
+    {
+      const ncclResult_t result = ncs_deliver(launched, (int)kernel->rank, (int)kernel->waits, &failure);
+      if (result != ncclSuccess && ncs_tf.TF_GetCode(status) == TF_OK) fail_by(status, result, &failure);
+    }
+  }
+  end_kernel(context, status);
+}
+
+/* ---- Ops ---- */
+
+const ncs_tf_op ncs_tf_arrive = {
+    "NcclsyncArrive",
+    {"rank: int", "ranks: int >= 1", "number: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)",
+     "T: list(type) >= 0", NULL},
+    {"launcher: int64", "sends: T", NULL},
+    "token: int64",
+    create_arrive,
+    compute_arrive,
+    destroy_exchange,
+    0,
+    {"launcher", "token", NULL},
+};
+
+const ncs_tf_op ncs_tf_launch = {
+    "NcclsyncLaunch",
+    {"ranks: int >= 1", "number: int", "label: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)", NULL},
+    {"launcher: int64", "tokens: ranks * int64", NULL},
+    "launched: int64",
+    create_launch,
+    compute_launch,
+    destroy_exchange,
+    0,
+    {NULL},
+};
+
+/* Of a group that is to be delivered later it only says that all towers have arrived: `passes`. */
+const ncs_tf_op ncs_tf_deliver = {
+    "NcclsyncDeliver",
+    {"rank: int", "number: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},
+    {"launched: int64", NULL},
+    "results: T",
+    create_deliver,
+    compute_deliver,
+    destroy_exchange,
+    0,
+    {"launched", NULL},
+};

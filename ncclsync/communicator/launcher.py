@@ -1,0 +1,149 @@
+"""Launch groups of collectives that are only enqueued: no host thread waits for a GPU.
+
+Ops of TensorFlow use a launcher by its address, and this module knows neither them nor TensorFlow. The C library
+(``csrc/nccl/launcher.c``) watches what was launched; here its failure is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ncclsync.communicator import native
+from ncclsync.communicator.native import ffi, lib
+from ncclsync.communicator.nccl_calls import Progress
+
+_FAILURE, _LAUNCHER = ffi.typeof("ncs_launch_failure*"), ffi.typeof("ncs_launcher**")
+
+OWN_WORK, LAUNCHING, RUNNING = lib.NCS_OWN_WORK, lib.NCS_LAUNCHING, lib.NCS_RUNNING
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchFailure:
+    """Hold what has failed; see ``ncs_launch_failure``.
+
+    Attributes:
+        status: NCCL's; `native.TIMEOUT` if it did not end in time, `native.IN_PROGRESS` if somebody wanted out.
+        call: that failed, "" if none did.
+        words: its own.
+        stage: OWN_WORK, LAUNCHING or RUNNING: what it was waiting for.
+        waited_s: for how long.
+        group: the number of the first group that has failed, from 1.
+        label: as it was given when it was launched.
+        first: the number of its first collective, from 1.
+        sizes: (elements, NCCL's number of the dtype) of each of its collectives, the first ones at least.
+        count: of its collectives.
+        progress: [N] how far each rank had come; ABSENT, where its own work was waited for, if that had not ended.
+    """
+
+    status: int
+    call: str
+    words: str
+    stage: int
+    waited_s: float
+    group: int
+    label: int
+    first: int
+    sizes: tuple[tuple[int, int], ...]
+    count: int
+    progress: tuple[Progress, ...]
+
+
+class Launcher:
+    """Launch groups on a communicator, one after another, and know whether they have ended.
+
+    Attributes:
+        address: where C finds it, for an input of an op. Good for as long as the process lives.
+        blocks: whether the host waits for groups, since the driver cannot let a GPU wait for them, or since the
+            buffers are in host memory. Known once it is open.
+    """
+
+    def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
+        """Make one that is closed.
+
+        Args:
+            size: number of ranks.
+            timeout_s: the limit for a group, and for the GPUs' own work before it; None for none.
+            on_host: whether buffers are in host memory.
+        """
+        if size > lib.NCS_MOST_RANKS:
+            raise ValueError(f"Expected at most {lib.NCS_MOST_RANKS} ranks in a process. Received: {size}")
+        handle = ffi.new(_LAUNCHER)
+        native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, on_host, handle), "ncs_launcher_create")
+        self._size, self._handle = size, handle[0]
+        self.address = int(ffi.cast("intptr_t", self._handle))
+        self.blocks = True
+
+    def open(self, comm: Any) -> None:
+        """Launch on the communicator of this handle from now on."""
+        blocks = ffi.new("int*")
+        native.check(lib.ncs_launcher_open(self._handle, comm, blocks), "ncs_launcher_open")
+        self.blocks = bool(blocks[0])
+
+    def close(self, status: int = native.INVALID_USAGE) -> None:
+        """Launch nothing any more; groups under way count as failed with `status`. Idempotent."""
+        native.check(lib.ncs_launcher_close(self._handle, status), "ncs_launcher_close")
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[bool]:
+        """Keep launches away from the communicator meanwhile; yield whether it is open."""
+        status = lib.ncs_launcher_reserve(self._handle)
+        try:
+            yield status == 0
+        finally:
+            if status == 0:
+                lib.ncs_launcher_release(self._handle)
+
+    def count(self, collectives: int) -> int:
+        """Count collectives that were not launched here; return the number of the first."""
+        first = ffi.new("int64_t*")
+        native.check(lib.ncs_launcher_count(self._handle, collectives, first), "ncs_launcher_count")
+        return first[0]
+
+    def groups(self) -> tuple[int, int]:
+        """Return how many groups were launched, and how many of them are known to have ended well."""
+        launched, ended = ffi.new("int64_t*"), ffi.new("int64_t*")
+        native.check(lib.ncs_launcher_get_groups(self._handle, launched, ended), "ncs_launcher_get_groups")
+        return launched[0], ended[0]
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds until all groups have ended, well or not; return whether they have."""
+        return lib.ncs_launcher_wait(self._handle, slice_s) != native.IN_PROGRESS
+
+    def wait_for_abort(self, slice_s: float) -> bool:
+        """Wait for so many seconds until the abort after a failure has ended; return whether it has."""
+        return lib.ncs_launcher_wait_for_abort(self._handle, slice_s) != native.IN_PROGRESS
+
+    def interrupt(self) -> None:
+        """Give up what is under way unless a group ends within a second."""
+        lib.ncs_launcher_interrupt(self._handle)
+
+    def failure(self) -> LaunchFailure | None:
+        """Return what has failed since the launcher was opened, None if nothing has."""
+        told = ffi.new(_FAILURE)
+        native.check(lib.ncs_launcher_get_failure(self._handle, told), "ncs_launcher_get_failure")
+        if told.status == 0:
+            return None
+        named = min(told.n_collectives, lib.NCS_MOST_NAMED)
+        return LaunchFailure(
+            status=told.status,
+            call=ffi.string(told.failure.call).decode(),
+            words=native.words(told.failure),
+            stage=told.stage,
+            waited_s=told.waited_s,
+            group=told.group,
+            label=told.label,
+            first=told.first,
+            sizes=tuple((told.counts[i], told.dtypes[i]) for i in range(named)),
+            count=told.n_collectives,
+            progress=tuple(Progress(told.progress[r]) for r in range(self._size)),
+        )
+
+
+def alive() -> dict[str, int]:
+    """Return how many arrivals, launched groups and events there are in the process; for tests."""
+    counts = [ffi.new("int64_t*") for _ in range(3)]
+    native.check(lib.ncs_launcher_alive(*counts), "ncs_launcher_alive")
+    return dict(zip(("arrivals", "groups", "events"), (count[0] for count in counts), strict=True))

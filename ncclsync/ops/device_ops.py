@@ -1,0 +1,184 @@
+"""Join the tensors of all towers in one graph, by ops in C that only enqueue.
+
+Three kinds of op share the work. None of them runs Python, and none waits for a GPU or for another tower:
+
+- *arrive*, on each tower's device: holds what the tower sends, makes the memory that it receives into, and captures
+  the work that its GPU has been given so far;
+- *launch*, one on the CPU: lets NCCL's streams wait for what all towers have captured, and runs one group;
+- *deliver*, on each tower's device: lets all that the GPU is given later wait for the group's end.
+
+Between them go tokens in the host's memory. A control dependency from one device to another would go through the
+GPU's memory, and its stream: TensorFlow would wait for the GPU. So towers wait for each other by these ops alone:
+one of no tensors at all is a barrier of the host.
+
+``csrc/nccl/launcher.c`` has what they do, ``csrc/tf/exchange.c`` the ops.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.communicator import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Communicator,
+    NcclCommunicator,
+    ReduceScatter,
+    native,
+    nccl_calls,
+)
+from ncclsync.ops.host_ops import available, set_attribute
+
+Joining = AllReduce | ReduceScatter | AllGather | Broadcast
+
+_KINDS = {
+    AllReduce: nccl_calls.ALL_REDUCE,
+    Broadcast: nccl_calls.BROADCAST,
+    ReduceScatter: nccl_calls.REDUCE_SCATTER,
+    AllGather: nccl_calls.ALL_GATHER,
+}
+# A graph takes a tensor of more elements as an argument. A smaller one would be a constant in it, by which Grappler
+# could compute these ops beforehand.
+_ARGUMENT_SIZE = 129
+
+_numbers = itertools.count(1)
+_addresses: "weakref.WeakKeyDictionary[NcclCommunicator, tf.Tensor]" = weakref.WeakKeyDictionary()
+
+
+class Launched:
+    """Hold a group that is under way, in the graph that is being built.
+
+    Attributes:
+        op: that has launched it.
+    """
+
+    def __init__(self, token: tf.Tensor, columns: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], shapes: Any):
+        self.op = token.op
+        self._token, self._columns, self._devices, self._shapes = token, columns, devices, shapes
+        self._delivered: dict[int, list[tf.Tensor]] = {}
+
+    def passed(self, tower: int) -> tf.Operation:
+        """Return an op on a tower's device that runs when all towers have arrived; it waits for no GPU."""
+        return self._deliver(tower, [], passes=1)
+
+    def ended(self) -> tf.Operation:
+        """Return an op on the CPU that runs when the group has ended. It blocks the thread that runs it."""
+        attributes = {"rank": 0, "number": next(_numbers), "waits": 1, "passes": 1, "T": []}
+        return _create("NcclsyncDeliver", [self._token], [], attributes, "CPU:0")
+
+    def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
+        """Return what a tower receives, [B]; the same again in later calls.
+
+        Args:
+            tower: its number.
+            after: ops and tensors on its device. What has been enqueued there before is not held up.
+            waits: whether the host waits for the group's end, and the op fails if the group has.
+        """
+        if tower not in self._delivered:
+            with tf.control_dependencies(after):
+                op = self._deliver(tower, [column[tower].dtype for column in self._columns], waits=int(waits))
+            for result, shape in zip(op.outputs, self._shapes, strict=True):
+                result.set_shape(shape)
+            self._delivered[tower] = list(op.outputs)
+        return self._delivered[tower]
+
+    def _deliver(self, tower: int, dtypes: Sequence[tf.DType], waits: int = 0, passes: int = 0) -> tf.Operation:
+        attributes = {"rank": tower, "number": next(_numbers), "waits": waits, "passes": passes, "T": list(dtypes)}
+        return _create("NcclsyncDeliver", [self._token], dtypes, attributes, self._devices[tower])
+
+
+def launch(
+    columns: Sequence[Sequence[tf.Tensor]],
+    communicator: Communicator,
+    collectives: Sequence[Joining],
+    devices: Sequence[str],
+    after: Sequence[Sequence[Any]] = (),
+    launched_after: Sequence[Any] = (),
+    *,
+    in_place: bool = False,
+) -> Launched:
+    """Launch one group of collectives, in a graph.
+
+    Args:
+        columns: [B][N] tensors, tensor i on tower i's device. Of no column: a barrier.
+        communicator: of N ranks, by NCCL; see `takes`.
+        collectives: [B] what happens to each column.
+        devices: [N] the towers', such as "GPU:0".
+        after: [N] for each tower, ops and tensors on its device that it arrives after.
+        launched_after: ops on the CPU, and launches before, that the launch comes after.
+        in_place: whether broadcasts write into the tensors of the towers that are not the root, which must be
+            fresh ones: nobody else has their memory.
+    """
+    assert takes(communicator) and isinstance(communicator, NcclCommunicator)
+    after = after or [()] * len(devices)
+    attributes = {
+        "ranks": len(devices),
+        "kinds": [_KINDS[type(one)] for one in collectives],
+        "ops": [
+            native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else int(in_place) for one in collectives
+        ],
+        "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
+    }
+    address = _address(communicator, any("CPU" in device for device in devices))
+    tokens = []
+    for tower, device in enumerate(devices):
+        sends = [column[tower] for column in columns]
+        own = {"rank": tower, "number": next(_numbers), "T": [send.dtype for send in sends]}
+        with tf.control_dependencies(after[tower]):
+            arrival = _create("NcclsyncArrive", [address, *sends], [tf.int64], attributes | own, device)
+        tokens += arrival.outputs
+    own = {"number": next(_numbers), "label": communicator.label(collectives) if collectives else 0}
+    with tf.control_dependencies(launched_after):
+        op = _create("NcclsyncLaunch", [address, *tokens], [tf.int64], attributes | own, "CPU:0")
+    pairs = zip(columns, collectives, strict=True)
+    shapes = [shape_received(collective, column[0].shape, len(devices)) for column, collective in pairs]
+    return Launched(op.outputs[0], columns, devices, shapes)
+
+
+def broadcast(
+    tensors: Sequence[tf.Tensor],
+    communicator: Communicator,
+    devices: Sequence[str],
+    label: str,
+    *,
+    in_place: bool = False,
+) -> list[tf.Tensor]:
+    """Give every tower tower 0's tensor, in a graph; [N] in, [N] out. See `launch`."""
+    launched = launch([tensors], communicator, [Broadcast((), 0, label)], devices, in_place=in_place)
+    return [launched.deliver(tower)[0] for tower in range(len(devices))]
+
+
+def takes(communicator: Any) -> bool:
+    """Return whether these ops can join towers by this communicator: TensorFlow takes them, and it is NCCL's."""
+    return isinstance(communicator, NcclCommunicator) and available()
+
+
+def shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
+    """Return the shape of what a rank receives, as far as that of what it sends is known."""
+    if isinstance(collective, AllReduce | Broadcast) or not sent.rank or sent[0] is None:
+        return sent
+    rows = sent[0] * ranks if isinstance(collective, AllGather) else sent[0] // ranks
+    return tf.TensorShape([rows, *sent[1:]])
+
+
+def _address(communicator: NcclCommunicator, on_host: bool) -> tf.Tensor:
+    """Return a tensor whose first element is the address of the communicator's launcher."""
+    if communicator not in _addresses:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            address = communicator.launcher(on_host=on_host).address
+            _addresses[communicator] = tf.fill([_ARGUMENT_SIZE], tf.constant(address, tf.int64))
+    return _addresses[communicator]
+
+
+def _create(
+    op: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: dict[str, Any], device: str
+) -> tf.Operation:
+    node = tf.compat.v1.NodeDef()
+    for name, value in attributes.items():
+        set_attribute(node, name, value)
+    with tf.device(device if device.startswith("/") else f"/{device}"):
+        return tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))

@@ -1,0 +1,209 @@
+"""Ops that only enqueue, on CPU towers with the stand-in NCCL: they block there, and do all else as on GPUs."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync import NcclError, NcclTimeoutError
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter, native
+from ncclsync.communicator.launcher import alive
+from ncclsync.ops import device_ops
+
+pytestmark = pytest.mark.timeout(120)
+
+CPUS = ["CPU:0"] * 3
+KINDS = {
+    "sum": AllReduce((), (), "sum", "a sum"),
+    "max": AllReduce((), (), "max"),
+    "scattered": ReduceScatter((), (), "sum"),
+    "gathered": AllGather((), ()),
+    "sent": Broadcast((), 2),
+}
+
+
+@pytest.fixture
+def joined(standin):
+    """Three ranks; arrivals and groups that a test leaves behind are an error."""
+    before = alive()
+    with NcclCommunicator([4, 0, 2], timeout_s=2.0, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+        yield communicator
+    assert alive() == before
+
+
+def unique(dtype, tower, shape=(3, 2)):
+    """Small numbers that differ from tower to tower."""
+    numbers = np.arange(np.prod(shape)).reshape(shape) % 5 + 2 * tower + 1
+    return tf.cast(tf.constant(numbers, tf.int32), dtype)
+
+
+def expected(name, sent):
+    """[N] what each tower receives, as NumPy says it."""
+    if name == "gathered":
+        return [np.concatenate(sent)] * len(sent)
+    if name == "sent":
+        return [sent[2]] * len(sent)
+    whole = np.max(sent, axis=0) if name == "max" else sum(sent[1:], start=sent[0])
+    return np.split(whole, len(sent)) if name == "scattered" else [whole] * len(sent)
+
+
+@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
+def test_every_kind_in_one_group(joined, dtype):
+    """All kinds in a group; a result has the shape and dtype that it must have, and inputs stay."""
+    sent = [unique(dtype, tower) for tower in range(3)]
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors] * len(KINDS), joined, list(KINDS.values()), CPUS)
+        towers = [launched.deliver(tower) for tower in range(3)]
+        assert [t.shape.as_list() for t in towers[0]] == [[3, 2], [3, 2], [1, 2], [9, 2], [3, 2]]
+        return towers
+
+    towers = step(*sent)
+    for row, name in enumerate(KINDS):
+        for tower, result in enumerate(expected(name, [t.numpy().astype("float64") for t in sent])):
+            assert towers[tower][row].dtype == dtype
+            np.testing.assert_array_equal(np.asarray(towers[tower][row], "float64"), result, err_msg=name)
+    np.testing.assert_array_equal(sent[1], unique(dtype, 1))
+
+
+def test_in_loops_in_branches_and_again(joined):
+    """The same ops run many times; the ends of their tokens are the ends of what these own."""
+
+    @tf.function(autograph=False)
+    def step(times, *tensors):
+        def body(left, *values):
+            launched = device_ops.launch([values], joined, [KINDS["sum"]], CPUS)
+            return (left - 1, *(launched.deliver(tower)[0] for tower in range(3)))
+
+        def loop():
+            return tf.while_loop(lambda left, *_: left > 0, body, (times, *tensors), parallel_iterations=1)[1:]
+
+        return tf.cond(times > 0, loop, lambda: tensors)
+
+    sent = [unique("float32", tower) for tower in range(3)]
+    for times in (0, 1, 4):
+        results = step(tf.constant(times), *sent)
+        whole = sum(sent) * 3.0 ** (times - 1)
+        for tower in range(3):
+            np.testing.assert_array_equal(results[tower], whole if times else sent[tower])
+
+
+def test_barrier_of_no_tensors(joined, standin):
+    """All towers arrive before anyone goes on, and NCCL is not called."""
+    order = []
+
+    def noted(name):
+        return tf.numpy_function(lambda: order.append(name) or np.int32(0), [], tf.int32)
+
+    @tf.function(autograph=False)
+    def step():
+        before = [noted(f"before {tower}").op for tower in range(3)]
+        launched = device_ops.launch([], joined, [], CPUS, [[op] for op in before])
+        results = []
+        for tower in range(3):
+            with tf.control_dependencies([launched.passed(tower)]):
+                results.append(noted(f"after {tower}"))
+        return results
+
+    standin.count("ncclGroupStart")
+    step()
+    assert [name.split()[0] for name in order] == ["before"] * 3 + ["after"] * 3
+    assert standin.counted() == [0]
+
+
+def test_a_step_that_fails_on_its_way_leaves_nothing(joined):
+    """200 seeded faults: an error on a tower before it arrives, before it delivers, or after. All is let go."""
+    sent = [unique("float32", tower) for tower in range(3)]
+    before = alive()
+
+    @tf.function(autograph=False)
+    def step(fault, *tensors):
+        def failing(tensor, place):
+            with tf.control_dependencies([tf.debugging.assert_none_equal(fault, place, message="told to fail")]):
+                return tf.identity(tensor)
+
+        given = [failing(tensor, tower) for tower, tensor in enumerate(tensors)]
+        launched = device_ops.launch([given], joined, [KINDS["sum"]], CPUS)
+        results = []
+        for tower in range(3):
+            check = tf.debugging.assert_none_equal(fault, 3 + tower, message="told to fail")
+            received = launched.deliver(tower, [check])
+            results.append(failing(received[0], 6 + tower))
+        return results
+
+    for fault in np.random.default_rng(0).integers(0, 9, 200):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="told to fail"):
+            step(tf.constant(int(fault)), *sent)
+    assert alive() == before
+    np.testing.assert_array_equal(step(tf.constant(-1), *sent)[0], sum(sent))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "raised", "words"),
+    [
+        ("stuck:1", NcclTimeoutError, r"all-reduce 1 \(a sum\) of 24 bytes .*rank 1 \(GPU 0\) not arrived"),
+        ("ncclAllReduce=5", NcclError, r"ncclAllReduce returned ncclInvalidUsage"),
+        ("async:1=6", NcclError, r"ncclRemoteError .*during all-reduce 1 \(a sum\)"),
+        ("cudaStreamWaitEvent", NcclError, r"cudaStreamWaitEvent returned ncclUnhandledCudaError"),
+    ],
+)
+def test_failures_name_the_collective(standin, instructions, raised, words):
+    """What fails is the communicator's failure, in the words of a collective that was waited for."""
+    with NcclCommunicator([4, 0], timeout_s=0.3, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+
+        @tf.function(autograph=False)
+        def step(*tensors):
+            launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[:2])
+            return [launched.deliver(tower)[0] for tower in range(2)]
+
+        sent = [unique("float32", tower) for tower in range(2)]
+        standin.fail(instructions)
+        with pytest.raises(tf.errors.OpError):
+            step(*sent)
+        assert isinstance(communicator.failure, raised)
+        with pytest.raises(raised, match=words):
+            raise communicator.failure
+        with pytest.raises(tf.errors.OpError, match="closed, or that a failed collective has aborted"):
+            step(*sent)
+        standin.fail("")
+        communicator.reopen()
+        np.testing.assert_array_equal(step(*sent)[0], sum(sent))
+        np.testing.assert_array_equal(step(*sent)[1], sum(sent))
+
+
+def test_towers_that_send_other_sizes_are_told(joined):
+    """A mistake of the caller's ends nothing: the communicator stays."""
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
+        return [launched.deliver(tower)[0] for tower in range(3)]
+
+    sent = [unique("float32", tower, (3 + (tower == 1), 2)) for tower in range(3)]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Received: 6 elements on tower 0, 8 on tower 1"):
+        step(*sent)
+    assert joined.failure is None
+
+
+def test_groups_are_counted_with_collectives_that_are_waited_for(joined, standin):
+    """Numbers in messages go on over both, and both may be in use."""
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
+        return [launched.deliver(tower)[0] for tower in range(3)]
+
+    sent = [unique("float32", tower) for tower in range(3)]
+    buffers = [np.ones(4, np.float32) for _ in range(3)]
+    pointers = [(one.ctypes.data, one.size, one.dtype) for one in buffers]
+    for number, again in itertools.product((1, 4), (0, 1)):
+        if again == 0:
+            step(*sent)
+            joined.all_reduce(pointers, pointers)
+            assert joined.launcher().count(0) == number + 2
+            step(*sent)
+    assert joined.launcher().groups() == (4, 4)

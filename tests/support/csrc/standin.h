@@ -9,6 +9,10 @@
 
 #include <stddef.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct CUstream_st* cudaStream_t;
 typedef struct CUevent_st* cudaEvent_t;
 typedef int cudaError_t;
@@ -48,8 +52,9 @@ void standin_copy_link(double gb_per_s, double us);
 /* Queues work: `advance` is called, under the lock, while the work is first in its stream, until it returns 0. What it
  * returns before is how soon it wants to be called again, in seconds. It is called earlier when something happens. */
 void standin_push(cudaStream_t stream, double (*advance)(void* what), void* what);
-/* The same for work that needs nothing but its turn; outside the lock where streams have threads. */
-void standin_push_run(cudaStream_t stream, void (*run)(void* what), void* what);
+/* The same for work that needs nothing but its turn; outside the lock where streams have threads. `begin`, or NULL, is
+ * called before the random delay. */
+void standin_push_run(cudaStream_t stream, void (*begin)(void* what), void (*run)(void* what), void* what);
 /* Within `advance`: runs what takes long, outside the lock where streams have threads. */
 void standin_run_apart(void (*run)(void* what), void* what);
 /* Something has happened that other streams' work may wait for. Only the work of streams with threads needs it. */
@@ -58,6 +63,8 @@ void standin_stir(void);
 void standin_progress(void);
 /* Waits until work is done somewhere, or for so long; gives up the lock meanwhile. */
 void standin_wait(double most_s);
+/* Waits until a stream with a thread is through; that is no wait of the host's. */
+void standin_drain(cudaStream_t stream);
 int standin_stream_device(cudaStream_t stream); /* -1: destroyed */
 int standin_current_device(void);
 int standin_has_context(void);
@@ -86,6 +93,8 @@ int standin_is_working(int device);
 void standin_outwait(int device);
 /* Whether what goes between these ranks is changed. */
 int standin_is_corrupt(int from, int to);
+/* Whose memory it is; -1: not a device's. Not under the lock. */
+int standin_device_of(const void* pointer);
 /* Appends a line to the file named by STANDIN_LOG. */
 void standin_log(const char* call, const char* value);
 /* How many "stream", "event", "memory" or "comm" there are. */
@@ -95,4 +104,7 @@ int standin_alive(const char* kind);
 long long standin_total(const char* kind);
 void standin_count(const char* kind, long long change);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -93,16 +93,29 @@ typedef struct {
   int value;
 } transfer;
 
-static int is_on_device(const void* pointer) {
+static const piece* find(const void* pointer) {
   const piece* one = pieces;
   while (one != NULL && ((const char*)pointer < one->begin || (const char*)pointer >= one->begin + one->size))
     one = one->next;
-  return one != NULL && one->device != ON_HOST;
+  return one;
+}
+
+static int device_of(const void* pointer) {
+  const piece* one = find(pointer);
+  return one != NULL ? one->device : ON_HOST;
+}
+
+int standin_device_of(const void* pointer) {
+  int device;
+  standin_lock();
+  device = device_of(pointer);
+  standin_unlock();
+  return device;
 }
 
 /* What is neither of a device nor the host's counts as the host's. */
 static transfer plan_copy(void* to, const void* from, size_t size) {
-  const int to_device = is_on_device(to), from_device = is_on_device(from);
+  const int to_device = device_of(to) >= 0, from_device = device_of(from) >= 0;
   transfer planned = {to, from, size, 0, 0};
   if (to_device == from_device) return planned;
   if (link_gb_per_s > 0) planned.least_s = 1e-6 * link_us + 1e-9 * (double)size / link_gb_per_s;
@@ -126,7 +139,7 @@ static void run_transfer(void* what) {
 static void push_transfer(cudaStream_t stream, transfer planned) {
   transfer* own = malloc(sizeof(*own));
   *own = planned;
-  standin_push_run(stream, run_transfer, own);
+  standin_push_run(stream, NULL, run_transfer, own);
 }
 
 /* Waits for no stream, as CUDA's waits for none that was created as non-blocking. */
@@ -157,12 +170,12 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t strea
 /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE (host 1, device 2), _IS_MANAGED and _DEVICE_ORDINAL; zeros for no CUDA's. */
 int cuPointerGetAttributes(unsigned int n, int* attributes, void** data, unsigned long long address) {
   int error = FAILURE, type = 2, is_managed = 1, device = 0;
+  const piece* one;
   standin_lock();
   if (standin_is_told("cuPointerGetAttributes", -1, &error)) return standin_leave_cuda(error);
+  one = find((const void*)(uintptr_t)address);
   if (address < FIRST_ADDRESS) type = is_managed = 0;
-  for (const piece* one = pieces; one != NULL; one = one->next) {
-    const unsigned long long begin = (uintptr_t)one->begin;
-    if (address < begin || address >= begin + one->size) continue;
+  if (one != NULL) {
     type = one->device == ON_HOST ? 1 : 2;
     device = one->device == ON_HOST ? 0 : one->device;
     is_managed = 0;

@@ -10,7 +10,8 @@
 #include "standin.h"
 
 typedef struct work {
-  double (*advance)(void* what); /* or, outside the lock where streams have threads: */
+  double (*advance)(void* what);
+  void (*begin)(void* what); /* or these two, outside the lock where streams have threads */
   void (*run)(void* what);
   void* what;
   long number; /* they count up over all streams */
@@ -23,6 +24,7 @@ struct CUstream_st {
   work *first, *last; /* work that is under way is still the first */
   pthread_cond_t moved; /* for its thread: there is work, or what its work waits for may have come */
   int is_stalled;       /* its thread waits within a piece of work */
+  long n_held;          /* so many of its context's waits are before its work */
   unsigned random;
   struct CUstream_st* next;
 };
@@ -39,10 +41,18 @@ struct CUevent_st {
   captured work;
 };
 
+/* What a context waits for. Streams come to it with their next work, so that idle ones cost nothing. */
+typedef struct held {
+  captured work;
+  long nth;
+  struct held* next;
+} held;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; /* for the host: work is done */
 static cudaStream_t streams;
-static long n_queued;
+static held* held_by[STANDIN_DEVICES];
+static long n_queued, n_held;
 static int has_threads, max_delay_us, is_ending, n_threads, n_waiting;
 static unsigned seed;
 
@@ -93,10 +103,6 @@ void standin_wait(double most_s) {
 
 /* ---- What was captured ---- */
 
-static captured capture(cudaStream_t stream, int device) {
-  return (captured){stream, device, stream == NULL && standin_is_working(device), n_queued};
-}
-
 static int is_behind(cudaStream_t stream, const captured* what) {
   return stream->first != NULL && stream->first->number <= what->number;
 }
@@ -117,7 +123,7 @@ static double await(void* what) {
 
 /* ---- Queues ---- */
 
-static void push(cudaStream_t stream, work new) {
+static void push_at_once(cudaStream_t stream, work new) {
   work* added = malloc(sizeof(*added));
   *added = new;
   added->number = ++n_queued;
@@ -128,12 +134,57 @@ static void push(cudaStream_t stream, work new) {
   if (stream->first == added) pthread_cond_signal(&stream->moved);
 }
 
+static void push_wait_at_once(cudaStream_t stream, const captured* what) {
+  captured* own;
+  if (is_through(what)) return; /* as it will be ever after */
+  own = malloc(sizeof(*own));
+  *own = *what;
+  push_at_once(stream, (work){.advance = await, .what = own});
+}
+
+/* Queues what the stream's context waits for and the stream does not yet. */
+static void take_held(cudaStream_t stream) {
+  if (stream->n_held == n_held) return;
+  for (const held* one = held_by[stream->device]; one != NULL; one = one->next)
+    if (one->nth > stream->n_held) push_wait_at_once(stream, &one->work);
+  stream->n_held = n_held;
+}
+
+static void hold(int device, const captured* what) {
+  held** link = &held_by[device];
+  while (*link != NULL) {
+    held* one = *link;
+    if (!is_through(&one->work)) {
+      link = &one->next;
+      continue;
+    }
+    *link = one->next;
+    free(one);
+  }
+  if (is_through(what)) return;
+  *link = malloc(sizeof(**link));
+  **link = (held){*what, ++n_held, NULL};
+}
+
+static void push(cudaStream_t stream, work new) {
+  take_held(stream);
+  push_at_once(stream, new);
+}
+
 void standin_push(cudaStream_t stream, double (*advance)(void* what), void* what) {
   push(stream, (work){.advance = advance, .what = what});
 }
 
-void standin_push_run(cudaStream_t stream, void (*run)(void* what), void* what) {
-  push(stream, (work){.run = run, .what = what});
+void standin_push_run(cudaStream_t stream, void (*begin)(void* what), void (*run)(void* what), void* what) {
+  push(stream, (work){.begin = begin, .run = run, .what = what});
+}
+
+/* By one stream or, if that is NULL, by all of a device. */
+static captured capture(cudaStream_t stream, int device) {
+  cudaStream_t any = stream != NULL ? stream : streams;
+  while (any != NULL && (!any->alive || any->device != device)) any = any->next;
+  if (any != NULL) take_held(any); /* a context's wait is before what it records */
+  return (captured){stream, device, stream == NULL && standin_is_working(device), n_queued};
 }
 
 /* Threads that wait within work: those that wait for other work, if it is done, or those that wait for anything else. */
@@ -159,6 +210,7 @@ void standin_progress(void) {
     for (cudaStream_t stream = streams; stream != NULL; stream = stream->next) {
       for (; stream->first != NULL; pop(stream), moved = 1) {
         const work* now = stream->first;
+        if (now->begin != NULL) now->begin(now->what);
         if (now->run != NULL) now->run(now->what);
         else if (now->advance(now->what) > 0) break;
       }
@@ -182,19 +234,12 @@ void standin_stir(void) {
 static void do_first(cudaStream_t stream) {
   const work* now = stream->first;
   double later_s;
-  if (max_delay_us > 0) {
-    const double delay_s = 1e-6 * (double)(rand_r(&stream->random) % (unsigned)max_delay_us);
-    standin_unlock();
-    standin_nap(delay_s);
-    standin_lock();
-  }
-  if (now->run != NULL) {
-    standin_unlock();
-    now->run(now->what);
-    standin_lock();
-    return;
-  }
-  while (!is_ending && (later_s = now->advance(now->what)) > 0) {
+  standin_unlock();
+  if (now->begin != NULL) now->begin(now->what);
+  if (max_delay_us > 0) standin_nap(1e-6 * (double)(rand_r(&stream->random) % (unsigned)max_delay_us));
+  if (now->run != NULL) now->run(now->what);
+  standin_lock();
+  while (now->run == NULL && !is_ending && (later_s = now->advance(now->what)) > 0) {
     stream->is_stalled = 1;
     sleep_at(&stream->moved, later_s);
     stream->is_stalled = 0;
@@ -291,6 +336,7 @@ int standin_stream_device(cudaStream_t stream) { return stream->alive ? stream->
 static cudaError_t ask(cudaStream_t stream) {
   if (*standin_depth() > 0) return OPEN_GROUP;
   if (!stream->alive) return BAD_HANDLE;
+  take_held(stream);
   standin_progress();
   return stream->first == NULL || is_ending ? 0 : NOT_READY;
 }
@@ -315,7 +361,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*run)(void* what), void* what) {
   cudaError_t error = standin_enter_cuda("cudaLaunchHostFunc", stream->device);
   if (error == 0 && !stream->alive) error = BAD_HANDLE;
-  if (error == 0) standin_push_run(stream, run, what);
+  if (error == 0) standin_push_run(stream, NULL, run, what);
   return standin_leave_cuda(error);
 }
 
@@ -326,6 +372,11 @@ static cudaError_t wait_for(captured what) {
   standin_count("wait", 1);
   for (standin_progress(); !is_through(&what); standin_progress()) standin_wait(1e-3);
   return 0;
+}
+
+void standin_drain(cudaStream_t stream) {
+  take_held(stream);
+  while (stream->first != NULL && !is_ending) standin_wait(1e-3);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -339,14 +390,6 @@ cudaError_t cudaDeviceSynchronize(void) {
   cudaError_t error = standin_enter_cuda("cudaDeviceSynchronize", standin_current_device());
   if (error == 0 && *standin_depth() > 0) error = OPEN_GROUP;
   return standin_leave_cuda(error != 0 ? error : wait_for(capture(NULL, standin_current_device())));
-}
-
-static void push_wait(cudaStream_t stream, const captured* what) {
-  captured* own;
-  if (is_through(what)) return; /* as it will be ever after */
-  own = malloc(sizeof(*own));
-  *own = *what;
-  standin_push(stream, await, own);
 }
 
 /* ---- Events ---- */
@@ -389,7 +432,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
   cudaError_t error = standin_enter_cuda("cudaStreamWaitEvent", stream->device);
   if (error == 0 && (!stream->alive || flags != 0)) error = BAD_HANDLE;
-  if (error == 0) push_wait(stream, &event->work);
+  if (error == 0) take_held(stream);
+  if (error == 0) push_wait_at_once(stream, &event->work);
   return standin_leave_cuda(error);
 }
 
@@ -402,13 +446,11 @@ int cuCtxRecordEvent(void* recorded, cudaEvent_t event) {
   return standin_leave_cuda(error);
 }
 
-/* Unlike CUDA's, a stream that is made later does not wait. */
 int cuCtxWaitEvent(void* waiting, cudaEvent_t event) {
   const int device = (int)(size_t)waiting - 1;
   cudaError_t error = standin_enter_cuda("cuCtxWaitEvent", device);
   if (error == 0 && (!standin_has_context() || device < 0 || device >= STANDIN_DEVICES)) error = BAD_HANDLE;
-  for (cudaStream_t stream = streams; stream != NULL && error == 0; stream = stream->next)
-    if (stream->alive && stream->device == device) push_wait(stream, &event->work);
+  if (error == 0) hold(device, &event->work);
   return standin_leave_cuda(error);
 }
 #endif

@@ -39,7 +39,7 @@ typedef struct TF_AllocatorAttributes {
   X(int64_t, TF_TensorElementCount, (const TF_Tensor*))                                                               \
   X(TF_Tensor*, TF_NewTensor,                                                                                         \
     (int dtype, const int64_t* dims, int n_dims, void* data, size_t size,                                             \
-     void (*free_data)(void* data, size_t size, void* argument), void* argument))                                     \
+     void (*deallocator)(void* data, size_t len, void* arg), void* deallocator_arg))                                 \
   X(int, TF_TensorType, (const TF_Tensor*))                                                                           \
   X(int, TF_NumDims, (const TF_Tensor*))                                                                              \
   X(int64_t, TF_Dim, (const TF_Tensor*, int index))                                                                   \

@@ -4,9 +4,8 @@
  * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. Where a step
  * fails on its way, TensorFlow lets go of its tensors, and so of all that the step had begun.
  *
- * They are not stateful: automatic control dependencies would put the towers' nodes in a row. The launcher's address is
- * an input, read from a variable, so that Grappler cannot compute any of them beforehand; `number` makes each node
- * another, so that it merges none. */
+ * They are stateful, so that Grappler neither merges them, nor computes them beforehand, nor takes one that has no
+ * results for nothing. Whoever makes them keeps automatic control dependencies from putting them in a row. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdio.h>
@@ -73,7 +72,7 @@ static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
 enum { NCS_IN_PLACE = 1 };
 
 typedef struct {
-  int64_t rank, ranks, label, waits, passes;
+  int64_t launcher, rank, ranks, label, waits, passes;
   int n; /* tensors */
   int64_t *kinds, *ops, *roots; /* [n] */
 } exchange_kernel;
@@ -97,6 +96,7 @@ static exchange_kernel* make_exchange(TF_OpKernelConstruction* context, TF_Statu
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
     return NULL;
   }
+  kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
   if (ncs_tf.TF_GetCode(status) == TF_OK)
     ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, "kinds", &n, &total, status);
@@ -149,7 +149,7 @@ static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kern
   TF_Tensor *send = NULL, *recv = NULL;
   const int kind = (int)kernel->kinds[i];
   int n_dims;
-  ncs_tf.TF_GetInput(context, 1 + i, &send, status);
+  ncs_tf.TF_GetInput(context, i, &send, status);
   if (ncs_tf.TF_GetCode(status) != TF_OK) return;
   all->tensors[2 * i] = send;
   n_dims = ncs_tf.TF_NumDims(send);
@@ -181,15 +181,13 @@ static void release_arrival(void* arrival) { ncs_arrival_release(arrival); }
 static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
   const exchange_kernel* kernel = kernel_;
   TF_Status* status = ncs_tf.TF_NewStatus();
-  ncs_launcher* launcher = read_token(context, 0, status);
+  ncs_launcher* launcher = (ncs_launcher*)(intptr_t)kernel->launcher;
   held* all = calloc(1, sizeof(*all) + 2 * (size_t)kernel->n * sizeof(*all->tensors));
   ncs_buffer* buffers = calloc((size_t)kernel->n + 1, sizeof(*buffers));
   ncs_arrival* arrival = NULL;
   ncs_failure failure = {"", "no memory", -1};
   ncclResult_t result;
   if (all == NULL || buffers == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  else if (ncs_tf.TF_GetCode(status) == TF_OK && launcher == NULL)
-    ncs_tf_fail(status, TF_INTERNAL, "Expected an open communicator. Received: one that was deleted.");
   if (all != NULL) all->n = kernel->n;
   for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
     hold_tensor(context, kernel, i, all, &buffers[i], status);
@@ -217,14 +215,14 @@ static void release_launched(void* launched) { ncs_launched_release(launched); }
 static void compute_launch(void* kernel_, TF_OpKernelContext* context) {
   const exchange_kernel* kernel = kernel_;
   TF_Status* status = ncs_tf.TF_NewStatus();
-  ncs_launcher* launcher = read_token(context, 0, status);
+  ncs_launcher* launcher = (ncs_launcher*)(intptr_t)kernel->launcher;
   ncs_arrival** arrivals = calloc((size_t)kernel->ranks, sizeof(*arrivals));
   ncs_collective* collectives = calloc((size_t)kernel->n + 1, sizeof(*collectives));
   ncs_launched* launched = NULL;
   ncs_failure failure = {"", "no memory", -1};
   if (arrivals == NULL || collectives == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   for (int r = 0; r < kernel->ranks && ncs_tf.TF_GetCode(status) == TF_OK; ++r)
-    arrivals[r] = read_token(context, 1 + r, status);
+    arrivals[r] = read_token(context, r, status);
   for (int i = 0; i < kernel->n && collectives != NULL; ++i) {
     collectives[i].kind = (int)kernel->kinds[i];
     collectives[i].op = (int)kernel->ops[i];
@@ -278,38 +276,38 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
 
 const ncs_tf_op ncs_tf_arrive = {
     "NcclsyncArrive",
-    {"rank: int", "ranks: int >= 1", "number: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)",
+    {"launcher: int", "rank: int", "ranks: int >= 1", "kinds: list(int)", "ops: list(int)", "roots: list(int)",
      "T: list(type) >= 0", NULL},
-    {"launcher: int64", "sends: T", NULL},
+    {"sends: T", NULL},
     "token: int64",
     create_arrive,
     compute_arrive,
     destroy_exchange,
-    0,
-    {"launcher", "token", NULL},
+    1,
+    {"token", NULL},
 };
 
 const ncs_tf_op ncs_tf_launch = {
     "NcclsyncLaunch",
-    {"ranks: int >= 1", "number: int", "label: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)", NULL},
-    {"launcher: int64", "tokens: ranks * int64", NULL},
+    {"launcher: int", "ranks: int >= 1", "label: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)", NULL},
+    {"tokens: ranks * int64", NULL},
     "launched: int64",
     create_launch,
     compute_launch,
     destroy_exchange,
-    0,
+    1,
     {NULL},
 };
 
 /* Of a group that is to be delivered later it only says that all towers have arrived: `passes`. */
 const ncs_tf_op ncs_tf_deliver = {
     "NcclsyncDeliver",
-    {"rank: int", "number: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},
+    {"rank: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},
     {"launched: int64", NULL},
     "results: T",
     create_deliver,
     compute_deliver,
     destroy_exchange,
-    0,
+    1,
     {"launched", NULL},
 };

@@ -134,8 +134,26 @@ def _plain(attribute: Any) -> Any:
 
 
 def run_independently(op: tf.Operation) -> None:
-    """Let a stateful op of a `tf.function` wait for its inputs alone; it is run nevertheless."""
-    op.graph.experimental_acd_manager.run_independently(op)
+    """Let a stateful op of a `tf.function` wait for its inputs alone; it is run nevertheless.
+
+    Where ops are not ordered by themselves, there is nothing to do; see `unordered_function`.
+    """
+    manager = getattr(op.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(op)
+
+
+def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
+    """Return `body` as a function of a graph whose ops have the order that it gives them, and no other.
+
+    `tf.function` adds control dependencies: between ops that use the same variable, and from all that must run
+    to the results. From one device to another these go through a GPU's memory, and TensorFlow waits for the GPU.
+
+    Args:
+        body: a function of tensors, which is traced now. What it does must come before its results.
+        signature: their specs.
+    """
+    return tf.compat.v1.wrap_function(body, signature)
 
 
 def is_profiling() -> bool:

@@ -14,8 +14,6 @@ one of no tensors at all is a barrier of the host.
 ``csrc/nccl/launcher.c`` has what they do, ``csrc/tf/exchange.c`` the ops.
 """
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +29,7 @@ from ncclsync.communicator import (
     native,
     nccl_calls,
 )
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.host_ops import available, set_attribute
 
 Joining = AllReduce | ReduceScatter | AllGather | Broadcast
@@ -41,12 +40,6 @@ _KINDS = {
     ReduceScatter: nccl_calls.REDUCE_SCATTER,
     AllGather: nccl_calls.ALL_GATHER,
 }
-# A graph takes a tensor of more elements as an argument. A smaller one would be a constant in it, by which Grappler
-# could compute these ops beforehand.
-_ARGUMENT_SIZE = 129
-
-_numbers = itertools.count(1)
-_addresses: "weakref.WeakKeyDictionary[NcclCommunicator, tf.Tensor]" = weakref.WeakKeyDictionary()
 
 
 class Launched:
@@ -67,7 +60,7 @@ class Launched:
 
     def ended(self) -> tf.Operation:
         """Return an op on the CPU that runs when the group has ended. It blocks the thread that runs it."""
-        attributes = {"rank": 0, "number": next(_numbers), "waits": 1, "passes": 1, "T": []}
+        attributes = {"rank": 0, "waits": 1, "passes": 1, "T": []}
         return _create("NcclsyncDeliver", [self._token], [], attributes, "CPU:0")
 
     def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
@@ -87,7 +80,7 @@ class Launched:
         return self._delivered[tower]
 
     def _deliver(self, tower: int, dtypes: Sequence[tf.DType], waits: int = 0, passes: int = 0) -> tf.Operation:
-        attributes = {"rank": tower, "number": next(_numbers), "waits": waits, "passes": passes, "T": list(dtypes)}
+        attributes = {"rank": tower, "waits": waits, "passes": passes, "T": list(dtypes)}
         return _create("NcclsyncDeliver", [self._token], dtypes, attributes, self._devices[tower])
 
 
@@ -115,7 +108,9 @@ def launch(
     """
     assert takes(communicator) and isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
+    launcher = communicator.launcher(on_host=any("CPU" in device for device in devices))
     attributes = {
+        "launcher": launcher.address,
         "ranks": len(devices),
         "kinds": [_KINDS[type(one)] for one in collectives],
         "ops": [
@@ -123,17 +118,16 @@ def launch(
         ],
         "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
     }
-    address = _address(communicator, any("CPU" in device for device in devices))
     tokens = []
     for tower, device in enumerate(devices):
         sends = [column[tower] for column in columns]
-        own = {"rank": tower, "number": next(_numbers), "T": [send.dtype for send in sends]}
+        own = {"rank": tower, "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
-            arrival = _create("NcclsyncArrive", [address, *sends], [tf.int64], attributes | own, device)
+            arrival = _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device)
         tokens += arrival.outputs
-    own = {"number": next(_numbers), "label": communicator.label(collectives) if collectives else 0}
+    own = {"label": communicator.label(collectives) if collectives else 0}
     with tf.control_dependencies(launched_after):
-        op = _create("NcclsyncLaunch", [address, *tokens], [tf.int64], attributes | own, "CPU:0")
+        op = _create("NcclsyncLaunch", tokens, [tf.int64], attributes | own, "CPU:0")
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, len(devices)) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)
@@ -165,15 +159,6 @@ def shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.
     return tf.TensorShape([rows, *sent[1:]])
 
 
-def _address(communicator: NcclCommunicator, on_host: bool) -> tf.Tensor:
-    """Return a tensor whose first element is the address of the communicator's launcher."""
-    if communicator not in _addresses:
-        with tf.init_scope(), tf.device("/CPU:0"):
-            address = communicator.launcher(on_host=on_host).address
-            _addresses[communicator] = tf.fill([_ARGUMENT_SIZE], tf.constant(address, tf.int64))
-    return _addresses[communicator]
-
-
 def _create(
     op: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: dict[str, Any], device: str
 ) -> tf.Operation:
@@ -181,4 +166,6 @@ def _create(
     for name, value in attributes.items():
         set_attribute(node, name, value)
     with tf.device(device if device.startswith("/") else f"/{device}"):
-        return tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
+        made = tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
+    tf_compat.run_independently(made)
+    return made

@@ -109,7 +109,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         side_effects = list(imported[len(wanted) + len(writers) :])
         _read_folds(plan, values, written)
         side_effects += _write_folds(plan, values, is_root, side_effects)
-        outgoing, packed = pack_all(segment.outgoing, values, fraction, has_samples, meter, *tower)
+        outgoing, packed = pack_all(segment.outgoing, values, fraction, has_samples, plan.shares_memory, meter, *tower)
         with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
         sent = [tensor for bucket in outgoing for tensor in bucket]

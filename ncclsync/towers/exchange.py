@@ -23,7 +23,11 @@ After = list[list[Any]]
 
 
 class Exchanges:
-    """Hold what the towers of one laid out step send each other, until a segment takes it."""
+    """Hold what the towers of one laid out step send each other, until a segment takes it.
+
+    Attributes:
+        recorded: timestamps that nothing of the step waits for.
+    """
 
     def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
         """Begin a step.
@@ -37,6 +41,7 @@ class Exchanges:
         # Outside a graph everything has happened, and nothing is enqueued.
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self._launches: list[tf.Operation] = []  # the last one
+        self.recorded: list[tf.Operation] = []
         # [N] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
         self._received: list[dict[str, Any]] = [{} for _ in range(len(towers))]
 
@@ -126,7 +131,7 @@ class Exchanges:
         launched = self._launch(columns, collectives, done)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
-                span.end([launched.ended()])
+                self.recorded += span.end([launched.ended()])
         for received in self._received:
             received.update({buckets[i].result: (launched, column) for column, i in enumerate(indices)})
         return self._passed(launched)

@@ -41,7 +41,8 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
         sent, done = run.compute(number, segment, after)
         after = run.exchange(number, segment, sent, done)
     done = run.apply(rollback, after)
-    with tf.control_dependencies([done, *step.end([done], samples=shards.shares[0].total)]):
+    ends = [*run.recorded, *step.end([done, *run.recorded], samples=shards.shares[0].total)]
+    with tf.control_dependencies([done, *ends]):
         return combine(program, run.values, shards)
 
 
@@ -63,6 +64,11 @@ class _Run:
             arguments = [*components_of(shards.batches[i]), *shards.shares[i]]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
+
+    @property
+    def recorded(self) -> list[tf.Operation]:
+        """Return timestamps that nothing of the step waits for."""
+        return self._exchanges.recorded
 
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""

@@ -39,7 +39,8 @@ class KeptBatch:
         """Keep a batch, in the graph of the step; return it for the step to use."""
         leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
         kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, leaves, strict=True)]
-        with tf.control_dependencies(_ops(kept)):
+        # Where the leaves are: with no device given, TensorFlow would send them to a GPU.
+        with tf.device("/CPU:0"), tf.control_dependencies(_ops(kept)):
             return tf.nest.map_structure(
                 lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
             )

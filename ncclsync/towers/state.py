@@ -86,6 +86,7 @@ class TowerState:
         self._pending: set[int] = set()  # ids of those to be sent before the next step
         self.shared: set[int] = set()  # ids of those of which other towers hold copies, too
         self._warned: set[str] = set()
+        self._functions: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._watchers: list[Callable[[Measured], None]] = []
         self._save: Callable[[], None] | None = None
         self._saved_after: BaseException | None = None
@@ -176,7 +177,7 @@ class TowerState:
         for replicas in list(self._replicas.values()):
             if replicas.role is Role.SAME and self._folds_on_devices(replicas.variable):
                 values = [copy.value() for copy in (replicas.variable, *replicas.copies)]
-                largest = max(largest, *(float(one) for one in self._distances(*values)))
+                largest = max(largest, *(float(one) for one in self._of_each_tower(self._distances, values)))
             elif replicas.role is Role.SAME:
                 reference = replicas.variable.numpy()
                 for copy in replicas.copies:
@@ -403,7 +404,7 @@ class TowerState:
             with tf.device(device):
                 buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
         if self.enqueues:
-            buffers = self._write_in_place(*buffers)
+            buffers = self._of_each_tower(self._write_in_place, buffers)
         else:
             self.communicator.broadcast(buffers, 0)
         yield from enumerate(buffers[1:], start=1)
@@ -414,32 +415,27 @@ class TowerState:
         here = all(self._reaches(self._device_of(variable, tower)) for tower in range(len(self)))
         return self.in_flight.active and here and numbers and variable.dtype.name in native.DTYPES
 
-    @functools.cached_property
-    def _distances(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function of N tensors, one per tower, that gives each one's distance from tower 0's."""
-        communicator, devices = self.communicator, self.devices
+    def _of_each_tower(self, body: Callable[..., list[tf.Tensor]], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run `body`, a function of N tensors, one per tower, as a graph; it is traced once for each dtype."""
+        dtype = values[0].dtype
+        key = body.__name__, dtype
+        if key not in self._functions:
+            signature = [tf.TensorSpec(None, dtype)] * len(values)
+            self._functions[key] = tf_compat.unordered_function(body, signature)
+        return self._functions[key](*values)
 
-        @tf.function(autograph=False, reduce_retracing=True)
-        def compare(*tensors):
-            firsts = device_ops.broadcast(tensors, communicator, devices, "divergence")
-            found = []
-            for device, first, own in zip(devices, firsts, tensors, strict=True):
-                with tf.device(f"/{device}"):
-                    found.append(distance_in_place(first, own))
-            return found
+    def _distances(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        """Return each tower's distance from tower 0's value, in a graph."""
+        found = []
+        firsts = device_ops.broadcast(values, self.communicator, self.devices, "divergence")
+        for device, first, own in zip(self.devices, firsts, values, strict=True):
+            with tf.device(f"/{device}"):
+                found.append(distance_in_place(first, own))
+        return found
 
-        return compare
-
-    @functools.cached_property
-    def _write_in_place(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function of N tensors, one per tower, that gives all of them tower 0's value."""
-        communicator, devices = self.communicator, self.devices
-
-        @tf.function(autograph=False, reduce_retracing=True)
-        def write(*tensors):
-            return device_ops.broadcast(tensors, communicator, devices, "a variable", in_place=True)
-
-        return write
+    def _write_in_place(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        """Write tower 0's value into the other towers' tensors, in a graph."""
+        return device_ops.broadcast(values, self.communicator, self.devices, "a variable", in_place=True)
 
     def _reaches(self, device: str) -> bool:
         """Return whether the communicator takes tensors in a device's memory."""

@@ -338,15 +338,19 @@ class TowerStep(abc.ABC):
             if iterated:
                 spec = tf.data.IteratorSpec(batch_specs)
                 on_handle = functools.partial(self._steps_on_iterator, setup, spec)
-                handle = tf.TensorSpec([], tf.resource)
-                graph = tf.function(on_handle, input_signature=[handle], autograph=False)
-                # tf.function itself looks at every variable in each call, to choose a trace.
-                graph = graph.get_concrete_function()
+                graph = self._graph_function(on_handle, [tf.TensorSpec([], tf.resource)])
             else:
                 on_leaves = functools.partial(_spread, functools.partial(self._on_towers, setup), specs)
-                graph = tf.function(on_leaves, input_signature=leaves_of(specs), autograph=False)
+                graph = self._graph_function(on_leaves, leaves_of(specs))
             self._graphs[key] = graph, setup
         return self._graphs[key]
+
+    def _graph_function(self, body: Callable, signature: Sequence[Any]) -> Callable:
+        """Return a function of a graph."""
+        if self.towers.enqueues:  # the layout gives all ops their order
+            return tf_compat.unordered_function(body, signature)
+        # tf.function itself looks at every variable in each call, to choose a trace.
+        return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given.

@@ -32,9 +32,13 @@ def parse(arguments):
     """Return the options, and the command that is to run: `-m module ARGS` or `SCRIPT ARGS`."""
     parser = argparse.ArgumentParser(description="Run a script on virtual GPUs.", allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=4, metavar="N", help="how many (1 to 8)")
-    parser.add_argument("--delay-us", type=int, default=0, metavar="US", help="a stream sleeps up to so long before work")
+    parser.add_argument(
+        "--delay-us", type=int, default=0, metavar="US", help="a stream sleeps up to so long before work"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the delays")
-    parser.add_argument("--link", metavar="GB/s,US", help="busbw and latency of collectives; otherwise they take no time")
+    parser.add_argument(
+        "--link", metavar="GB/s,US", help="busbw and latency of collectives; otherwise they take no time"
+    )
     parser.add_argument("--copy-link", metavar="GB/s,US", help="the same of copies between host and GPU")
     parser.add_argument("--memory", type=int, default=16384, metavar="MB", help="of each GPU")
     parser.add_argument("--ahead", action="store_true", help="let the host run ahead: kernels are only enqueued")
@@ -51,7 +55,11 @@ def build():
     """Return the folder with the libraries, compiled once for these sources and the installed TensorFlow."""
     if CXX is None or COMPILER is None:
         sys.exit(MISSING)
-    sources = [*sorted(HERE.glob("*.[ch]*")), *sorted(SOURCES.glob("standin*")), *sorted((ROOT / "csrc").rglob("*.[ch]"))]
+    sources = [
+        *sorted(HERE.glob("*.[ch]*")),
+        *sorted(SOURCES.glob("standin*")),
+        *sorted((ROOT / "csrc").rglob("*.[ch]")),
+    ]
     key = hashlib.sha256(importlib.metadata.version("tensorflow").encode() + str(sys.prefix).encode())
     for source in (*sources, HERE / "run.py"):
         key.update(source.read_bytes())

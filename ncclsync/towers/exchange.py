@@ -84,7 +84,7 @@ class Exchanges:
                 continue
 
             def call(indices=indices, given=given, labels=labels):
-                return self._call(number, buckets, indices, given, labels)
+                return self._call(number, buckets, indices, given, done, labels)
 
             when = chosen[0].when
             joined = tf.cond(conditions[when], call, lambda given=given: given) if when else call()
@@ -127,7 +127,7 @@ class Exchanges:
         columns = [[tensors[0] for tensors in column] for column in zip(*given, strict=True)]
         pairs = zip(indices, labels, strict=True)
         collectives = [_collective(buckets[i].wire, label) for i, label in pairs]
-        span = self._begin_call(number, buckets, indices, tf.nest.flatten(columns))
+        span = self._begin_call(number, buckets, indices, done)
         launched = self._launch(columns, collectives, done)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
@@ -158,11 +158,12 @@ class Exchanges:
         buckets: Sequence[Bucket],
         indices: Sequence[int],
         given: Sequence[Sequence[Sequence[tf.Tensor]]],
+        done: After,
         labels: Sequence[str],
     ) -> list[list[list[tf.Tensor]]]:
         """Join buckets at once: [N][B] lists of tensors in, the same out."""
         chosen = [buckets[i] for i in indices]
-        span = self._begin_call(number, buckets, indices, tf.nest.flatten(given))
+        span = self._begin_call(number, buckets, indices, done)
         held = hold(given, span.ops)
         if chosen[0].join is not None:
             joined = chosen[0].join(chosen, held, [share.fraction for share in self._shards.shares])
@@ -175,9 +176,7 @@ class Exchanges:
     def _travelling(self) -> list[tf.Tensor]:
         return [tensor for row in self._received for tensors in row.values() for tensor in tensors]
 
-    def _begin_call(
-        self, number: int, buckets: Sequence[Bucket], indices: Sequence[int], after: Sequence[Any]
-    ) -> Begun:
+    def _begin_call(self, number: int, buckets: Sequence[Bucket], indices: Sequence[int], done: After) -> Begun:
         """Begin the span of the call that joins some of the buckets after segment `number`."""
         called = [f"{number}.{i + 1}" for i in indices]
         exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
@@ -188,6 +187,7 @@ class Exchanges:
             details["bytes"] = sum(sizes)
         kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
         name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
+        after = [one for each in done for one in each]
         return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
 
 

@@ -181,8 +181,7 @@ def test_towers_share_their_segments():
     """Each segment is one function, called once per tower: a step's size does not grow with the towers."""
     model = trained(mlp, towers=5)
     ((function, _),) = step_of(model)._graphs.values()
-    (concrete,) = function._list_all_concrete_functions()
-    nodes = concrete.graph.as_graph_def().node
+    nodes = function.graph.as_graph_def().node
     called = collections.Counter(node.attr["f"].func.name for node in nodes if "f" in node.attr)
     for segment in program_of(model).segments:
         name = segment.function.name

@@ -187,10 +187,12 @@ def _group_on_devices(
         def stage(*sends):
             # The same op may run again (steps_per_execution) only after its outputs were handed out.
             shapes = [shape_received(b, send.shape) for b, send in enumerate(sends)]
-            recvs = [
-                tf.raw_ops.Empty(shape=tf.constant(list(shape), tf.int32), dtype=send.dtype, init=False)
-                for shape, send in zip(shapes, sends, strict=True)
-            ]
+            # A py op's function runs in no device's scope: by default that would be the first GPU.
+            with tf.device(sends[0].backing_device):
+                recvs = [
+                    tf.raw_ops.Empty(shape=tf.constant(list(shape), tf.int32), dtype=send.dtype, init=False)
+                    for shape, send in zip(shapes, sends, strict=True)
+                ]
             with lock:
                 rounds[index] = [sends, recvs]
             return tf.zeros([], tf.float32)

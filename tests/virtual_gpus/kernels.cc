@@ -412,9 +412,16 @@ std::string ClassOf(const KernelDef& def, const char* device) {
   NodeDef node;
   node.set_name("asked");
   node.set_op(def.op());
-  for (const auto& constraint : def.constraint())
-    if (constraint.allowed_values().list().type_size() > 0)
-      (*node.mutable_attr())[constraint.name()].set_type(constraint.allowed_values().list().type(0));
+  const OpDef* op = nullptr;
+  if (!OpRegistry::Global()->LookUpOpDef(def.op(), &op).ok()) return "";
+  for (const auto& constraint : def.constraint()) {
+    if (constraint.allowed_values().list().type_size() == 0) continue;
+    const DataType allowed = constraint.allowed_values().list().type(0);
+    AttrValue& value = (*node.mutable_attr())[constraint.name()];
+    for (const auto& attr : op->attr())
+      if (attr.name() == constraint.name() && attr.type() == "type") value.set_type(allowed);
+      else if (attr.name() == constraint.name()) value.mutable_list()->add_type(allowed);
+  }
   if (!def.label().empty()) (*node.mutable_attr())["_kernel"].set_s(def.label());
   const KernelDef* found = nullptr;
   std::string name;

@@ -102,7 +102,8 @@ def load(folder, options):
         "STANDIN_MEMORY_MB": options.memory,
     }
     os.environ.update({name: str(value) for name, value in told.items() if value is not None})
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Grappler asks CUDA for what it does not find, at the level of errors, four lines for each function.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from tensorflow.python.framework import load_library
 
     load_library.load_pluggable_device_library(str(folder / "libvirtual_gpus.so"))

@@ -152,12 +152,17 @@ static void wait_for_event(const SP_Device* device, SP_Stream stream, SP_Event e
   DO(cudaStreamWaitEvent(to_stream(stream), to_event(event), 0))
 }
 
+/* The other stream may be of another device, whose event it takes. */
 static void depend(const SP_Device* device, SP_Stream dependent, SP_Stream other, TF_Status* status) {
+  SP_Device of = *device;
   SP_Event event;
-  create_event(device, &event, status);
-  record_event(device, other, event, status);
-  wait_for_event(device, dependent, event, status);
-  destroy_event(device, event);
+  standin_lock();
+  of.ordinal = standin_stream_device(to_stream(other));
+  standin_unlock();
+  create_event(&of, &event, status);
+  if (TF_GetCode(status) == TF_OK) record_event(&of, other, event, status);
+  if (TF_GetCode(status) == TF_OK) wait_for_event(device, dependent, event, status);
+  destroy_event(&of, event);
 }
 
 static void get_stream_status(const SP_Device* device, SP_Stream stream, TF_Status* status) {

@@ -178,24 +178,115 @@ bool Contains(const std::string& text, std::initializer_list<const char*> parts)
   return false;
 }
 
+// The CPU has no kernels for images whose channels come first, as GPUs have: this gives one the images it knows. What
+// has four axes is images, unless it is a filter; what has four numbers is their shape.
+class ChannelsFirst : public OpKernel {
+ public:
+  ChannelsFirst(OpKernelConstruction* construction, const OpDef& op) : OpKernel(construction) {
+    NodeDef node = construction->def();
+    (*node.mutable_attr())["data_format"].set_s("NHWC");
+    for (const char* name : {"strides", "dilations", "ksize", "explicit_paddings"}) {
+      const auto found = node.mutable_attr()->find(name);
+      if (found == node.mutable_attr()->end() || found->second.list().i_size() == 0) continue;
+      auto* list = found->second.mutable_list();
+      const std::vector<int64_t> old(list->i().begin(), list->i().end());
+      const size_t each = old.size() / 4;  // of paddings there are two for an axis
+      for (size_t i = 0; i < old.size(); ++i) list->set_i(i, old[kToLast[i / each] * each + i % each]);
+    }
+    std::shared_ptr<const NodeProperties> properties;
+    OP_REQUIRES_OK(construction, NodeProperties::CreateFromNodeDef(node, OpRegistry::Global(), &properties));
+    OpKernel* kernel = nullptr;
+    OP_REQUIRES_OK(construction, CreateOpKernel(DEVICE_CPU, Host(), cpu_allocator(), nullptr, nullptr, properties,
+                                                construction->graph_def_version(), &kernel));
+    kernel_.reset(kernel);
+    for (const auto& argument : op.input_arg()) is_image_.push_back(argument.name().rfind("filter", 0) != 0);
+    gives_images_ = node.op().find("BackpropFilter") == std::string::npos;
+  }
+
+  // Whether an op is such a one, as `node` has it.
+  static bool Knows(const NodeDef& node) {
+    std::string format;
+    return TryGetNodeAttr(node, "data_format", &format) && format == "NCHW" &&
+           node.op().find("BiasAdd") == std::string::npos;
+  }
+
+  void Compute(OpKernelContext* context) override {
+    std::vector<Tensor> inputs;
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& input = context->input(i);
+      inputs.push_back(is_image_[i] ? Permute(input, kToLast) : input);
+    }
+    std::vector<TensorValue> values;
+    for (Tensor& input : inputs) values.emplace_back(&input);
+    OpKernelContext::Params params = *context->params();
+    params.op_kernel = kernel_.get();
+    params.eigen_gpu_device = nullptr;
+    params.inputs = values;
+    params.forward_from_array = nullptr;
+    OpKernelContext inner(&params, num_outputs());
+    kernel_->Compute(&inner);
+    OP_REQUIRES_OK(context, inner.status());
+    for (int o = 0; o < num_outputs(); ++o) {
+      std::unique_ptr<Tensor> result(inner.release_output(o).tensor);
+      if (result != nullptr) context->set_output(o, gives_images_ ? Permute(*result, kToFirst) : *result);
+    }
+  }
+
+ private:
+  static constexpr int kToLast[4] = {0, 2, 3, 1}, kToFirst[4] = {0, 3, 1, 2};
+
+  static Tensor Permute(const Tensor& tensor, const int* axes) {
+    const size_t size = DataTypeSize(tensor.dtype());
+    Tensor made(cpu_allocator(), tensor.dtype(), tensor.shape());
+    if (tensor.dims() == 1 && tensor.dim_size(0) == 4) {
+      for (int d = 0; d < 4; ++d) std::memcpy(DataOf(made) + d * size, DataOf(tensor) + axes[d] * size, size);
+      return made;
+    }
+    if (tensor.dims() != 4) return tensor;
+    int64_t n[4], step[4];
+    TensorShape shape;
+    for (int d = 0; d < 4; ++d) {
+      shape.AddDim(n[d] = tensor.dim_size(axes[d]));
+      step[d] = 1;
+      for (int other = axes[d] + 1; other < 4; ++other) step[d] *= tensor.dim_size(other);
+    }
+    made = Tensor(cpu_allocator(), tensor.dtype(), shape);
+    char* to = DataOf(made);
+    for (int64_t a = 0; a < n[0]; ++a)
+      for (int64_t b = 0; b < n[1]; ++b)
+        for (int64_t c = 0; c < n[2]; ++c)
+          for (int64_t d = 0; d < n[3]; ++d, to += size)
+            std::memcpy(to, DataOf(tensor) + size * (a * step[0] + b * step[1] + c * step[2] + d * step[3]), size);
+    return made;
+  }
+
+  std::unique_ptr<OpKernel> kernel_;
+  std::vector<bool> is_image_;
+  bool gives_images_;
+};
+
 class Delegate : public OpKernel {
  public:
   explicit Delegate(OpKernelConstruction* construction) : OpKernel(construction) {
-    std::shared_ptr<const NodeProperties> properties;
-    OP_REQUIRES_OK(construction,
-                   NodeProperties::CreateFromNodeDef(construction->def(), OpRegistry::Global(), &properties));
-    OpKernel* kernel = nullptr;
-    OP_REQUIRES_OK(construction,
-                   CreateOpKernel(DEVICE_CPU, Host(), cpu_allocator(), construction->function_library(),
-                                  construction->resource_manager(), properties, construction->graph_def_version(),
-                                  &kernel));
-    kernel_.reset(kernel);
     graph_def_version_ = construction->graph_def_version();
     op_ = construction->def().op();
+    OP_REQUIRES_OK(construction, OpRegistry::Global()->LookUp(op_, &registered_));
+    if (ChannelsFirst::Knows(construction->def())) {
+      kernel_.reset(new ChannelsFirst(construction, registered_->op_def));
+      if (!construction->status().ok()) return;
+    } else {
+      std::shared_ptr<const NodeProperties> properties;
+      OP_REQUIRES_OK(construction,
+                     NodeProperties::CreateFromNodeDef(construction->def(), OpRegistry::Global(), &properties));
+      OpKernel* kernel = nullptr;
+      OP_REQUIRES_OK(construction,
+                     CreateOpKernel(DEVICE_CPU, Host(), cpu_allocator(), construction->function_library(),
+                                    construction->resource_manager(), properties, graph_def_version_, &kernel));
+      kernel_.reset(kernel);
+    }
     changes_ = Contains(op_, {"Assign", "Apply", "Scatter", "Update"});
     is_sparse_ = Contains(op_, {"Scatter", "Sparse", "ResourceGather"});
     if (Contains(op_, {"MatMul", "Conv", "Einsum"})) least_s_ = kKernelS;
-    OP_REQUIRES_OK(construction, OpRegistry::Global()->LookUp(op_, &registered_));
     // CheckNumerics is asked whether its input is good: not later.
     can_run_ahead_ = kAhead && kernel_->AsAsync() == nullptr && registered_->shape_inference_fn != nullptr &&
                      !Contains(op_, {"CheckNumerics"});

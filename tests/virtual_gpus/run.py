@@ -10,6 +10,7 @@ in the folder for temporary files.
 import argparse
 import fcntl
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -107,12 +108,11 @@ def load(folder, options):
     from tensorflow.python.framework import load_library
 
     load_library.load_pluggable_device_library(str(folder / "libvirtual_gpus.so"))
-    from keras.src.backend.tensorflow import rnn
     from keras.src.trainers import trainer
 
     # XLA has no compiler for these GPUs, and there is no cuDNN. Keras has a question for each.
     trainer.model_supports_jit = lambda model: False
-    rnn.cudnn_ok = lambda *_, **__: False
+    importlib.import_module("keras.src.backend.tensorflow.rnn").cudnn_ok = lambda *_, **__: False
 
 
 def main(arguments):

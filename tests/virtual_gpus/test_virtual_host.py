@@ -1,0 +1,71 @@
+"""TensorFlow, MirroredStrategy and ncclsync on virtual GPUs; each script in a process of its own, by `run.py`."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import run
+
+HERE = pathlib.Path(__file__).parent
+AHEAD = ["--ahead", "--delay-us", "300"]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def on_virtual_gpus():
+    """A function that runs `run.py` with arguments and returns what it printed."""
+    if run.CXX is None or run.COMPILER is None:
+        pytest.skip(run.MISSING)
+
+    def call(*arguments):
+        command = [sys.executable, HERE / "run.py", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return call
+
+
+@pytest.mark.parametrize("options", [AHEAD, pytest.param([], marks=pytest.mark.slow)])
+def test_devices_copies_and_kernels(on_virtual_gpus, options):
+    """What a GPU has, and no more memory than it is told to have."""
+    printed = on_virtual_gpus(*options, "--gpus", "2", "--memory", "64", HERE / "scripts/device.py")
+    assert printed.split("\n") == ["out of memory", "all is well", ""]
+
+
+def test_host_runs_ahead(on_virtual_gpus):
+    """A call returns before its kernels have run, and a buffer that is let go too early is read as another one."""
+    options = ["--ahead", "--kernel-ms", "20", "--gpus", "1"]
+    assert on_virtual_gpus(*options, HERE / "scripts/ahead.py") == "all is well\n"
+
+
+@pytest.mark.parametrize(
+    "options, what",
+    [
+        (AHEAD, ["one", "nccl"]),
+        *(
+            pytest.param([*way, "--seed", seed], ["one", "recurrent", "mirrored", "nccl", "py_ops"], marks=pytest.mark.slow)
+            for way in ([], ["--delay-us", "300"], AHEAD)
+            for seed in "12"
+        ),
+    ],
+)
+def test_training(on_virtual_gpus, options, what):
+    """One GPU, MirroredStrategy, and towers by either kind of op train as one CPU does."""
+    printed = on_virtual_gpus("--gpus", "4", *options, HERE / "scripts/train.py", *what)
+    assert printed == "".join(f"{one} is well\n" for one in what)
+
+
+def test_module_and_arguments(on_virtual_gpus):
+    """`-m` runs a module; what follows is its own."""
+    assert "[--towers TOWERS]" in on_virtual_gpus("--gpus", "2", "-m", "ncclsync", "bench", "--help")
+
+
+def test_missing_compiler(tmp_path):
+    """Is said, with what to do."""
+    command = [sys.executable, HERE / "run.py", "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr.strip()) == (1, run.MISSING)

@@ -32,17 +32,16 @@ def read_late(protected):
     cuda.cudaSetDevice(0)
     cuda.cudaStreamCreateWithPriority(ctypes.byref(stream), 1, 0)
     cuda.cudaEventCreateWithFlags(ctypes.byref(event), 2)
-    tensor = tf.constant(ones) * 3.0
+    tensor = one * three
     address = address_of(tensor)
-    sleep = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.05))
-    cuda.cudaLaunchHostFunc(stream, sleep, None)
+    cuda.cudaLaunchHostFunc(stream, ctypes.CDLL(None).usleep, ctypes.c_void_p(50000))
     size = ctypes.c_size_t(seen.nbytes)
     cuda.cudaMemcpyAsync(ctypes.c_void_p(seen.ctypes.data), ctypes.c_void_p(address), size, 4, stream)
     cuda.cudaEventRecord(event, stream)
     del tensor
     if protected:
         cuda.cuCtxWaitEvent(CONTEXT, event)
-    other = one + 4.0
+    other = one + four
     assert address_of(other) == address, "TensorFlow does not use the memory again"
     cuda.cudaStreamSynchronize(stream)
     cuda.cudaStreamDestroy(stream)
@@ -51,7 +50,7 @@ def read_late(protected):
 
 
 with tf.device("/GPU:0"):
-    one = tf.constant(ones)
+    one, three, four = (tf.constant(numbers) for numbers in (ones, 3.0, 4.0))
     chain(one).numpy()
     begin = time.monotonic()
     result = chain(one)

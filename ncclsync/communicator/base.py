@@ -92,11 +92,13 @@ class Communicator(abc.ABC):
         size: number of ranks of this process.
         world_size: number of ranks in all processes.
         memory: the DLPack device types that its buffers may lie on.
+        repeatable: whether sums have equal bits in every call and every run.
         failure: what ended it, if a failed collective did.
     """
 
     size: int
     memory: Mapping[int, str]
+    repeatable: bool = True
     failure: BaseException | None = None
 
     @property

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ncclsync.communicator import native, nccl_calls, timeouts
+from ncclsync.communicator import native, nccl_calls, nvls, timeouts
 from ncclsync.communicator.base import (
     AllGather,
     AllReduce,
@@ -65,12 +65,18 @@ class NcclCommunicator(Communicator):
         failed_group: the number of the first launched group that the last failure has ended, from 1.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
         timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
+        repeatable: whether sums must have equal bits in every call and every run.
     """
 
     memory = CUDA
 
     def __init__(
-        self, devices: Sequence[int], *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S, preflight: bool = True
+        self,
+        devices: Sequence[int],
+        *,
+        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
+        repeatable: bool = False,
     ) -> None:
         """Join GPUs of this process. Blocks until all ranks are up.
 
@@ -80,6 +86,8 @@ class NcclCommunicator(Communicator):
                 take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
                 warning is logged after 60 s.
             preflight: whether to send known numbers over each pair's path first; see `preflight`.
+            repeatable: whether sums must have equal bits in every call and every run. NVLS is then kept out,
+                here and in all later communicators of the process; see `nvls`.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -88,7 +96,7 @@ class NcclCommunicator(Communicator):
         """
         self._handle: Any = None
         ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
-        self._set_up(None, len(ordinals), range(len(ordinals)), ordinals, timeout_s, preflight)
+        self._set_up(None, len(ordinals), range(len(ordinals)), ordinals, timeout_s, preflight, repeatable)
 
     @classmethod
     def from_unique_id(
@@ -100,6 +108,7 @@ class NcclCommunicator(Communicator):
         *,
         timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
         preflight: bool = True,
+        repeatable: bool = False,
     ) -> NcclCommunicator:
         """Join GPUs of several processes. Collective; blocks until the ranks of all processes are up.
 
@@ -108,7 +117,7 @@ class NcclCommunicator(Communicator):
             world_size: the number of ranks in all processes.
             ranks: this process' ranks; each in exactly one process.
             devices: CUDA ordinals, one for each of `ranks`.
-            timeout_s, preflight: as of the class; `preflight` equal in all processes.
+            timeout_s, preflight, repeatable: as of the class; the last two equal in all processes.
 
         Raises:
             As the class does.
@@ -127,7 +136,7 @@ class NcclCommunicator(Communicator):
             raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
         self._handle = None
-        self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight)
+        self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight, repeatable)
         return self
 
     @staticmethod
@@ -150,10 +159,12 @@ class NcclCommunicator(Communicator):
         devices: Sequence[int],
         timeout_s: float | None,
         preflight: bool,
+        repeatable: bool,
     ) -> None:
         timeouts.check_timeout(timeout_s)
-        if not isinstance(preflight, bool):
-            raise TypeError(f"Expected preflight to be a bool. Received: {preflight!r}")
+        for name, value in (("preflight", preflight), ("repeatable", repeatable)):
+            if not isinstance(value, bool):
+                raise TypeError(f"Expected {name} to be a bool. Received: {value!r}")
         self.size, self._world_size = len(ranks), world_size
         self.ranks, self.devices = tuple(ranks), tuple(devices)
         self.timeout_s = timeout_s
@@ -162,6 +173,7 @@ class NcclCommunicator(Communicator):
         self.failed_group = 0
         self._labels: list[tuple[tuple[str, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
+        self.repeatable = repeatable
         self._joined_by = joined_by
         self._is_closed = False
         self._n_collectives = 0  # without those that were launched
@@ -317,6 +329,7 @@ class NcclCommunicator(Communicator):
 
     def _join(self) -> None:
         self._check_different()
+        nvls.apply(self.repeatable)
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
             try:

@@ -21,6 +21,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
+from tensorflow.python.framework import config as framework_config
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
@@ -160,6 +161,11 @@ def is_profiling() -> bool:
     """Return whether TensorFlow's profiler is recording."""
     enabled = profiler_trace.enabled  # a function since TensorFlow 2.21, a bool before
     return enabled() if callable(enabled) else enabled
+
+
+def is_op_determinism_enabled() -> bool:
+    """Return whether `tf.config.experimental.enable_op_determinism` was called, or TF_DETERMINISTIC_OPS is set."""
+    return framework_config.is_op_determinism_enabled()
 
 
 def is_seed(variable: tf.Variable) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
 from ncclsync.compat import other_libraries
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
 
@@ -108,6 +109,8 @@ def default_device() -> str:
 def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -> Communicator:
     """Create the communicator that joins a placement's towers. The caller closes it.
 
+    Its sums are repeatable where TensorFlow's op determinism is on.
+
     Args:
         placement: where the towers stand.
         timeout_s, preflight: see `NcclCommunicator`; the CPU's waits for nobody.
@@ -121,7 +124,8 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
             known[int(device.split(":")[1])] if device.startswith("GPU") else index
             for index, device in enumerate(placement.devices)
         ]
-        communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight)
+        repeatable = tf_compat.is_op_determinism_enabled()
+        communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
         if device_ops.takes(communicator):
             communicator.launcher(on_host=any(device.startswith("CPU") for device in placement.devices))
         return communicator

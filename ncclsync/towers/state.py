@@ -240,6 +240,15 @@ class TowerState:
         logger.warning("%s. Repaired: tower 0's values were sent to all", error)
         self._send([id(variable) for variable, _ in differing])
 
+    def check_repeatable(self) -> None:
+        """Warn if op determinism was turned on only after NCCL had joined the towers."""
+        if tf_compat.is_op_determinism_enabled() and not self.communicator.repeatable:
+            self.warn_once(
+                "Sums of NCCL's may differ in their last bits from run to run: "
+                "tf.config.experimental.enable_op_determinism() was called after the towers were joined, with NVLS. "
+                "Call it before the first model on towers is made"
+            )
+
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
         if self._closed:

@@ -116,6 +116,7 @@ class TowerStep(abc.ABC):
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
+        self.towers.check_repeatable()
         source = self.source(specs)
         try:
             program = self._trace_and_cut(source, specs, meter)

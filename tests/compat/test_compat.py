@@ -3,6 +3,9 @@
 import contextlib
 import copy
 import functools
+import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -86,6 +89,25 @@ def test_is_profiling(tmp_path):
     with tf.profiler.experimental.Profile(str(tmp_path)):
         states.append(tf_compat.is_profiling())
     assert [*states, tf_compat.is_profiling()] == [False, True, False]
+
+
+def test_is_op_determinism_enabled():
+    """TensorFlow's own switch, and the variable that turns it on from the start."""
+    script = """
+from ncclsync.compat import tensorflow as tf_compat
+import tensorflow as tf
+print(tf_compat.is_op_determinism_enabled())
+tf.config.experimental.enable_op_determinism()
+print(tf_compat.is_op_determinism_enabled())
+"""
+
+    def printed(**variables):
+        environ = {**os.environ, **variables}
+        run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+        return run.stdout.split()
+
+    assert printed() == ["False", "True"]
+    assert printed(TF_DETERMINISTIC_OPS="1") == ["True", "True"]
 
 
 def test_is_seed():

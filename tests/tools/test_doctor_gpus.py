@@ -130,6 +130,12 @@ ROWS = {
         "leaves no network interface",
         "Unset",
     ),
+    "NVLS against determinism": (
+        given(changed(GPUS, "frameworks", nvls_variable="NCCL_NVLS_ENABLE=1"), NCCL_NVLS_ENABLE="1"),
+        "warning variable-NCCL_NVLS_ENABLE-nvls",
+        "NCCL_NVLS_ENABLE=1 asks for NVLS",
+        "Unset NCCL_NVLS_ENABLE: NVLS is then kept out",
+    ),
     "file that is not there": (
         given(GPUS, NCCL_TOPO_FILE="/nowhere.xml"),
         "warning variable-NCCL_TOPO_FILE",

@@ -277,6 +277,16 @@ def test_logical_gpus_are_those_of_cuda(monkeypatch):
     assert placement.connect(chosen_placement, timeout_s=None, preflight=False) == [10, 3, 1, 3]
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_sums_are_repeatable_where_ops_are_deterministic(monkeypatch, on):
+    """NCCL's communicator is made for it."""
+    monkeypatch.setattr(placement.tf_compat, "is_op_determinism_enabled", lambda: on)
+    monkeypatch.setattr(placement, "_cuda_ordinals", lambda kind: [0, 1])
+    monkeypatch.setattr(placement, "NcclCommunicator", lambda ordinals, **options: options["repeatable"])
+    chosen_placement = placement.Placement(("GPU:0", "GPU:1"), "nccl", "")
+    assert placement.connect(chosen_placement, timeout_s=None, preflight=False) is on
+
+
 @pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")
 def test_nccl_without_gpu():
     """`backend="nccl"` insists, so that a host without a GPU is an error, in NCCL's own words."""

@@ -20,9 +20,10 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Timeline, Towers, nccl_parallel
-from ncclsync.communicator import NcclCommunicator
+from ncclsync import BackupAndRestore, NcclError, NcclSyncError, NcclTimeoutError, Timeline, Towers, nccl_parallel
+from ncclsync.communicator import NcclCommunicator, nvls
 from ncclsync.communicator.buffers import CUDA, HOST
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.group_ops import group_all_reduce
 
 pytestmark = pytest.mark.timeout(120)
@@ -363,7 +364,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's back
 from parity import data, mlp
 from ncclsync import nccl_parallel
 from ncclsync.communicator.buffers import CUDA, HOST
-from ncclsync.communicator import NcclCommunicator
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.communicator import NcclCommunicator, nvls
 NcclCommunicator.memory = {**CUDA, **HOST}
 standin = ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"])
 model = nccl_parallel(towers=3, backend="nccl", timeout_s=None)(mlp)()
@@ -424,4 +426,38 @@ def test_random_faults_within_fit(nccl):
         assert all(np.isfinite(w).all() for w in arrays(model)), fail
         assert model.towers.divergence() == 0.0, fail
     assert 15 <= failed < 20
+    model.towers.close()
+
+
+def test_op_determinism_that_comes_too_late(nccl, monkeypatch, caplog):
+    """A warning, once, as soon as a step is traced; before the towers are joined, none."""
+    model = on_towers(mlp, 2, backend="nccl")
+    assert not model.towers.communicator.repeatable
+    monkeypatch.setattr(tf_compat, "is_op_determinism_enabled", lambda: True)
+    fit(model)
+    model.evaluate(X, Y, verbose=0)
+    (warned,) = [r.message for r in caplog.records if "enable_op_determinism() was called after" in r.message]
+    assert "Call it before the first model on towers is made" in warned
+    model.towers.close()
+    caplog.clear()
+    monkeypatch.setattr(nvls, "_read", ["0"])
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    model = on_towers(mlp, 2, backend="nccl")
+    assert model.towers.communicator.repeatable
+    fit(model)
+    assert not caplog.records
+    model.towers.close()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_resuming_tells_what_equal_bits_take(nccl, monkeypatch, caplog, tmp_path, deterministic):
+    """On GPUs; where it is not given."""
+    monkeypatch.setattr(tf_compat, "is_op_determinism_enabled", lambda: deterministic)
+    monkeypatch.setattr(nvls, "_read", ["0"])
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    caplog.set_level(logging.INFO, "ncclsync")
+    model = on_towers(mlp, 2, backend="nccl")
+    fit(model, callbacks=[BackupAndRestore(tmp_path)])
+    told = [r.message for r in caplog.records if "the very weights" in r.message]
+    assert len(told) == (not deterministic)
     model.towers.close()

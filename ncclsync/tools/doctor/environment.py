@@ -46,7 +46,7 @@ EFFECTS = {
     "NVIDIA_VISIBLE_DEVICES": "the GPUs that the container was given",
     "TF_CONFIG": "a cluster for tf.distribute; ncclsync trains on this host alone",
     "TF_CPP_MIN_LOG_LEVEL": "TensorFlow's log: 1 hides infos, 2 warnings, 3 errors",
-    "TF_DETERMINISTIC_OPS": "1: deterministic kernels, slower",
+    "TF_DETERMINISTIC_OPS": "1: deterministic kernels, slower; NVLS is kept out of NCCL",
     "TF_ENABLE_ONEDNN_OPTS": "0: no oneDNN on CPUs",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true: GPU memory is taken as needed, not all at the start",
     "TF_GPU_ALLOCATOR": "how TensorFlow allocates GPU memory",

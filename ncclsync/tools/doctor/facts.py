@@ -125,6 +125,8 @@ class Frameworks:
         build_capabilities: compute capabilities it has code for, such as "8.0".
         build_nccl: the oldest NCCL that its package asks for.
         gpus: names of those that TensorFlow sees.
+        nvls: whether NCCL may use NVLS, sums within the NVSwitch, and why; "" where ncclsync cannot be imported.
+        nvls_variable: what asks for NVLS, as "NAME=value", although op determinism is on; None: nothing does.
         log: TensorFlow's own warnings and errors about GPUs.
     """
 
@@ -142,6 +144,8 @@ class Frameworks:
     build_capabilities: tuple[str, ...] = ()
     build_nccl: str | None = None
     gpus: tuple[str, ...] = ()
+    nvls: str = ""
+    nvls_variable: str | None = None
     log: tuple[str, ...] = ()
 
 

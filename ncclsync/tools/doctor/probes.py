@@ -154,8 +154,13 @@ def _frameworks(facts: _Facts, _: Any) -> None:
     )
     facts.add(stage="importing ncclsync")
     try:
+        from ncclsync.communicator import nvls
+        from ncclsync.compat import tensorflow as tf_compat
         from ncclsync.towers.placement import choose_placement
 
+        found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
+        words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
+        facts.add(nvls=words, nvls_variable=found.variable)
         facts.add(stage="choosing devices")
         chosen = choose_placement(None, None, None)
         facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)

@@ -97,6 +97,8 @@ def _checks(report: Report) -> Iterator[Text]:
             yield Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
         else:
             yield Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")
+    if report.host.frameworks.nvls and (choice.backend == "nccl" or report.host.gpu_count):
+        yield Text(f"NVLS, sums within the NVSwitch that differ from call to call: {report.host.frameworks.nvls}")
     size, free = map(_gibibytes, (report.host.shm_bytes, report.host.shm_free_bytes))
     yield Text(f"/dev/shm: {size}, {free} of it free. Cores: {report.host.cores}")
 

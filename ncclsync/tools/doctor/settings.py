@@ -33,6 +33,15 @@ def _slow(host: Host) -> Iterator[Problem]:
             yield _problem(WARNING, name, f"{name}={value} {effect}.", f"{_unset(host, name)}.")
 
 
+def _nvls(host: Host) -> Iterator[Problem]:
+    asked = host.frameworks.nvls_variable
+    if asked is None or (host.choice.backend != "nccl" and not host.gpu_count):
+        return
+    name = asked.partition("=")[0]
+    text = f"{asked} asks for NVLS, whose sums differ from call to call, although op determinism is on."
+    yield _problem(WARNING, f"{name}-nvls", text, f"{_unset(host, name)}: NVLS is then kept out.")
+
+
 def _interfaces(host: Host) -> Iterator[Problem]:
     """Find a setting that leaves no interface: even within one host, ranks find each other by one."""
     value = host.variable("NCCL_SOCKET_IFNAME")
@@ -114,4 +123,4 @@ def _unset(host: Host, name: str) -> str:
     return f"Unset {name}" if source == "environment" else f"Remove {name} from {source}"
 
 
-RULES: tuple[Callable[[Host], Iterator[Problem]], ...] = (_slow, _interfaces, _files, _threads, _tensorflow)
+RULES: tuple[Callable[[Host], Iterator[Problem]], ...] = (_slow, _nvls, _interfaces, _files, _threads, _tensorflow)

@@ -7,6 +7,7 @@ for Keras' own callback.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from typing import Any
@@ -20,6 +21,8 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.training.callbacks.shuffled import Position, Shuffled
 from ncclsync.training.files import make_folders, replacing
+
+_logger = logging.getLogger("ncclsync")
 
 _STATE = "ncclsync"  # the attribute of the weights' file that holds the rest, as JSON
 
@@ -38,7 +41,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     A run that ended on its way, for whatever reason, is repeated by the same call: it goes on after the
     last sample that the backup has seen, on as many towers as there are now, with the batch size that there
-    is now. On the same towers it ends with the very weights of a run that was never interrupted.
+    is now. On the same towers it ends with the very weights of a run that was never interrupted; on GPUs, where
+    `tf.config.experimental.enable_op_determinism()` was called before the model was made.
 
     Stored are weights, optimizer, the random state of layers, and where the data stand. Not stored: what
     other callbacks know, `keras.random` without a seed, what `compression` has kept back, and metrics: logs
@@ -100,7 +104,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._data is not None and not self.model.built:
             # Keras would build it in the first step; a backup is restored before.
             keras_compat.build_symbolically(self.model, self._data.element_spec)
+        if getattr(getattr(self.model, "towers", None), "backend", None) == "nccl":
+            self._tell_what_differs()
         super().on_train_begin(logs)
+
+    def _tell_what_differs(self) -> None:
+        if not tf_compat.is_op_determinism_enabled():
+            _logger.info(
+                "A run on GPUs that is resumed ends with the very weights of one that was not interrupted only where "
+                "tf.config.experimental.enable_op_determinism() was called before the model was made: without it "
+                "kernels, and NCCL's sums within an NVSwitch, may differ in their last bits"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record where the epoch begins."""

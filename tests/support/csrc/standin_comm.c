@@ -81,7 +81,9 @@ static int wait_for(ncclComm_t comm) {
 }
 
 int ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  const char* nvls = getenv("NCCL_NVLS_ENABLE");
   int status = standin_enter("ncclCommInitRankConfig", "%d", rank);
+  if (nvls != NULL) standin_log("NCCL_NVLS_ENABLE", nvls); /* which NCCL reads now */
   *comm = NULL;
   if (status == 0 && config != NULL && config->magic != 0xcafebeef)
     status = standin_refuse(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");

@@ -202,6 +202,7 @@ class Timestamps:
         check(lib.ncs_meter_create(handle), "ncs_meter_create")
         self.handle = ffi.gc(handle[0], lib.ncs_meter_destroy)
         self._heard: Any = ffi.NULL
+        self._heard_before: Any = ffi.NULL
 
     @property
     def address(self) -> int:
@@ -217,10 +218,8 @@ class Timestamps:
         check(lib.ncs_meter_note(self.handle, span, ends, value), "ncs_meter_note")
 
     def listen(self, hear: Any) -> None:
-        """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: nobody.
-
-        Not while anybody records.
-        """
+        """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: nobody."""
+        self._heard_before = self._heard  # which a thread that records may still be calling
         self._heard = ffi.NULL if hear is None else ffi.new_handle(hear)
         listener = ffi.NULL if hear is None else lib.ncs_hear_span
         check(lib.ncs_meter_listen(self.handle, listener, self._heard), "ncs_meter_listen")

@@ -215,6 +215,18 @@ def methods_wrapped(
                 setattr(cls, name, method)
 
 
+def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
+    """Return the datasets that an iterator's elements come from: its own, and all that this is made of."""
+    found: list[tf.data.Dataset] = []
+    left = [iterator._dataset]
+    while left:
+        dataset = left.pop()
+        if dataset is not None:
+            found.append(dataset)
+            left += dataset._inputs()
+    return found
+
+
 def set_flag(variable: tf.Variable, flag: str, value: bool = True) -> None:
     """Mark a variable, or undo that.
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("ncclsync")
 
 STEPS, COMMUNICATION = "steps", "communication"  # rows; the others are those of towers
 STEP, WAIT = "step", "wait_for_data"  # spans of the first
+SHARD, COPY = "shard", "copy_to_device"  # spans of a tower; of a later batch, where towers are fed ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +144,17 @@ class Meter:
         self._spans: list[Span] = []
         self._kinds: list[str | None] = []  # [spans] what it counts as in the totals
         self._of_any_tower: set[int] = set()  # the value of its timestamps is the tower
+        self._by_python: dict[tuple[Any, str], int] = {}  # numbers of the spans that Python records
+        self._feeding: set[int] = set()  # numbers of `SHARD`s and `COPY`s
+        self._open: list[tuple[int, int, int, int]] = []  # begins of these, whose ends no call has seen yet
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
         if not host_ops.available():
             logger.warning("Timestamps of a step are recorded by Python ops, at about 35 µs each")
 
     def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
         """Begin a span; see the function `begin`."""
-        number, of_any = len(self._spans), tf.is_tensor(row)
-        self._spans.append(Span(0 if of_any else row, name, details))
-        kinds = {STEPS: name, COMMUNICATION: COMMUNICATION}
-        self._kinds.append(kinds[row] if isinstance(row, str) else None)
+        of_any = tf.is_tensor(row)
+        number = self._add(Span(0 if of_any else row, name, details))
         if of_any:
             self._of_any_tower.add(number)
         about = [tf.cast(row, tf.int64)] if of_any else []
@@ -164,6 +166,25 @@ class Meter:
             return [self._record(number, True, after, tokens, values)]
 
         return Begun([self._record(number, False, after, tokens, about)], end)
+
+    def _add(self, span: Span) -> int:
+        number = len(self._spans)
+        self._spans.append(span)
+        kinds = {STEPS: span.name, COMMUNICATION: COMMUNICATION}
+        self._kinds.append(kinds[span.row] if isinstance(span.row, str) else None)
+        if span.name in (SHARD, COPY):
+            self._feeding.add(number)
+        return number
+
+    @contextlib.contextmanager
+    def measured(self, row: Any, name: str) -> Iterator[None]:
+        """Record a span by Python; see the function `measured`."""
+        key = row, name
+        if key not in self._by_python:
+            self._by_python[key] = self._add(Span(row, name, {}))
+        self._timestamps.record(self._by_python[key], False)
+        yield
+        self._timestamps.record(self._by_python[key], True)
 
     def _record(
         self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
@@ -195,7 +216,17 @@ class Meter:
 
     def take(self, traced: bool, failed: bool) -> Measured:
         """Return what was recorded since the last call."""
-        timestamps = self._timestamps.take()
+        timestamps = [*self._open, *self._timestamps.take()]
+        begun: dict[int, list[tuple[int, int, int, int]]] = collections.defaultdict(list)
+        for stamp in timestamps:
+            if stamp[2] in self._feeding:
+                if not stamp[3]:
+                    begun[stamp[2]].append(stamp)
+                elif begun[stamp[2]]:
+                    begun[stamp[2]].pop(0)
+        self._open = [stamp for stamps in begun.values() for stamp in stamps]
+        for stamp in self._open:
+            timestamps.remove(stamp)
         totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
         begins, under_way = dict(totals), dict(totals)
         completed = samples = 0
@@ -216,11 +247,19 @@ class Meter:
 
     def _expand(self, timestamps: Sequence[tuple[int, int, int, int]]) -> tuple[MeasuredStep, ...]:
         steps: list[_Step] = []
+        early: list[TimedSpan] = []  # that ended before the first step began
+        feeding: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
         pending: dict[Any, collections.deque[tuple[_Step, int]]] = collections.defaultdict(collections.deque)
         for time_ns, value, number, ends in timestamps:
             span = self._span(number, value)
             key = number, span.row
-            if not ends:
+            if number in self._feeding:  # perhaps for a later step: it belongs to the one that it ends in
+                if not ends:
+                    feeding[number].append(time_ns)
+                elif feeding[number]:
+                    spans = steps[-1].spans if steps else early
+                    spans.append(TimedSpan(span, feeding[number].popleft(), time_ns))
+            elif not ends:
                 # Waiting for a batch, if any, is the first that a step does, and all else is within it.
                 if not steps or span.name == WAIT or (span.name == STEP and steps[-1].began):
                     steps.append(_Step())
@@ -231,7 +270,14 @@ class Meter:
                 step.spans.append(TimedSpan(span, begin_ns, time_ns))
                 if span.name == STEP:
                     step.complete, step.samples = True, value
+        if steps:
+            steps[0].spans[:0] = early
         return tuple(MeasuredStep(step.complete, step.samples, tuple(step.spans)) for step in steps)
+
+    def forget(self) -> None:
+        """Forget what was recorded and not taken."""
+        self._timestamps.take()
+        self._open = []
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
@@ -248,7 +294,7 @@ class Meter:
         try:
             yield
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._timestamps.take()
+            self.forget()
             raise
         except BaseException:
             self._report(watchers, self.take(traced, failed=True))
@@ -302,3 +348,8 @@ def begin(
             lie on a GPU, what computes them has ended by then, and not only been queued.
     """
     return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)
+
+
+def measured(meter: Meter | None, row: Any, name: str) -> contextlib.AbstractContextManager[None]:
+    """Record what is done within, outside any graph, as a span; not if it raises. Do nothing without a meter."""
+    return contextlib.nullcontext() if meter is None else meter.measured(row, name)

@@ -7,6 +7,7 @@ is tower 0's, whose results are then one device's.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -80,8 +81,7 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         checks.append(tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
-    share, rest = rows // towers, rows % towers
-    sizes = share + tf.cast(tf.range(towers) < rest, tf.int32)  # [towers]
+    sizes = _sizes(rows, towers)
     # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
     # sum.
     counts = tf.maximum(sizes, tf.minimum(rows, 1))
@@ -92,6 +92,12 @@ def shard_batch(batch: Any, towers: int) -> Shards:
     missing = tf.reduce_sum(counts) - rows
     pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
     batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)]
+    return Shards(batches, *divide_rows(rows, towers))
+
+
+def divide_rows(rows: tf.Tensor, towers: int) -> tuple[list[tf.Tensor], list[Share]]:
+    """Return the `sizes` and `shares` of `Shards`, of a batch of so many rows, an int32 scalar."""
+    sizes = _sizes(rows, towers)
     empty = tf.cast(rows == 0, tf.int32)
     held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
     fractions = tf.unstack(tf.cast(held, tf.float64) / tf.cast(rows + empty, tf.float64), towers)
@@ -100,7 +106,13 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         Share(fractions[tower], tf.constant(tower), tf.maximum(sizes[tower], 1), begins[tower], rows)
         for tower in range(towers)
     ]
-    return Shards(batches, tf.unstack(sizes, towers), shares)
+    return tf.unstack(sizes, towers), shares
+
+
+def _sizes(rows: tf.Tensor, towers: int) -> tf.Tensor:
+    """Return what `shard_sizes` does, in a graph: [towers], int32."""
+    share, rest = rows // towers, rows % towers
+    return share + tf.cast(tf.range(towers) < rest, tf.int32)
 
 
 def rowed_leaves(batch: Any) -> list[Any]:
@@ -157,6 +169,18 @@ def open_specs(batch: Any) -> Any:
 def components_of(batch: Any) -> list[Any]:
     """Return the tensors that a batch consists of, or their specs; without its Nones."""
     return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+
+
+def packed(specs: Any, components: Sequence[Any]) -> Any:
+    """Return a batch of these `tf.TypeSpec`s, made of what `components_of` gives."""
+    left = iter(components)
+
+    def pack(spec: Any) -> Any:
+        if spec is None:
+            return None
+        return tf.nest.pack_sequence_as(spec, [next(left) for _ in components_of(spec)], expand_composites=True)
+
+    return tf.nest.map_structure(pack, specs)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -4,16 +4,15 @@ Called while a graph is built, or outside one to run the same parts one after an
 is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` what the step returns.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.ops.spans import STEP, STEPS, Meter, begin, hold
+from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Segment
-from ncclsync.semantics.shards import Shards, components_of, shard_batch
+from ncclsync.semantics.shards import Shards, components_of
 from ncclsync.towers.exchange import After, Exchanges
+from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
 from ncclsync.towers.results import combine
 from ncclsync.towers.state import TowerState
@@ -25,7 +24,7 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
     Args:
         program: a traced step, cut.
         towers: N towers; copies of the program's variables are made as needed.
-        batch: is split into N.
+        batch: is split into N; or `Shards`, which lie on the towers' devices.
         rollback: made for the same program.
         meter: records when the parts of the step begin and end; None: nothing is added to the graph.
 
@@ -33,10 +32,13 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
         The step's results as one tower's would be: its structure, tensors combined as the program says.
         They depend on every side effect of every tower.
     """
-    step = begin(meter, STEPS, STEP, components_of(batch))
-    shards = _shard(batch, towers.devices, meter, step.ops)
+    if isinstance(batch, Shards):
+        step, shards = begin(meter, STEPS, STEP), batch
+    else:
+        step = begin(meter, STEPS, STEP, components_of(batch))
+        shards = split_batch(batch, towers.devices, meter, step.ops)
     run = _Run(program, towers, shards, meter)
-    after = run.begin(rollback)
+    after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
         after = run.exchange(number, segment, sent, done)
@@ -57,7 +59,9 @@ class _Run:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
         self._exchanges = Exchanges(towers, shards, meter)
         with tf.device("/CPU:0"):
-            self._has_samples = [tf.cast(share.fraction > 0, tf.int32) for share in shards.shares]
+            # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
+            samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
+            self._has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.copies(variable) for name, variable in program.variables}
         self.values: list[dict[str, tf.Tensor]] = []
         for i in range(len(towers)):
@@ -146,20 +150,3 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
 def segment_name(program: Program, number: int) -> str:
     """Return what a segment is called in a timeline; the last one, which writes the weights, "apply"."""
     return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
-
-
-def _shard(batch: Any, devices: Sequence[str], meter: Meter | None, after: Sequence[tf.Operation]) -> Shards:
-    """Split a batch; with a meter, copy each part to its tower's device, as TensorFlow else does unseen."""
-    spans = [begin(meter, i, "shard", after) for i in range(len(devices))]
-    with tf.device("/CPU:0"):  # else TensorFlow would send the whole batch to one GPU
-        shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(devices))
-    batches = []
-    for i, (span, shard) in enumerate(zip(spans, shards.batches, strict=True)):
-        shard = hold(shard, span.end(components_of(shard)))
-        if meter is not None and devices[i] != "CPU:0":
-            copying = begin(meter, i, "copy_to_device", components_of(shard))
-            with tf.device(f"/{devices[i]}"):
-                shard = hold(shard, copying.ops)
-            shard = hold(shard, copying.end(components_of(shard)))
-        batches.append(shard)
-    return dataclasses.replace(shards, batches=batches)

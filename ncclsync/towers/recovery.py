@@ -13,7 +13,7 @@ import tensorflow as tf
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import components_of
+from ncclsync.semantics.shards import components_of, packed
 from ncclsync.towers.state import TowerState
 
 
@@ -27,6 +27,7 @@ class KeptBatch:
     def __init__(self, specs: Any) -> None:
         """Prepare for batches of these `tf.TypeSpec`s."""
         self._specs = specs
+        self._held: list[tf.Tensor] | None = None  # the components, where they are not in `_leaves`
         with tf.device("/CPU:0"):
             self._leaves = [
                 tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
@@ -45,17 +46,14 @@ class KeptBatch:
                 lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
             )
 
+    def hold(self, components: list[tf.Tensor]) -> None:
+        """Keep a batch that is there before the step begins: its components, in the host's memory."""
+        self._held = components
+
     def batch(self) -> Any:
         """Return the last batch kept."""
-        leaves = iter([variable.read_value() for variable in self._leaves])
-        return tf.nest.map_structure(
-            lambda spec: (
-                None
-                if spec is None
-                else tf.nest.pack_sequence_as(spec, [next(leaves) for _ in components_of(spec)], expand_composites=True)
-            ),
-            self._specs,
-        )
+        components = [variable.read_value() for variable in self._leaves] if self._held is None else self._held
+        return packed(self._specs, components)
 
 
 class Rollback:

@@ -25,6 +25,7 @@ from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
+from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.options import TowerOptions
 from ncclsync.towers.placement import choose_placement, connect, make_target, share_cores
@@ -50,6 +51,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
@@ -82,6 +84,7 @@ class TowerState:
         self.communicator = connect(placement, timeout_s=options.timeout_s, preflight=options.preflight)
         self.in_flight = InFlight(self.communicator)
         self._closed = False
+        self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()  # ids of those to be sent before the next step
         self.shared: set[int] = set()  # ids of those of which other towers hold copies, too

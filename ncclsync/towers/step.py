@@ -23,7 +23,7 @@ from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
-from ncclsync.ops.spans import STEPS, WAIT, Meter, begin, hold
+from ncclsync.ops.spans import STEPS, WAIT, Meter, begin, hold, measured
 from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
@@ -32,11 +32,15 @@ from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import components_of, open_specs, rowed_leaves, rows_of
+from ncclsync.towers.feeding import Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 
 logger = logging.getLogger("ncclsync")
+
+# Where a graph function's batches come from: it is given them, takes them from an iterator, or is fed.
+_GIVEN, _ITERATED, _FED = "given", "iterated", "fed"
 
 _MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without a word
 
@@ -49,6 +53,7 @@ class _Setup:
     rollback: Rollback
     kept: KeptBatch
     meter: Meter | None
+    staging: Staging | None = None
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
@@ -246,9 +251,15 @@ class TowerStep(abc.ABC):
             DivergenceError: towers hold different values; see `TowerState`.
             NonFiniteError: a gradient is not finite; see `TowerState`.
         """
-        # Its handle, since tf.function looks at whatever else it is called with, in Python.
-        handle = tf.nest.flatten(iterator, expand_composites=True)
-        done, results = self._run(iterator.element_spec, True, handle)
+        if feeds(self.towers.devices):
+            feeder = self.towers.feeders.get(iterator)
+            if feeder is None:
+                feeder = self.towers.feeders[iterator] = Feeder(iterator)
+            done, results = self._run(iterator.element_spec, _FED, functools.partial(self._run_fed, feeder))
+        else:
+            # Its handle, since tf.function looks at whatever else it is called with, in Python.
+            handle = tf.nest.flatten(iterator, expand_composites=True)
+            done, results = self._run(iterator.element_spec, _ITERATED, lambda graph, _: graph(*handle))
         self.count(done)
         return results
 
@@ -261,7 +272,8 @@ class TowerStep(abc.ABC):
         """
         rowed_leaves(batch)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
-        results = self._run(open_specs(batch), False, leaves_of(batch))
+        leaves = leaves_of(batch)
+        results = self._run(open_specs(batch), _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
 
@@ -270,23 +282,48 @@ class TowerStep(abc.ABC):
         if self._trains and self.towers.counts_steps:
             self.towers.count_steps(1 if steps is None else int(steps))
 
-    def _run(self, batch_specs: Any, iterated: bool, arguments: list[Any]) -> Any:
-        """Run the graph function for batches of these specs; another one if somebody watches the step."""
+    def _run(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
+        """Run the graph function for batches of these specs; another one if somebody watches the step.
+
+        Args:
+            batch_specs: of the batches.
+            source: where they come from: one of the words above.
+            run: calls the graph function.
+        """
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
         setup: _Setup | None = None
         known = len(self._graphs)
         if not watchers:
-            graph, setup = self._graph_of(batch_specs, iterated, None)
-            results = self._run_checked(functools.partial(graph, *arguments), setup)
+            if self._meter is not None:
+                self._meter.forget()
+            graph, setup = self._graph_of(batch_specs, source, None)
+            results = self._run_checked(functools.partial(run, graph, setup), setup)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
                 self._warn_of_costs(setup)
             return results
         self._meter = self._meter or Meter()
-        graph, setup = self._graph_of(batch_specs, iterated, self._meter)
+        graph, setup = self._graph_of(batch_specs, source, self._meter)
         with self._meter.reported_to(watchers, traced=len(self._graphs) > known):
-            return self.guarded(functools.partial(graph, *arguments), setup)
+            return self.guarded(functools.partial(run, graph, setup), setup)
+
+    def _run_fed(self, feeder: Feeder, graph: Callable, setup: "_Setup") -> Any:
+        """Run what `_steps_on_iterator` does in a graph, on batches that a feeder has brought to the towers."""
+        assert setup.staging is not None
+        done, results = 0, None
+        while done < self.steps_per_execution:
+            try:
+                with measured(setup.meter, STEPS, WAIT):
+                    components, parts = feeder.take(setup.staging)
+            except tf.errors.OutOfRangeError:
+                if done == 0:
+                    raise
+                break
+            setup.kept.hold(components)
+            results = graph(*parts)
+            done += 1
+        return done, results
 
     def _run_checked(self, run: Callable[[], Any], setup: _Setup) -> Any:
         """Run a step; if it is the program's first, check it on rows of its batch, from what it started from.
@@ -313,13 +350,13 @@ class TowerStep(abc.ABC):
                 self.towers.warn_once(str(found))
         return results
 
-    def _graph_of(self, batch_specs: Any, iterated: bool, meter: Meter | None) -> "tuple[Callable, _Setup]":
+    def _graph_of(self, batch_specs: Any, source: str, meter: Meter | None) -> "tuple[Callable, _Setup]":
         """Return the graph function for batches of these specs; make its program first.
 
         First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
-        key = f"{batch_specs!r} {iterated} {[*self._readers()]}", meter is not None
+        key = f"{batch_specs!r} {source} {[*self._readers()]}", meter is not None
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
             program = self.program_of(specs, meter)
@@ -336,7 +373,14 @@ class TowerStep(abc.ABC):
                 borrowed = weakref.ref(self.towers), weakref.ref(kept)
                 report = functools.partial(_report_nonfinite, *borrowed, program.gradients)
                 setup = _Setup(program, Rollback(program, self.towers, report), kept, meter)
-            if iterated:
+            if source == _FED:
+                fetch = functools.partial(_next_batch, batch_specs)
+                staging = Staging(fetch, specs, self.towers.devices, meter)
+                setup = dataclasses.replace(setup, staging=staging)
+                on_parts = functools.partial(self._on_parts, setup)
+                graph = tf.function(on_parts, input_signature=staging.signature, autograph=False)
+                graph = graph.get_concrete_function()
+            elif source == _ITERATED:
                 spec = tf.data.IteratorSpec(batch_specs)
                 on_handle = functools.partial(self._steps_on_iterator, setup, spec)
                 graph = self._graph_function(on_handle, [tf.TensorSpec([], tf.resource)])
@@ -464,10 +508,21 @@ class TowerStep(abc.ABC):
         )
         return done, tf.nest.pack_sequence_as(logs, flat)
 
+    def _on_parts(self, setup: "_Setup", *parts: tf.Tensor) -> Any:
+        """Run one step, in a graph, on a batch that a `Staging` has brought to the towers."""
+        assert setup.staging is not None
+        return lay_out(setup.program, self.towers, setup.staging.shards(parts), setup.rollback, setup.meter)
+
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(without_optionals(batch))
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter)
+
+
+def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
+    """Return the next batch of the iterator of that handle, in a graph."""
+    iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
+    return without_optionals(iterator.get_next())
 
 
 def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:

@@ -110,6 +110,15 @@ print(tf_compat.is_op_determinism_enabled())
     assert printed(TF_DETERMINISTIC_OPS="1") == ["True", "True"]
 
 
+def test_datasets_of():
+    """All that an iterator's elements come from."""
+    first, second = tf.data.Dataset.range(3), tf.data.Dataset.range(4)
+    dataset = tf.data.Dataset.zip((first.map(lambda x: x), second)).repeat().with_options(tf.data.Options())
+    found = tf_compat.datasets_of(iter(dataset))
+    assert any(one is first for one in found) and any(one is second for one in found)
+    assert len({id(one) for one in found}) >= 6
+
+
 def test_is_seed():
     """Keras names the state of its seed generators so, alone and inside a layer; and nothing else."""
     dropout = keras.layers.Dropout(0.5)

@@ -3,15 +3,17 @@
 It knows where it stands, to the sample; `backup.py` stores that and brings it back.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.towers.feeding import CountingDataset
 
 
 class Position(NamedTuple):
@@ -21,7 +23,7 @@ class Position(NamedTuple):
     samples: int
 
 
-class Shuffled(tf_compat.SameDataset):
+class Shuffled(CountingDataset):
     """Batch arrays, each pass over them in a random order of its own; a `tf.data.Dataset` for `fit`.
 
     ```python
@@ -74,14 +76,19 @@ class Shuffled(tf_compat.SameDataset):
             self.rows = _rows_of(arrays)
             self._epoch, self._first = 0, 0  # of the pass that runs, or will: its number, where it begins
             self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of it, with those before
+            self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # its number among all: only the last counts
+            # Where a feeder fetches ahead: the same three of what a step has taken; who does, and does just now.
+            self._taken: tuple[int, int, int] | None = None
+            self._feeder: object = None
+            self._fetching: object = None
+            self._lock = threading.Lock()
             super().__init__(self._pipeline(arrays))
         self._arrays = arrays
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
         arrays = tf.nest.map_structure(lambda array: array.numpy(), self._arrays)
-        place = self._epoch, self._first, int(self._seen.numpy())
-        return _restored, (type(self), arrays, self.batch_size, self.seed, place)
+        return _restored, (type(self), arrays, self.batch_size, self.seed, self._place())
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
@@ -96,13 +103,13 @@ class Shuffled(tf_compat.SameDataset):
     @property
     def position(self) -> Position:
         """Return where the data stand: what the last batch that was handed out has left."""
-        return self._normalised(int(self._seen.numpy()))
+        epoch, _, seen = self._place()
+        return self._normalised(epoch, seen)
 
     @property
     def upcoming(self) -> Position:
         """Return where the next iteration begins."""
-        seen = int(self._seen.numpy())
-        return self._normalised(seen if seen == self.rows else self._first)
+        return self._upcoming(self._place())
 
     def seek(self, epoch: int, samples: int = 0) -> None:
         """Let the next iteration begin in pass `epoch`, after `samples` of its samples.
@@ -112,29 +119,63 @@ class Shuffled(tf_compat.SameDataset):
         """
         if epoch < 0 or not 0 <= samples <= self.rows:
             raise ValueError(f"Expected an epoch from 0 and 0 to {self.rows} samples. Received: {epoch} and {samples}")
-        self._epoch, self._first = epoch, samples
-        self._seen.assign(samples)
+        self._go(epoch, samples, samples)
+        self._taken = None
 
     def cardinality(self) -> tf.Tensor:
         """Return how many batches a whole pass has, an int64 scalar."""
         return tf.constant(math.ceil(self.rows / self.batch_size), tf.int64)
 
-    def _normalised(self, seen: int) -> Position:
-        return Position(self._epoch + 1, 0) if seen == self.rows else Position(self._epoch, seen)
+    @contextlib.contextmanager
+    def fetching(self, feeder: object) -> Iterator[None]:
+        """Let `feeder` fetch a batch within, alone; see `CountingDataset`."""
+        with self._lock:
+            self._fetching = feeder
+            try:
+                yield
+            finally:
+                self._fetching = None
+
+    def fetched(self) -> tuple[int, int, int]:
+        """Return the place after what was fetched last."""
+        return self._epoch, self._first, int(self._seen.numpy())
+
+    def take(self, place: tuple[int, int, int]) -> None:
+        """Let a place be what counts, until another iterator begins."""
+        self._taken = place
+
+    def _place(self) -> tuple[int, int, int]:
+        return self._taken or self.fetched()
+
+    def _go(self, epoch: int, first: int, seen: int) -> np.int64:
+        """Let a pass be the one that counts; return its number among all."""
+        self._epoch, self._first = epoch, first
+        number = self._pass.assign_add(1)
+        self._seen.assign(seen)
+        return np.int64(number.numpy())
+
+    def _upcoming(self, place: tuple[int, int, int]) -> Position:
+        epoch, first, seen = place
+        return self._normalised(epoch, seen if seen == self.rows else first)
+
+    def _normalised(self, epoch: int, seen: int) -> Position:
+        return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
 
     def _pipeline(self, arrays: Any) -> tf.data.Dataset:
         def rest_of_pass(_):
-            order = tf.ensure_shape(tf.numpy_function(self._begin, [], tf.int64), [None])
+            order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
+            order, begun = tf.ensure_shape(order, [None]), tf.ensure_shape(begun, [])
 
             def batch_of(begin):
                 indices = order[begin : begin + self.batch_size]
-                return _map_arrays(lambda array: tf.gather(array, indices), arrays)
+                return begun, _map_arrays(lambda array: tf.gather(array, indices), arrays)
 
             begins = tf.data.Dataset.range(0, tf.size(order, tf.int64), self.batch_size)
             return begins.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
 
-        def counted(*batch):
+        def counted(begun, batch):
             rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
+            rows = tf.where(begun == self._pass, rows, 0)  # an iterator that was left may still fetch
             with tf.control_dependencies([self._seen.assign_add(rows)]):
                 return _map_arrays(tf.identity, batch)
 
@@ -144,10 +185,20 @@ class Shuffled(tf_compat.SameDataset):
         options.experimental_optimization.inject_prefetch = False
         return passes.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options)
 
-    def _begin(self) -> np.ndarray:
-        """Begin a pass; return the order of what is left of it. An iterator calls it for its first batch."""
-        self.seek(*self.upcoming)
-        return self.order(self._epoch)[self._first :]
+    def _begin(self) -> tuple[np.ndarray, np.int64]:
+        """Begin a pass; return the order of what is left of it, and its number among all.
+
+        An iterator calls it for its first batch.
+        """
+        if self._fetching is not self._feeder:  # another iterator: what was fetched for an earlier one is not taken
+            if self._taken is not None:
+                self._go(*self._taken)
+            self._feeder, self._taken = self._fetching, None
+        epoch, samples = self._upcoming(self.fetched())
+        number = self._go(epoch, samples, samples)
+        if self._feeder is not None and self._taken is None:
+            self._taken = self.fetched()
+        return self.order(epoch)[samples:], number
 
 
 def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:

@@ -1,0 +1,250 @@
+"""Feed towers: split each batch and bring every tower its part; on GPUs ahead of the step that computes on it.
+
+A copy to a GPU waits, in TensorFlow, for all work that the GPU had when the copy was asked for, and what uses it is
+launched only when it has ended. So the copies of a batch have to be asked for before the kernels of the step that
+they are to overlap with, and while those of the batch before are still under way. A `Feeder` is `AHEAD` batches ahead
+of the one that is trained. One would do if its copies were sure to be asked for before that step's first kernel; with
+two it does not matter, and no copy waits for a kernel that waits for a copy.
+"""
+
+import abc
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import Share
+from ncclsync.ops.spans import COPY, SHARD, Meter, begin, hold
+from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
+
+AHEAD = 2  # batches, besides the one that is trained
+
+# A GPU's kernels take these from the host's memory.
+_ON_HOST = (tf.int32, tf.string, tf.resource, tf.variant)
+
+
+def feeds(devices: Sequence[str]) -> bool:
+    """Return whether towers on these devices are fed ahead: CPU towers find the batch where it lies."""
+    return any("GPU" in device for device in devices)
+
+
+def split_batch(
+    batch: Any, devices: Sequence[str], meter: Meter | None, after: Sequence[Any] = (), *, copies: bool = False
+) -> Shards:
+    """Split a batch, in the host's memory, in the graph that is being built if there is one.
+
+    Args:
+        batch: see `shard_batch`.
+        devices: of the towers.
+        meter: records how long that takes, and the copying.
+        after: what it waits for.
+        copies: whether each tower's part is copied to its device here; with a meter it is in any case. Otherwise
+            TensorFlow copies it when it is used.
+    """
+    spans = [begin(meter, i, SHARD, after) for i in range(len(devices))]
+    with tf.device("/CPU:0"):
+        shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(devices))
+    batches, shares = [], []
+    for i, device in enumerate(devices):
+        batch, share = shards.batches[i], shards.shares[i]
+        with tf.device("/CPU:0"):
+            batch = hold(batch, spans[i].end(components_of(batch)))
+        if (copies or meter is not None) and device != "CPU:0":
+            batch, fraction = _copied((batch, share.fraction), i, device, meter)
+            share = Share(fraction, *share[1:])
+        batches.append(batch)
+        shares.append(share)
+    return Shards(batches, shards.sizes, shares)
+
+
+def _copied(part: Any, tower: int, device: str, meter: Meter | None) -> Any:
+    """Return a tower's part of a batch on its device."""
+    copying = begin(meter, tower, COPY, components_of(part))
+
+    def copied(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        with tf.device("/CPU:0" if leaf.dtype in _ON_HOST else f"/{device}"), tf.control_dependencies(copying.ops):
+            return tf.identity(leaf)
+
+    part = tf.nest.map_structure(copied, part, expand_composites=True)
+    return hold(part, copying.end(components_of(part)))
+
+
+class Staging:
+    """Fetch an iterator's next batch, and bring each tower its part: two graph functions.
+
+    Attributes:
+        signature: the specs of the tensors that a step takes.
+    """
+
+    def __init__(
+        self, fetch: Callable[[tf.Tensor], Any], specs: Any, devices: Sequence[str], meter: Meter | None
+    ) -> None:
+        """Make the graph functions.
+
+        Args:
+            fetch: returns the next batch of the iterator of that handle, in a graph.
+            specs: of such a batch.
+            devices: of the towers.
+            meter: see `split_batch`.
+        """
+        self._specs, self._towers = specs, len(devices)
+
+        def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
+            return components_of(fetch(handle))
+
+        def bring(*components: tf.Tensor) -> list[tf.Tensor]:
+            shards = split_batch(packed(specs, components), devices, meter, copies=True)
+            parts = [shards.shares[0].total]
+            for shard, share in zip(shards.batches, shards.shares, strict=True):
+                parts += [share.fraction, *components_of(shard)]
+            return parts
+
+        # tf.function would return copies, by ops that nobody places: all of them on one GPU.
+        self._fetch = tf.compat.v1.wrap_function(next_batch, [tf.TensorSpec([], tf.resource)])
+        leaves = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in self._fetch.structured_outputs]
+        self._bring = tf.compat.v1.wrap_function(bring, leaves)
+        self.signature = [tf.TensorSpec(one.shape, one.dtype) for one in self._bring.structured_outputs]
+
+    def fetch(self, handle: tf.Tensor) -> list[tf.Tensor]:
+        """Return the components of the next batch, in the host's memory.
+
+        Raises:
+            OutOfRangeError: there is none.
+            Exception: whatever the iterator raises.
+        """
+        return self._fetch(handle)
+
+    def bring(self, components: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return what a step takes: each tower's part on its device. Waits for the copies.
+
+        Raises:
+            InvalidArgumentError: the rows differ in number.
+        """
+        return self._bring(*components)
+
+    def shards(self, parts: Sequence[tf.Tensor]) -> Shards:
+        """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
+        rows, *rest = parts
+        with tf.device("/CPU:0"):
+            sizes, shares = divide_rows(rows, self._towers)
+        batches, width = [], len(rest) // self._towers
+        for i in range(self._towers):
+            fraction, *components = rest[i * width : (i + 1) * width]
+            shares[i] = Share(fraction, *shares[i][1:])
+            batches.append(packed(self._specs, components))
+        return Shards(batches, sizes, shares)
+
+
+class CountingDataset(tf_compat.SameDataset, abc.ABC):
+    """Know how much of a dataset has been handed out; what is fetched ahead of a step has not."""
+
+    @abc.abstractmethod
+    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:
+        """Let `feeder` fetch a batch within, alone."""
+
+    @abc.abstractmethod
+    def fetched(self) -> Any:
+        """Return the place after what was fetched last."""
+
+    @abc.abstractmethod
+    def take(self, place: Any) -> None:
+        """Let a place that `fetched` has returned be what counts, until another iterator begins."""
+
+
+# A batch's components in the host's memory, what a step takes, and the places after it of the datasets that count.
+_Staged = concurrent.futures.Future[tuple[list[tf.Tensor], list[tf.Tensor], list[Any]]]
+
+
+class Feeder:
+    """Fetch an iterator's batches, in order, and bring them to the towers, ahead of the steps that train on them.
+
+    It has a thread for each batch that is under way. What they raise is raised by the step that would have had the
+    batch.
+    """
+
+    def __init__(self, iterator: tf.data.Iterator) -> None:
+        """Prepare; nothing is fetched before the first `take`. Ends with the iterator, which it does not keep alive."""
+        (self._handle,) = tf.nest.flatten(iterator, expand_composites=True)
+        self._counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
+        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
+        self._staged: collections.deque[_Staged] = collections.deque()
+        self._name = object()  # for datasets that count, which must not keep it alive
+        order = threading.Lock()
+        for _ in range(AHEAD):
+            # A daemon: a dataset that waits for ever must not keep the process from ending.
+            threading.Thread(target=_work, args=(self._wanted, order), name="ncclsync feeder", daemon=True).start()
+        weakref.finalize(iterator, _end, self._wanted, self._staged).atexit = False
+
+    def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Return the next batch, as `Staging.fetch` and `Staging.bring` do; let later ones be fetched. Waits for it.
+
+        Raises:
+            Exception: what `Staging` raises for this batch.
+        """
+        while len(self._staged) <= AHEAD:
+            future: _Staged = concurrent.futures.Future()
+            fetch = functools.partial(_fetch, staging, self._handle, self._counting, self._name)
+            self._wanted.put((future, fetch, staging.bring))
+            self._staged.append(future)
+        components, parts, places = self._staged.popleft().result()
+        for dataset, place in zip(self._counting, places, strict=True):
+            dataset.take(place)
+        return components, parts
+
+
+def _work(wanted: queue.SimpleQueue, order: threading.Lock) -> None:
+    """Do what is wanted, until None is: a feeder's thread."""
+    while _do_next(wanted, order):
+        pass
+
+
+def _do_next(wanted: queue.SimpleQueue, order: threading.Lock) -> bool:
+    """Fetch a batch, while no other thread does, and bring it to the towers; return whether there was one to fetch.
+
+    A function of its own, so that a thread that waits holds nothing: by an error's traceback all of `fit` would live.
+    """
+    with order:
+        task = wanted.get()
+        if task is None:
+            return False
+        future, fetch, bring = task
+        if not future.set_running_or_notify_cancel():
+            return True
+        try:
+            components, places = fetch()
+        except BaseException as error:  # raised by `take`, whatever it is
+            future.set_exception(error)
+            return True
+    try:
+        future.set_result((components, bring(components), places))
+    except BaseException as error:  # the same
+        future.set_exception(error)
+    return True
+
+
+def _fetch(
+    staging: Staging, handle: tf.Tensor, counting: Sequence[CountingDataset], feeder: object
+) -> tuple[list[tf.Tensor], list[Any]]:
+    with contextlib.ExitStack() as stack:
+        for dataset in counting:
+            stack.enter_context(dataset.fetching(feeder))
+        components = staging.fetch(handle)
+        return components, [dataset.fetched() for dataset in counting]
+
+
+def _end(wanted: queue.SimpleQueue, staged: collections.deque) -> None:
+    """End a feeder's threads, whose iterator is gone."""
+    for future in staged:
+        future.cancel()
+    for _ in range(AHEAD):
+        wanted.put(None)

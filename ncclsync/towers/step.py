@@ -378,8 +378,7 @@ class TowerStep(abc.ABC):
                 staging = Staging(fetch, specs, self.towers.devices, meter)
                 setup = dataclasses.replace(setup, staging=staging)
                 on_parts = functools.partial(self._on_parts, setup)
-                graph = tf.function(on_parts, input_signature=staging.signature, autograph=False)
-                graph = graph.get_concrete_function()
+                graph = self._graph_function(on_parts, staging.signature)
             elif source == _ITERATED:
                 spec = tf.data.IteratorSpec(batch_specs)
                 on_handle = functools.partial(self._steps_on_iterator, setup, spec)

@@ -325,12 +325,17 @@ def test_order_by_events(either):
     launch(one, b, works[3])
     one("cuCtxRecordEvent", one.context, event)
     two("cuCtxWaitEvent", two.context, event)
+    idle = Device(either, 3)
+    waited = idle.event()
+    idle("cuCtxWaitEvent", idle.context, event)
+    idle("cuCtxRecordEvent", idle.context, waited)  # of a context that has nothing to do but to wait
     one.library.cudaEventDestroy(event)  # which does not end the waits
     one.made = [made for made in one.made if made[1] is not event]
     launch(two, d, works[4])
     launch(two, c, works[5])
     if either.has_threads:
         time.sleep(0.02)
+        assert idle.library.cudaEventQuery(waited) == NOT_READY
         assert set(order) <= {"d"} and one.library.cudaStreamQuery(a) == NOT_READY == two.library.cudaStreamQuery(d)
     gate.set()
     for device, stream in itertools.product((one, two), range(2)):
@@ -338,7 +343,7 @@ def test_order_by_events(either):
     at = {name: order.index(name) for name in "abcdef"}
     assert at["a"] < at["c"] < at["f"] and at["a"] < at["b"]
     assert max(at[name] for name in "abd") < min(at["e"], at["f"])
-    one.end(), two.end()
+    one.end(), two.end(), idle.end()
 
 
 @pytest.mark.parametrize("call", ["cudaEventRecord", "cuCtxRecordEvent"])

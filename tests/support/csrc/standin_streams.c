@@ -150,22 +150,6 @@ static void take_held(cudaStream_t stream) {
   stream->n_held = n_held;
 }
 
-static void hold(int device, const captured* what) {
-  held** link = &held_by[device];
-  while (*link != NULL) {
-    held* one = *link;
-    if (!is_through(&one->work)) {
-      link = &one->next;
-      continue;
-    }
-    *link = one->next;
-    free(one);
-  }
-  if (is_through(what)) return;
-  *link = malloc(sizeof(**link));
-  **link = (held){*what, ++n_held, NULL};
-}
-
 static void push(cudaStream_t stream, work new) {
   take_held(stream);
   push_at_once(stream, new);
@@ -444,6 +428,22 @@ int cuCtxRecordEvent(void* recorded, cudaEvent_t event) {
   if (error == 0 && (!standin_has_context() || event->device != device)) error = BAD_HANDLE;
   if (error == 0) event->work = capture(NULL, device);
   return standin_leave_cuda(error);
+}
+
+static void hold(int device, const captured* what) {
+  held** link = &held_by[device];
+  while (*link != NULL) {
+    held* one = *link;
+    if (!is_through(&one->work)) {
+      link = &one->next;
+      continue;
+    }
+    *link = one->next;
+    free(one);
+  }
+  if (is_through(what)) return;
+  *link = malloc(sizeof(**link));
+  **link = (held){*what, ++n_held, NULL};
 }
 
 int cuCtxWaitEvent(void* waiting, cudaEvent_t event) {

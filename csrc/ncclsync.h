@@ -333,6 +333,7 @@ typedef struct {
   int64_t label;    /* as it was given to ncs_launch */
   int64_t first;    /* the number of its first collective, from 1 */
   int n_collectives;
+  int was_delivered; /* whether one of the failed groups had been delivered to a rank before it failed */
   int progress[NCS_MOST_RANKS];    /* ncs_progress of each rank; while the GPUs' own work ends: NCS_ABSENT if busy */
   int64_t counts[NCS_MOST_NAMED];  /* elements, and dtype, of the first collectives */
   int dtypes[NCS_MOST_NAMED];

@@ -47,7 +47,7 @@ struct ncs_launched {
   ncs_launcher* launcher;
   ncs_launched* next;
   int users; /* whoever has it, and the list of those under way */
-  int has_ended, has_failed, is_ready; /* is_ready: the GPUs' own work before it has ended */
+  int has_ended, has_failed, was_delivered, is_ready; /* is_ready: the GPUs' own work before it has ended */
   int64_t number, label, first;
   double since; /* when the stage began that it is in */
   int n_collectives;
@@ -196,7 +196,10 @@ static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclR
   }
   launcher->comm = NULL;
   stay(launcher);
-  for (ncs_launched* one = launcher->first; one != NULL; one = one->next) one->has_failed = 1;
+  for (ncs_launched* one = launcher->first; one != NULL; one = one->next) {
+    one->has_failed = 1;
+    told->was_delivered |= one->was_delivered;
+  }
   pthread_cond_broadcast(&launcher->changed);
 }
 
@@ -603,6 +606,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failur
     int has_failed;
     pthread_mutex_lock(&launcher->mutex);
     has_failed = launched->has_failed;
+    launched->was_delivered |= !has_failed;
     pthread_mutex_unlock(&launcher->mutex);
     if (has_failed) status = ncclRemoteError;
   }

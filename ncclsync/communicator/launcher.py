@@ -35,6 +35,7 @@ class LaunchFailure:
         first: the number of its first collective, from 1.
         sizes: (elements, NCCL's number of the dtype) of each of its collectives, the first ones at least.
         count: of its collectives.
+        was_delivered: whether somebody may have computed with what has failed.
         progress: [N] how far each rank had come; ABSENT, where its own work was waited for, if that had not ended.
     """
 
@@ -48,6 +49,7 @@ class LaunchFailure:
     first: int
     sizes: tuple[tuple[int, int], ...]
     count: int
+    was_delivered: bool
     progress: tuple[Progress, ...]
 
 
@@ -138,6 +140,7 @@ class Launcher:
             first=told.first,
             sizes=tuple((told.counts[i], told.dtypes[i]) for i in range(named)),
             count=told.n_collectives,
+            was_delivered=bool(told.was_delivered),
             progress=tuple(Progress(told.progress[r]) for r in range(self._size)),
         )
 

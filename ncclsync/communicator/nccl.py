@@ -63,6 +63,7 @@ class NcclCommunicator(Communicator):
     Attributes:
         size, world_size: the number of ranks here, and in all processes.
         failed_group: the number of the first launched group that the last failure has ended, from 1.
+        was_delivered: whether somebody may have computed with what such groups should have brought.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
         timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
         repeatable: whether sums must have equal bits in every call and every run.
@@ -170,7 +171,7 @@ class NcclCommunicator(Communicator):
         self.timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._launcher: Launcher | None = None
-        self.failed_group = 0
+        self.failed_group, self.was_delivered = 0, False
         self._labels: list[tuple[tuple[str, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
         self.repeatable = repeatable
@@ -199,7 +200,7 @@ class NcclCommunicator(Communicator):
             found = self._launcher.failure()
             if found is not None:
                 self._handle, self._failure = None, self._explain(found)
-                self.failed_group = found.group
+                self.failed_group, self.was_delivered = found.group, found.was_delivered
         return self._failure
 
     @property

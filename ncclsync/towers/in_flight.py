@@ -53,12 +53,18 @@ class InFlight:
             self.check()
             self._steps.clear()
 
-    def tell(self) -> BaseException | None:
-        """Return the communicator's failure, which is about to be raised; what rests on it is lost."""
+    def tell(self, written: frozenset[int] = frozenset()) -> BaseException | None:
+        """Return the communicator's failure, which is about to be raised; what rests on it is lost.
+
+        Args:
+            written: ids of the variables that a step writes which has failed with it, half-way.
+        """
         failure = self._communicator.failure
         if failure is not None and failure is not self._told:
             self._told = failure
             first = getattr(self._communicator, "failed_group", 0)
+            if getattr(self._communicator, "was_delivered", False):
+                self._lost.update(written)
             self._lost.update(*(written for group, written in self._steps if group >= first))
             self._steps.clear()
         return failure

@@ -341,9 +341,13 @@ class TowerState:
         """Let `save()` save tower 0's state whenever a collective has failed."""
         self._save = save
 
-    def failed_collective(self) -> BaseException | None:
-        """Return the failure that ended the communicator, if any; save tower 0's state first."""
-        failure = self.in_flight.tell()
+    def failed_collective(self, written: frozenset[int] = frozenset()) -> BaseException | None:
+        """Return the failure that ended the communicator, if any; save tower 0's state first.
+
+        Args:
+            written: see `InFlight.tell`.
+        """
+        failure = self.in_flight.tell(written)
         if failure is not None and failure is not self._saved_after and self._save is not None:
             self._saved_after = failure
             try:

@@ -449,7 +449,8 @@ class TowerStep(abc.ABC):
             nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
             if nonfinite is not None:
                 raise nonfinite from None
-            failure = self.towers.failed_collective() if isinstance(error, Exception) else None
+            written = frozenset() if setup is None or not self.towers.in_flight.active else setup.written
+            failure = self.towers.failed_collective(written) if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
             if setup is not None and isinstance(error, tf.errors.CancelledError):

@@ -182,7 +182,9 @@ class ModelStep(TowerStep):
         other_libraries.check_outside_strategy()
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
-            return self.run_on_batch(batch)
+            results = self.run_on_batch(batch)
+            self.towers.in_flight.settle()  # Keras reads them at once
+            return results
         if self.towers.on_nonfinite.mode is not None:
             raise NcclSyncError(
                 "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"

@@ -1,0 +1,148 @@
+"""A collective fails while the host is ahead: who is told, in which words, and what may be relied upon.
+
+Prints "FAULT is well" for each of its arguments; run by test_faults.py.
+"""
+
+import ctypes
+import os
+import pathlib
+import sys
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Towers, nccl_parallel
+from ncclsync.communicator.launcher import alive
+
+LIBRARY = ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"])
+X = np.random.default_rng(0).normal(size=(61, 12)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 5, 61)
+FAULTS = {
+    "stuck": ("stuck:1:2", NcclTimeoutError, "rank 1 (GPU 1) not arrived"),
+    "slow": ("slow:1:2=100000", NcclTimeoutError, "rank 1 (GPU 1), rank 2 (GPU 2) arrived, waiting"),
+    "async": ("async:2:2=6", NcclError, "ncclRemoteError"),
+    "call": ("ncclAllReduce:5=5", NcclError, "ncclInvalidUsage"),
+    "record": ("cuCtxRecordEvent:5", None, "told to fail"),  # an arrival: the step's own error
+    "wait": ("cuCtxWaitEvent:5", None, "told to fail"),
+}
+
+
+def fail(instructions):
+    LIBRARY.standin_fail(instructions.encode())
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(5)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def fit(model, **options):
+    return model.fit(X, Y, batch_size=20, shuffle=False, verbose=0, **options).history
+
+
+def raised(call, *kinds):
+    """Return what a call raises, which must be one of `kinds`."""
+    try:
+        call()
+    except kinds as error:
+        return error
+    raise AssertionError(f"expected {kinds}")
+
+
+def state(model):
+    return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
+
+
+def check_fault(name):
+    """`fit` raises it, and nobody reads or saves what rests on it; a checkpoint makes all good again."""
+    instructions, kind, words = FAULTS[name]
+    folder = pathlib.Path(tempfile.mkdtemp())
+    model = nccl_parallel(towers=3, timeout_s=1.0)(build)()
+    fit(model, epochs=1)
+    model.save_weights(folder / "good.weights.h5")
+    good = state(model)
+    before = alive()
+    fail(instructions)
+    error = raised(lambda: fit(model, epochs=2), kind or Exception)
+    assert words in str(error), error
+    fail("")
+    if model.towers.in_flight.lost:
+        raised(model.get_weights, NcclSyncError)
+        raised(lambda: model.save(folder / "bad.keras"), NcclSyncError)
+        raised(lambda: fit(model), NcclSyncError)
+        raised(model.towers.divergence, NcclSyncError)
+    model.load_weights(folder / "good.weights.h5")
+    for variable, value in zip([*model.weights, *model.optimizer.variables], good, strict=True):
+        variable.assign(value)
+    alone = build()
+    fit(alone, epochs=1)
+    one, other = fit(model, epochs=1), fit(alone, epochs=1)
+    np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-4)
+    for a, b in zip(state(model), state(alone), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert model.towers.divergence() == 0.0
+    model.towers.close()
+    assert alive() == before, alive()
+
+
+def check_keeps_weights():
+    """With an emergency checkpoint a step waits before it writes: weights are those before it, and saved."""
+    path = pathlib.Path(tempfile.mkdtemp(), "emergency.weights.h5")
+    model = nccl_parallel(towers=3, timeout_s=0.5, emergency_checkpoint=path)(build)()
+    fit(model, epochs=1)
+    good = state(model)
+    fail("stuck:1")
+    raised(lambda: fit(model, epochs=1), NcclTimeoutError)
+    fail("")
+    for a, b in zip(state(model), good, strict=True):
+        np.testing.assert_array_equal(a, b)
+    saved = build()
+    saved.load_weights(path)
+    for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    fit(model, epochs=1)
+    assert model.towers.divergence() == 0.0
+    model.towers.close()
+
+
+def check_own_loop():
+    """`Towers.run` returns before the failure; the next call raises it, or a read of a weight does."""
+    with tf.device("/GPU:0"):
+        weight = tf.Variable(tf.ones([4]))
+    for reads in (False, True):
+        with Towers(2, timeout_s=0.5) as towers:
+
+            def step(batch, towers=towers):
+                from ncclsync import ops
+
+                (mean,) = ops.all_reduce([tf.reduce_mean(batch, 0)])
+                weight.assign_add(mean)
+                return mean
+
+            towers.run(step, X[:8, :4])
+            weight.numpy()
+            fail("async:1=6")
+
+            def go_on(towers=towers, step=step, reads=reads):
+                for _ in range(1 if reads else 100):
+                    towers.run(step, X[:8, :4])
+                weight.numpy() if reads else None
+
+            error = raised(go_on, NcclError)
+            assert "ncclRemoteError" in str(error), error
+            fail("")
+            if towers.in_flight.lost:
+                raised(weight.numpy, NcclSyncError)
+            weight.assign(tf.ones([4]))
+            towers.run(step, X[:8, :4])
+            np.testing.assert_allclose(weight.numpy(), 1 + X[:8, :4].mean(0), rtol=1e-5)
+
+
+for asked in sys.argv[1:]:
+    {"keeps weights": check_keeps_weights, "own loop": check_own_loop}.get(asked, lambda: check_fault(asked))()  # noqa: B023
+    print(asked, "is well", flush=True)

@@ -120,8 +120,12 @@ static TF_Bool get_usage(const SP_Device* device, int64_t* left, int64_t* total)
 
 /* ---- Streams and events ---- */
 
+/* The first that TensorFlow makes on a GPU is the one that its kernels run on. */
+static SP_Stream computes[STANDIN_DEVICES];
+
 static void create_stream(const SP_Device* device, SP_Stream* stream, TF_Status* status) {
   DO(cudaStreamCreateWithPriority((cudaStream_t*)stream, NON_BLOCKING, 0))
+  if (TF_GetCode(status) == TF_OK && computes[device->ordinal] == NULL) computes[device->ordinal] = *stream;
 }
 
 static void destroy_stream(const SP_Device* device, SP_Stream stream) {
@@ -221,8 +225,12 @@ static void copy_to_host(const SP_Device* device, SP_Stream stream, void* to, co
   DO(cudaMemcpyAsync(to, from->opaque, size, BY_POINTERS, to_stream(stream)))
 }
 
+/* After the kernels so far: where TensorFlow makes a constant on a device like this one it does not see to that, as it
+ * does on a GPU, and a kernel before may yet write into memory that was let go and is now the constant's. */
 static void copy_to_device(const SP_Device* device, SP_Stream stream, SP_DeviceMemoryBase* to, const void* from,
                            uint64_t size, TF_Status* status) {
+  if (computes[device->ordinal] != NULL && computes[device->ordinal] != stream)
+    depend(device, stream, computes[device->ordinal], status);
   DO(cudaMemcpyAsync(to->opaque, from, size, BY_POINTERS, to_stream(stream)))
 }
 

@@ -1,0 +1,85 @@
+"""What orders an exchange is needed: without it the virtual GPUs give wrong numbers, or an error."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import cffi
+import pytest
+import run
+
+ROOT = pathlib.Path(__file__).parents[2]
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(ROOT / "csrc"))
+from cffi_build import read_cdef  # noqa: E402
+
+LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/group.c", "tf/exchange.c"
+# By name: the file, what stands there once, and what takes its place.
+MUTATIONS = {
+    "none": (LAUNCHER, "", ""),
+    "without the record": (LAUNCHER, "launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before)", "0"),
+    "without the wait": (LAUNCHER, "launcher->cuda.cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank])", "0"),
+    "buffers let go early": (
+        EXCHANGE,
+        "  if (arrival != NULL) hand_over(",
+        "  for (int i = 0; arrival != NULL && i < 2 * all->n; i += 2) {\n"
+        "    ncs_tf.TF_DeleteTensor(all->tensors[i]);\n    all->tensors[i] = NULL;\n  }\n"
+        "  if (arrival != NULL) hand_over(",
+    ),
+    "launch before the last has arrived": (
+        LAUNCHER,
+        "if (made->before[r] != NULL)\n      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent",
+        "if (made->before[r] != NULL && r < launcher->n - 1)\n"
+        "      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent",
+    ),
+    "calls in different orders": (
+        GROUP,
+        "status = call_rank(comm, &collectives[i], r);",
+        "status = call_rank(comm, &collectives[r % 2 ? n_collectives - 1 - i : i], r);",
+    ),
+}
+
+LIBRARIES = ["-lpthread", "-lm", "-ldl"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def build(folder, file, old, new):
+    """Make a package whose C library is mutated; return the folder that it lies in."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(ROOT / "ncclsync", folder / "ncclsync", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    mutated = folder / "csrc" / file
+    text = mutated.read_text(encoding="utf-8")
+    assert not old or text.count(old) == 1, old
+    mutated.write_text(text.replace(old, new) if old else text, encoding="utf-8")
+    ffi = cffi.FFI()
+    ffi.cdef(read_cdef(ROOT / "csrc" / "ncclsync.h"))
+    ffi.set_source("ncclsync._native", '#include "ncclsync.h"')
+    ffi.emit_c_code(str(folder / "native.c"))
+    sources = [*sorted((folder / "csrc").rglob("*.c")), folder / "native.c"]
+    include = [f"-I{folder / 'csrc'}", f"-I{sysconfig.get_paths()['include']}"]
+    made = folder / "ncclsync" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    command = [run.COMPILER, "-O1", "-w", "-fPIC", "-shared", *include, *sources, "-o", made, *LIBRARIES]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation(name, tmp_path):
+    """Without a mutation all is equal to one device; with any it is not."""
+    if run.CXX is None or run.COMPILER is None:
+        pytest.skip(run.MISSING)
+    folder = build(tmp_path / "mutated", *MUTATIONS[name])
+    options = ["--gpus", "4", "--ahead", "--delay-us", "2000", "--link", "0.02,500"]
+    done = subprocess.run(
+        [sys.executable, HERE / "run.py", *options, HERE / "scripts" / "steps.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+    is_equal = done.returncode == 0 and done.stdout.split("\n")[-2:] == ["equal True", ""]
+    assert is_equal == (name == "none"), done.stdout + done.stderr[-2000:]

@@ -1,4 +1,9 @@
-"""Some steps of a model in several buckets, on all GPUs and on the CPU: prints "equal", or what differs."""
+"""Some steps of a model in several buckets, on all GPUs and on the CPU: prints "equal", or what differs.
+
+An argument is an option that is turned on, such as `shard_optimizer`.
+"""
+
+import sys
 
 import keras
 import numpy as np
@@ -21,7 +26,7 @@ def build():
 with tf.device("/CPU:0"):
     alone = build()
     alone.fit(X, Y, batch_size=16, epochs=4, verbose=0, shuffle=False)
-model = nccl_parallel(bucket_bytes=6000, timeout_s=20)(build)()
+model = nccl_parallel(bucket_bytes=6000, timeout_s=20, **dict.fromkeys(sys.argv[1:], True))(build)()
 model.fit(X, Y, batch_size=16, epochs=4, verbose=0, shuffle=False)
 apart = max(np.max(np.abs(a - b)) for a, b in zip(model.get_weights(), alone.get_weights(), strict=True))
 print("equal" if apart < 1e-4 else f"apart by {apart}", model.towers.divergence() == 0.0)

@@ -50,18 +50,7 @@ def group_exchange(
         return [_join_on_host(column, communicator, collective) for column, collective in pairs]
     if device_ops.takes(communicator):
         return _enqueued(columns, communicator, collectives)
-    # TensorFlow keeps every py op's function for good, and what that refers to.
-    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
-    ranks = len(columns[0])
-
-    def join_on_devices(sends, recvs):
-        rows = zip(collectives, sends, recvs, strict=True)
-        _alive(borrowed).run_group([_filled(*row) for row in rows])
-
-    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
-        return shape_received(collectives[column], sent, ranks)
-
-    return _group_on_devices(columns, join_on_devices, shape_of)
+    return exchange_by_py_ops(columns, communicator, collectives)
 
 
 def _enqueued(
@@ -81,6 +70,24 @@ def _enqueued(
     flat = [tensor for column in columns for tensor in column]
     received = iter(tf.function(join, autograph=False)(*flat) if tf.executing_eagerly() else join(*flat))
     return [[next(received) for _ in column] for column in columns]
+
+
+def exchange_by_py_ops(
+    columns: Sequence[Sequence[tf.Tensor]], communicator: Communicator, collectives: Sequence[Joining]
+) -> list[list[tf.Tensor]]:
+    """Join tensors on devices as `group_exchange` does, by py ops: each waits for its GPU, and for the group."""
+    # TensorFlow keeps every py op's function for good, and what that refers to.
+    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
+    ranks = len(columns[0])
+
+    def join_on_devices(sends, recvs):
+        rows = zip(collectives, sends, recvs, strict=True)
+        _alive(borrowed).run_group([_filled(*row) for row in rows])
+
+    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
+        return shape_received(collectives[column], sent, ranks)
+
+    return _group_on_devices(columns, join_on_devices, shape_of)
 
 
 def group_all_reduce(

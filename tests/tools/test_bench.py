@@ -29,6 +29,7 @@ from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 from ncclsync.tools.cli import main
 
+VIRTUAL_GPUS = pathlib.Path(__file__).parents[1] / "virtual_gpus" / "run.py"
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "bench.sh"
 SPREAD = {"median", "q1", "q3", "samples"}
 
@@ -245,16 +246,22 @@ def test_commands_of_the_example_are_understood():
     assert sorted(named) == ["all-reduce", "feed", "memory", "start", "step"]
 
 
-def run_bench(tmp_path, *arguments):
-    """Run a benchmark as a user does; return its JSON, checked for what all of them have, and its table."""
-    command = [sys.executable, "-m", "ncclsync", "bench", *arguments, "--json", "it.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+def run_bench(tmp_path, *arguments, gpus=()):
+    """Run a benchmark as a user does; return its JSON, checked for what all of them have, and its table.
+
+    gpus: options of virtual GPUs, if it runs on such.
+    """
+    python = [sys.executable, VIRTUAL_GPUS, *gpus] if gpus else [sys.executable]
+    command = ["-m", "ncclsync", "bench", *arguments, "--json", "it.json"]
+    done = subprocess.run([*python, *command], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    if gpus and "virtual GPUs need a C++ compiler" in done.stderr:
+        pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "round 1 of 1: ncclsync" in done.stderr or "round 1 of 1: generator" in done.stderr
+    assert "round 1 of 1: " in done.stderr
     found = json.loads((tmp_path / "it.json").read_text())
     keys = {"schema", "benchmark", "command", "date", "machine", "unit", "rows", "notes"}
     assert set(found) == keys and found["schema"] == SCHEMA == "ncclsync.tools.bench/1"
-    assert found["command"] == ["python", "-m", "ncclsync", *command[3:]]
+    assert found["command"] == ["python", "-m", "ncclsync", *command[2:]]
     assert {"processor", "cores", "memory_bytes", "versions", "load_1_min"} <= set(found["machine"])
     for row in found["rows"]:
         assert set(row) == {"case", "side", "value", "ratios", "more"}
@@ -281,6 +288,23 @@ def test_all_reduce(tmp_path):
         assert set(row["ratios"]) == {"memcpy", "ncclsync"} - {row["side"]}
     assert all(word in table for word in ("algbw", "busbw", "#wrong", "4 KiB"))
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_exchange(tmp_path):
+    """On virtual GPUs: both routes and no exchange at all, with right results; a tower's part of the host's time."""
+    arguments = ("exchange", "--towers", "2", "--rounds", "1", "--plot", "it.svg")
+    found, table = run_bench(tmp_path, *arguments, gpus=["--gpus", "2"])
+    assert [row["side"] for row in found["rows"]] == ["ops", "py ops", "empty graph"]
+    assert all(row["more"]["wrong"] == 0 and row["case"]["towers"] == 2 for row in found["rows"])
+    assert all(set(row["ratios"]) == {"ops", "py ops", "empty graph"} - {row["side"]} for row in found["rows"])
+    assert "host time of an exchange" in table
+
+
+def test_exchange_needs_gpus(capsys):
+    """Told in one line, with what to do about it."""
+    assert main(["bench", "exchange", "--towers", "64"]) == 2
+    errors = capsys.readouterr().err
+    assert "Expected 64 GPUs that TensorFlow sees. Received: " in errors and "tests/virtual_gpus/run.py" in errors
 
 
 @pytest.mark.slow

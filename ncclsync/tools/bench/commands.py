@@ -1,6 +1,6 @@
 """Parse the arguments of `python -m ncclsync bench`, run a benchmark, and print its result.
 
-The benchmarks stand in `bench.all_reduce` and `bench.training`; nothing here imports TensorFlow.
+The benchmarks stand in `bench.all_reduce`, `bench.exchange` and `bench.training`; nothing here imports TensorFlow.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.arguments import at_least, listed
-from ncclsync.tools.bench import all_reduce, training
+from ncclsync.tools.bench import all_reduce, exchange, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
@@ -44,6 +44,7 @@ def add_bench(commands: Any) -> None:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     _add_all_reduce(benchmarks)
+    _add_exchange(benchmarks)
     _add_step(benchmarks)
     _add_start(benchmarks)
     _add_feed(benchmarks)
@@ -84,6 +85,21 @@ def _add_all_reduce(benchmarks: Any) -> None:
         help="nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
     )
     _add_rounds(parser, 11, "turns of each library for each size")
+
+
+def _add_exchange(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "exchange",
+        exchange.bench_exchange,
+        exchange.listings,
+        help="what a meeting of towers on GPUs costs the host",
+        description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
+        "graph: by the ops that only enqueue, by Python ops, and, for comparison, a graph without any. Needs as many "
+        "GPUs as towers.",
+    )
+    parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
+    _add_rounds(parser, 11, "turns of each graph")
 
 
 def _add_step(benchmarks: Any) -> None:

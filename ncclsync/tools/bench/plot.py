@@ -42,11 +42,11 @@ def _bandwidths(plt: Any, result: Result) -> Any:
 
 def _bars(plt: Any, result: Result) -> Any:
     """Draw one panel per model, since steps of different models have no common scale."""
-    models = list(dict.fromkeys(row.case["model"] for row in result.rows))
+    models = list(dict.fromkeys(_model(row) for row in result.rows))
     sides = _sides(result.rows)
     figure, axes = plt.subplots(1, len(models), squeeze=False, figsize=(2.2 * len(models) + 1.5, 3.4))
     for axis, model in zip(axes[0], models, strict=True):
-        rows = [row for row in result.rows if row.case["model"] == model]
+        rows = [row for row in result.rows if _model(row) == model]
         scale, unit = _unit(result.unit, max(row.value.median for row in rows))
         cases = list(dict.fromkeys(row.case["towers"] for row in rows))
         width = 0.8 / len(sides)
@@ -62,6 +62,10 @@ def _bars(plt: Any, result: Result) -> Any:
         axis.set_xticks(range(len(cases)), [str(case) for case in cases])
     _finish(figure, axes[0][0], len(sides))
     return figure
+
+
+def _model(row: Row) -> str:
+    return row.case.get("model", "")
 
 
 def _sides(rows: Sequence[Row], without: Sequence[str] = ()) -> dict[str, str]:

@@ -110,6 +110,7 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
     `median`, `q1`, `q3` and `samples`. A row's `more` holds
 
         all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second)
+        exchange    wrong (elements)
         step        samples_per_s; cpu_s, a spread: what the host's cores worked; of ncclsync compute_s,
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread

@@ -1,0 +1,140 @@
+"""Run `bench exchange`: what a meeting of towers on GPUs costs the host, in this process.
+
+Several all-reduces of one small bucket stand in a row in one graph. The clock stops when the graph's call returns: what
+the GPUs still have to do is not in it. Graphs take turns.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
+from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
+
+OPS, PY_OPS, EMPTY = "ops", "py ops", "empty graph"
+
+_IN_A_ROW = 20  # exchanges in one graph
+_ELEMENTS = 1024
+_CALLS = 5  # of a turn
+
+
+def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time an exchange for every number of towers: host time of each tower.
+
+    Args:
+        given: `towers`, a list; `rounds`.
+        show: shows the user what is being done.
+
+    Raises:
+        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+    """
+    show("importing TensorFlow")
+    check_gpus(max(given.towers))
+    from ncclsync.communicator import NcclCommunicator
+
+    rows = []
+    for towers in given.towers:
+        show(f"{towers} towers: joining GPUs")
+        with NcclCommunicator(range(towers)) as communicator:
+            rows += _time_case(towers, communicator, given.rounds, show)
+    return Result("exchange", "s", tuple(rows))
+
+
+def check_gpus(towers: int) -> None:
+    """Check that towers can be on GPUs of their own, and meet by ops that only enqueue.
+
+    Raises:
+        BenchError: they cannot.
+    """
+    import tensorflow as tf
+
+    from ncclsync.ops import host_ops
+
+    gpus = len(tf.config.list_logical_devices("GPU"))
+    if gpus < towers:
+        raise BenchError(
+            f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. tests/virtual_gpus/run.py runs a "
+            "command as on a host with several"
+        )
+    if not host_ops.available():
+        raise BenchError("TensorFlow does not take ncclsync's ops; `python -m ncclsync doctor` says why")
+
+
+def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
+    import numpy as np
+    import tensorflow as tf
+
+    from ncclsync.communicator import AllReduce
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.ops import group_ops
+
+    sent = []
+    for tower in range(towers):
+        with tf.device(f"/GPU:{tower}"):
+            sent.append(tf.identity(tf.fill([_ELEMENTS], float(tower))))
+    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * towers
+
+    def passed(*tensors: Any) -> list[Any]:
+        placed = []
+        for tower, tensor in enumerate(tensors):
+            with tf.device(f"/GPU:{tower}"):
+                placed.append(tf.identity(tensor))
+        return placed
+
+    def row_of(join: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
+        def in_a_row(*tensors: Any) -> Sequence[Any]:
+            column = passed(*tensors)
+            for _ in range(_IN_A_ROW):
+                (column,) = join([column], communicator, [AllReduce((), (), "max")])
+            return column
+
+        return in_a_row
+
+    # As a step is built by either route.
+    graphs = {
+        OPS: tf_compat.unordered_function(row_of(group_ops.group_exchange), specs),
+        PY_OPS: tf.function(row_of(group_ops.exchange_by_py_ops), specs, autograph=False).get_concrete_function(),
+        EMPTY: tf_compat.unordered_function(passed, specs),
+    }
+
+    def timer(graph: Callable) -> Callable[[], float]:
+        def turn() -> float:
+            seconds = 0.0
+            for _ in range(_CALLS):
+                tf.test.experimental.sync_devices()
+                began = time.perf_counter()
+                results = graph(*sent)
+                seconds += time.perf_counter() - began
+                del results
+            tf.test.experimental.sync_devices()
+            return seconds / (_CALLS * _IN_A_ROW * towers)
+
+        return turn
+
+    show(f"{towers} towers: first calls")
+    wrong = {}
+    for name, graph in graphs.items():
+        expected = [towers - 1 if name != EMPTY else tower for tower in range(towers)]
+        results = [result.numpy() for result in graph(*sent)]
+        wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
+    timers = {name: timer(graph) for name, graph in graphs.items()}
+    seconds = take_turns(timers, rounds, lambda text: show(f"{towers} towers: {text}"))
+    rows = []
+    for name, samples in seconds.items():
+        ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != name}
+        case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
+        rows.append(Row(case, name, Spread.of(samples), ratios, {"wrong": wrong[name]}))
+    return rows
+
+
+def listings() -> list[Listing]:
+    """Return the table."""
+    columns = [
+        Column("towers", lambda row: str(row.case["towers"])),
+        Column("by", lambda row: row.side, "left"),
+        Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
+        Column("time ÷\npy ops'", lambda row: ratio_text(row.ratios.get(PY_OPS))),
+        Column("#wrong", lambda row: str(row.more["wrong"])),
+    ]
+    return [Listing(columns)]

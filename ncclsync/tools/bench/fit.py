@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
 from ncclsync.tools.bench.models import MODELS
 from ncclsync.tools.bench.split import StepParts
@@ -113,7 +114,7 @@ class _Turns(keras.callbacks.Callback):
             watcher.on_train_batch_end(batch, logs)
         self._left -= 1
         if self._left == 0:
-            tf.test.experimental.sync_devices()  # a GPU may still be at work
+            tf_compat.sync_devices()  # a GPU may still be at work
             seconds = time.perf_counter() - self._began
             cpu_seconds = time.process_time() - self._cpu_began
             self._requests.answer(seconds=seconds / self._steps, cpu_seconds=cpu_seconds / self._steps)
@@ -146,7 +147,7 @@ def first_step(requests: Requests, library: str, model: str, towers: int) -> Non
     trained = build(library, model, towers)
     built = time.perf_counter()
     trained.fit(x, y, batch_size=len(x), verbose=0)
-    tf.test.experimental.sync_devices()
+    tf_compat.sync_devices()
     requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
 
 

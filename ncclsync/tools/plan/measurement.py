@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.program import Program, Segment
 from ncclsync.tools.bench.turns import Spread, take_turns
 from ncclsync.tools.plan.roofline import shares_before
@@ -73,7 +74,7 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     began = time.perf_counter()
     for _ in range(calls):
         model.train_function(iterator)
-    tf.test.experimental.sync_devices()
+    tf_compat.sync_devices()
     return (time.perf_counter() - began) / (calls * model.steps_per_execution)
 
 

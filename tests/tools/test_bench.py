@@ -307,6 +307,20 @@ def test_exchange_needs_gpus(capsys):
     assert "Expected 64 GPUs that TensorFlow sees. Received: " in errors and "tests/virtual_gpus/run.py" in errors
 
 
+def test_overlap(tmp_path):
+    """On virtual GPUs: five buckets; no time is below what kernels and link take; the host runs ahead."""
+    gpus = ["--gpus", "2", "--ahead", "--kernel-ms", "4", "--link", "0.1,0"]
+    found, table = run_bench(tmp_path, "overlap", "--towers", "2", "--rounds", "1", gpus=gpus)
+    (row,) = found["rows"]
+    more = row["more"]
+    assert len(more["bucket_bytes"]) == 5
+    assert sum(more["bucket_bytes"]) == 4 * (11 * 256**2 + 128 * 256 + 5 * 128**2 + 1)
+    assert min(more["without_s"]["median"], more["ended_s"]["median"], row["value"]["median"]) > 200e-3
+    assert more["exchange_s"]["median"] > sum(more["bucket_bytes"]) / 0.1e9
+    assert more["called_s"]["median"] < more["ended_s"]["median"] / 2
+    assert "hidden" in table
+
+
 @pytest.mark.slow
 def test_step(tmp_path):
     """Two libraries take turns inside fit; the parts of ncclsync's step add up to it."""

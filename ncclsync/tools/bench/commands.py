@@ -1,6 +1,7 @@
 """Parse the arguments of `python -m ncclsync bench`, run a benchmark, and print its result.
 
-The benchmarks stand in `bench.all_reduce`, `bench.exchange` and `bench.training`; nothing here imports TensorFlow.
+The benchmarks stand in `bench.all_reduce`, `bench.exchange`, `bench.overlap` and `bench.training`; nothing here imports
+TensorFlow.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.arguments import at_least, listed
-from ncclsync.tools.bench import all_reduce, exchange, training
+from ncclsync.tools.bench import all_reduce, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
@@ -45,6 +46,7 @@ def add_bench(commands: Any) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     _add_all_reduce(benchmarks)
     _add_exchange(benchmarks)
+    _add_overlap(benchmarks)
     _add_step(benchmarks)
     _add_start(benchmarks)
     _add_feed(benchmarks)
@@ -100,6 +102,22 @@ def _add_exchange(benchmarks: Any) -> None:
     )
     parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
     _add_rounds(parser, 11, "turns of each graph")
+
+
+def _add_overlap(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "overlap",
+        overlap.bench_overlap,
+        overlap.listings,
+        help="which share of the exchange back-propagation hides",
+        description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
+        "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
+        "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
+        "GPUs as towers.",
+    )
+    _add_towers(parser)
+    _add_rounds(parser, 5, "turns of each side")
 
 
 def _add_step(benchmarks: Any) -> None:

@@ -102,12 +102,12 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
         def turn() -> float:
             seconds = 0.0
             for _ in range(_CALLS):
-                tf.test.experimental.sync_devices()
+                tf_compat.sync_devices()
                 began = time.perf_counter()
                 results = graph(*sent)
                 seconds += time.perf_counter() - began
                 del results
-            tf.test.experimental.sync_devices()
+            tf_compat.sync_devices()
             return seconds / (_CALLS * _IN_A_ROW * towers)
 
         return turn

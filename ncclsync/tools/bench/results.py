@@ -111,6 +111,9 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
 
         all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second)
         exchange    wrong (elements)
+        overlap     without_s, exchange_s, hidden (a share), called_s and ended_s, spreads: a step without its
+                    exchanges, these alone, what is hidden of them, and when the call of a step has returned
+                    and the step ended; bucket_bytes, a list
         step        samples_per_s; cpu_s, a spread: what the host's cores worked; of ncclsync compute_s,
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread

@@ -16,11 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.program import Bucket, Program, Segment
 from ncclsync.training.keras_model import ModelStep
-
-_NEVER = "bench/never"
 
 
 class StepParts:
@@ -41,14 +40,30 @@ class StepParts:
             "compute": _Variant(model, programs, until_last_exchange),
         }
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Return what the step exchanges; it has run."""
+        ran = self._variants["whole"].last()
+        assert ran is not None
+        program, _ = ran
+        return [bucket for segment in program.segments for bucket in segment.outgoing]
+
     def seconds(self, variant: str, steps: int) -> float:
         """Run so many steps of a variant; return the mean time of one."""
         run = self._variants[variant].run
         began = time.perf_counter()
         for _ in range(steps):
             run(self._iterator)
-        tf.test.experimental.sync_devices()
+        tf_compat.sync_devices()
         return (time.perf_counter() - began) / steps
+
+    def lead(self) -> tuple[float, float]:
+        """Run a whole step; return when its call has returned, and when the devices were through, in seconds."""
+        began = time.perf_counter()
+        self._variants["whole"].run(self._iterator)
+        called = time.perf_counter()
+        tf_compat.sync_devices()
+        return called - began, time.perf_counter() - began
 
 
 class _Variant(ModelStep):
@@ -70,14 +85,12 @@ def without_exchanges(program: Program) -> Program:
     """Return a program whose towers keep what they have instead of joining it."""
 
     def silent(bucket: Bucket) -> Bucket:
-        never = (dataclasses.replace(exchange, when=_NEVER) for exchange in bucket.exchanges)
-        return dataclasses.replace(bucket, exchanges=tuple(never))
+        return dataclasses.replace(bucket, join=lambda buckets, sent, fractions: sent)
 
     segments = (
         dataclasses.replace(segment, outgoing=tuple(map(silent, segment.outgoing))) for segment in program.segments
     )
-    captures = (*program.captures, (_NEVER, tf.constant(False)))
-    return dataclasses.replace(program, segments=tuple(segments), captures=captures)
+    return dataclasses.replace(program, segments=tuple(segments))
 
 
 def until_last_exchange(program: Program) -> Program:

@@ -1,0 +1,160 @@
+"""Run `bench overlap`: which share of the exchange back-propagation hides, and how far ahead the host is.
+
+A step is timed as it is and without its exchanges, and the same buckets are exchanged without a step: in this process.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ncclsync.tools.bench.exchange import check_gpus
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
+from ncclsync.tools.bench.turns import BenchError, Spread, take_turns
+
+BUCKETS = 5
+
+# As in convolutional networks, layers near the input have few weights. Of equal layers no more than 1 - 1/BUCKETS of an
+# exchange could be hidden that takes as long as back-propagation: the last bucket leaves when that ends.
+_WIDTHS = (*[128] * 5, *[256] * 12)
+_LAYERS_OF_BUCKET = 3  # of the wide ones
+_ROWS = 8  # of a tower
+_STEPS = 3  # of a turn
+
+
+def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time a step with and without its exchanges, and these alone.
+
+    Args:
+        given: `towers`; `rounds`.
+        show: shows the user what is being done.
+
+    Raises:
+        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+    """
+    show("importing TensorFlow")
+    check_gpus(given.towers)
+    import tensorflow as tf
+
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.tools.bench.split import StepParts
+
+    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # and what the loss sends
+    model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes, check_first_step=False)(_dense)()
+    batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
+    with model.towers as towers:
+        parts = StepParts(model, batch)
+        show("first steps")
+        for variant in ("whole", "local"):
+            parts.seconds(variant, 2)
+        sizes = [_bytes_of(bucket) for bucket in parts.buckets]
+        if len(sizes) != BUCKETS:
+            raise BenchError(f"Expected {BUCKETS} buckets. Received: {len(sizes)}")
+        timers: dict[str, Callable[[], float]] = {
+            "step": functools.partial(parts.seconds, "whole", _STEPS),
+            "without": functools.partial(parts.seconds, "local", _STEPS),
+            "exchange": _exchange_timer(towers, sizes),
+        }
+        seconds = take_turns(timers, given.rounds, show)
+        leads = [parts.lead() for _ in range(given.rounds)]
+    turns = zip(seconds["without"], seconds["exchange"], seconds["step"], strict=True)
+    more = {
+        "without_s": Spread.of(seconds["without"]),
+        "exchange_s": Spread.of(seconds["exchange"]),
+        "hidden": Spread.of([(without + exchange - step) / exchange for without, exchange, step in turns]),
+        "called_s": Spread.of([called for called, _ in leads]),
+        "ended_s": Spread.of([ended for _, ended in leads]),
+        "bucket_bytes": sizes,
+    }
+    case = {"model": f"dense, {len(_WIDTHS)} layers", "towers": given.towers, "batch_size": given.towers * _ROWS}
+    return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, more),))
+
+
+def _dense() -> Any:
+    import keras
+    import tensorflow as tf
+
+    class Dense(keras.Sequential):
+        # Keras' losses divide by a count of rows in the host's memory: TensorFlow copies it to the GPU, after all that
+        # the GPU has been given, and what needs it waits for that.
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(self(x, training=True) - y))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    model = Dense([keras.Input(_WIDTHS[:1]), *(keras.layers.Dense(width, use_bias=False) for width in _WIDTHS)])
+    model.compile("sgd", jit_compile=False)
+    return model
+
+
+def _bytes_of(bucket: Any) -> int:
+    return sum(spec.shape.num_elements() * spec.dtype.size for spec in bucket.specs)
+
+
+def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
+    """Return a timer of so many all-reduces, one launch after another."""
+    import tensorflow as tf
+
+    from ncclsync.communicator import AllReduce
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.ops import device_ops
+
+    sends: list[list[Any]] = []  # [B][N]
+    for size in sizes:
+        sends.append([])
+        for device in towers.devices:
+            with tf.device(f"/{device}"):
+                sends[-1].append(tf.zeros([size // 4]))
+
+    def exchange() -> list[Any]:
+        launched: list[Any] = []
+        for column in sends:
+            placed = [_on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
+            before = [one.op for one in launched[-1:]]
+            collectives = [AllReduce((), (), "sum")]
+            launched.append(
+                device_ops.launch([placed], towers.communicator, collectives, towers.devices, launched_after=before)
+            )
+        return [one.deliver(tower)[0][:1] for tower in range(len(towers)) for one in launched]
+
+    graph = tf_compat.unordered_function(exchange, [])
+
+    def turn() -> float:
+        tf_compat.sync_devices()
+        began = time.perf_counter()
+        graph()
+        tf_compat.sync_devices()
+        return time.perf_counter() - began
+
+    turn()
+    return turn
+
+
+def _on(device: str, tensor: Any) -> Any:
+    import tensorflow as tf
+
+    with tf.device(f"/{device}"):
+        return tf.identity(tensor)
+
+
+def listings() -> list[Listing]:
+    """Return the tables: what is hidden, and the host's lead."""
+    hidden = [
+        Column("towers", lambda row: str(row.case["towers"])),
+        Column("step", lambda row: time_text(row.value)),
+        Column("without\nexchanges", _time("without_s")),
+        Column("exchanges\nalone", _time("exchange_s")),
+        Column("hidden", lambda row: f"{row.more['hidden'].median:.0%}"),
+    ]
+    lead = [
+        Column("the call of a step\nreturns after", _time("called_s")),
+        Column("the step has ended\nafter", _time("ended_s")),
+    ]
+    return [Listing(hidden), Listing(lead)]
+
+
+def _time(name: str) -> Callable[[Row], str]:
+    return lambda row: time_text(row.more[name])

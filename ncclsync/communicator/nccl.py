@@ -233,6 +233,11 @@ class NcclCommunicator(Communicator):
         self._labels.append(tuple((type(one).__name__, one.label) for one in collectives))
         return len(self._labels) - 1
 
+    def interrupt(self) -> None:
+        """Give up launched groups unless one ends within a second: somebody pressed Ctrl-C."""
+        if self._launcher is not None:
+            self._launcher.interrupt()
+
     def wait(self) -> None:
         """Wait until all launched groups have ended.
 
@@ -242,10 +247,9 @@ class NcclCommunicator(Communicator):
         launcher = self._launcher
         if launcher is None:
             return
-        with timeouts.interruptible():
+        with timeouts.interruptible(launcher.interrupt):
             while not launcher.wait(timeouts.SLICE_S):
-                if timeouts.is_interrupted():
-                    launcher.interrupt()
+                pass
         if self.failure is not None:
             raise self.failure
 

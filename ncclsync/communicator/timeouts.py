@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import select
 import signal
 import threading
 import time
@@ -116,24 +117,37 @@ class _Interrupts:
         os.set_blocking(self._read_end, False)
         os.set_blocking(self.write_end, False)
         self.received = b""
+        threading.Thread(target=self._watch, name="ncclsync interrupts", daemon=True).start()
 
     def has_come(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             self.received += os.read(self._read_end, 64)
         return signal.SIGINT in self.received
 
+    def _watch(self) -> None:
+        """Pass a Ctrl-C on to whoever has no thread that waits in slices."""
+        while True:
+            select.select([self._read_end], [], [])
+            if self.has_come() and _active is self and _pass_on is not None:
+                _pass_on()
+            time.sleep(SLICE_S)  # whoever waits in slices may want to read it
+
 
 _active: _Interrupts | None = None  # while the main thread is in `interruptible`
 _kept: _Interrupts | None = None
+_pass_on: Callable[[], None] | None = None  # what a Ctrl-C is passed on to meanwhile
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(pass_on: Callable[[], None] | None = None) -> Iterator[None]:
     """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads.
+
+    Args:
+        pass_on: is called at a Ctrl-C, in a thread of its own, for native code that waits without `wait`.
 
     In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
     """
-    global _active, _kept
+    global _active, _kept, _pass_on
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _active or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
         yield
@@ -142,7 +156,7 @@ def interruptible() -> Iterator[None]:
     _kept.has_come()  # what came between
     _kept.received = b""
     before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
-    _active = _kept
+    _active, _pass_on = _kept, pass_on
     try:
         yield
     except Exception as error:  # raised again, if not as the Ctrl-C that it hides
@@ -152,7 +166,7 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        _active = None
+        _active = _pass_on = None
         signal.set_wakeup_fd(before)
         _kept.has_come()
         if before != -1 and _kept.received:  # whoever was to be woken, such as an event loop, still is

@@ -26,7 +26,7 @@ def available() -> bool:
     try:
         native.register_tensorflow(os.path.join(tf.sysconfig.get_lib(), library))
     except NcclError as error:
-        logger.warning("Towers on the CPU use Python ops for their collectives: %s", error)
+        logger.warning("Towers use Python ops for their collectives: %s", error)
         return False
     return True
 

@@ -12,11 +12,14 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
 from ncclsync.compat import other_libraries
+from ncclsync.errors import NcclSyncError
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
 
 _logger = logging.getLogger("ncclsync")
+
+_COMMAND_BUFFER = "--xla_gpu_enable_command_buffer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +130,38 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
         repeatable = tf_compat.is_op_determinism_enabled()
         communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
         if device_ops.takes(communicator):
-            communicator.launcher(on_host=any(device.startswith("CPU") for device in placement.devices))
+            on_host = any(device.startswith("CPU") for device in placement.devices)
+            launcher = communicator.launcher(on_host=on_host)
+            if launcher.blocks and not on_host:
+                _logger.warning(
+                    "The host waits for each collective: the driver cannot let a GPU wait for one. CUDA 12.5 and newer can"
+                )
+            if not on_host:
+                keep_xla_from_capturing()
         return communicator
     return CpuCommunicator(len(placement.devices))
+
+
+def keep_xla_from_capturing() -> None:
+    """Keep XLA from recording command buffers, while which CUDA takes no event of a whole GPU.
+
+    XLA reads its flags when it compiles for the first time.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _COMMAND_BUFFER not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_COMMAND_BUFFER}=".strip()
+
+
+def check_xla_captures_nothing() -> None:
+    """Raise NcclSyncError if the user has XLA record command buffers."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    chosen = [flag.partition("=")[2] for flag in flags if flag.startswith(_COMMAND_BUFFER)]
+    if chosen and chosen[-1]:
+        raise NcclSyncError(
+            f"Expected XLA_FLAGS with {_COMMAND_BUFFER}= for steps that XLA compiles on GPUs: while XLA records a "
+            f"command buffer, CUDA cannot order a collective after a GPU's work. Received: {chosen[-1]!r}. Set the "
+            "flag so, or leave it out, before TensorFlow starts; or compile the model with jit_compile=False."
+        )
 
 
 def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_seeds: bool = False) -> Target:

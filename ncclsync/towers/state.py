@@ -4,6 +4,7 @@ Tower 0's variables are the user's. `TowerState` creates the other towers' copie
 Python writes into tower 0, and compares them. It knows nothing of models beyond the order of their weights.
 """
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import native
+from ncclsync.communicator import NcclCommunicator, native
+from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import DivergenceError, NcclSyncError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -366,6 +368,13 @@ class TowerState:
     def enqueues(self) -> bool:
         """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
         return device_ops.takes(self.communicator)
+
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which Ctrl-C ends collectives, where they can hang."""
+        communicator = self.communicator
+        if not isinstance(communicator, NcclCommunicator):
+            return contextlib.nullcontext()
+        return interruptible(communicator.interrupt)
 
     @property
     def keeps_weights(self) -> bool:

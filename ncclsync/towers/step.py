@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
@@ -34,6 +33,7 @@ from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import components_of, open_specs, rowed_leaves, rows_of
 from ncclsync.towers.feeding import Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
+from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 
@@ -139,6 +139,8 @@ class TowerStep(abc.ABC):
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
+        if source.jit_compile and self.towers.in_flight.active:
+            check_xla_captures_nothing()
         readers = self._readers()
         observer = Observer() if readers else None
         step = python_step(source.function)
@@ -436,7 +438,7 @@ class TowerStep(abc.ABC):
         """
         try:
             self.towers.sync()
-            with interruptible() if self.towers.backend == "nccl" else contextlib.nullcontext():
+            with self.towers.interruptible():
                 results = run()
             if setup is not None and self.towers.in_flight.active:
                 self.towers.in_flight.add(setup.written)

@@ -341,7 +341,7 @@ def test_own_loop(nccl):
 
 
 @pytest.mark.slow
-def test_failed_collective_keeps_no_memory(nccl, monkeypatch):
+def test_failed_collective_keeps_no_memory(nccl, py_ops, monkeypatch):
     """Neither what was to be reduced nor what was to hold the result waits for the next attempt."""
     seen = []
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import os
 import pickle
 
 import keras
@@ -13,6 +14,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.towers import placement
 
 X, Y = data(24)
 
@@ -323,3 +325,16 @@ def test_towers_stay_where_they_are(trained, duplicate):
     with pytest.raises(TypeError, match=r"Expected towers to stay in .* Received: <Towers .* Pickle the model"):
         duplicate({"towers": trained.towers} if duplicate is not copy.copy else trained.towers)
     assert trained.towers.divergence() == 0.0
+
+
+def test_xla_records_no_command_buffers(monkeypatch):
+    """While XLA records one CUDA takes no event of a GPU: turned off where nobody has chosen, else refused."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
+    placement.keep_xla_from_capturing()
+    placement.keep_xla_from_capturing()
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer="
+    placement.check_xla_captures_nothing()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    placement.keep_xla_from_capturing()
+    with pytest.raises(NcclSyncError, match="jit_compile=False"):
+        placement.check_xla_captures_nothing()

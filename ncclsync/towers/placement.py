@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
 from ncclsync.compat import other_libraries
-from ncclsync.errors import NcclSyncError
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
 
@@ -134,7 +134,7 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
             launcher = communicator.launcher(on_host=on_host)
             if launcher.blocks and not on_host:
                 _logger.warning(
-                    "The host waits for each collective: the driver cannot let a GPU wait for one. CUDA 12.5 and newer can"
+                    "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
                 )
             if not on_host:
                 keep_xla_from_capturing()

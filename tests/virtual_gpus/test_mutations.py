@@ -9,7 +9,7 @@ import sysconfig
 
 import cffi
 import pytest
-import run
+from virtual_host import run
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent

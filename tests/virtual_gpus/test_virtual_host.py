@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-import run
+from virtual_host import run
 
 HERE = pathlib.Path(__file__).parent
 AHEAD = ["--ahead", "--delay-us", "300"]

@@ -270,3 +270,17 @@ def test_links():
         parse_link("9,-1")
     with pytest.raises(ValueError, match="Expected a link within hosts of several GPUs"):
         Cluster(Link(1, 0), gpus_per_host=8)
+
+
+def test_launching_bounds_a_step():
+    """It costs nothing while the GPUs take longer; else a step takes as long as a host launches for all of its GPUs."""
+    workload = Workload(
+        Compute(0.0, 1e-3), (Stage(1.0, (Message("all_reduce", 0.5, 64), Message("all_reduce", 1, 64))),)
+    )
+    free, cheap, dear = (Cluster(Link(48e9, 4e-6), Link(130e9, 2e-6), 4, launch_s) for launch_s in (0, 1e-4, 1e-3))
+    assert step_seconds(workload, 8, 1, cheap) == step_seconds(workload, 8, 1, free) < 2e-3
+    assert step_seconds(workload, 8, 1, dear) == 2 * 4 * 1e-3
+    assert step_seconds(workload, 3, 1, dear) == 2 * 3 * 1e-3
+    predicted = predict(workload, 8, 1, dear)
+    assert predicted.launching_s == predicted.step_s == predicted.sequential_s == 2 * 4 * 1e-3
+    assert "aunch-bound: the host needs 8 ms to launch 2 exchanges" in predicted.one_gpu_because

@@ -19,6 +19,7 @@ from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
 from ncclsync.tools.bench.turns import BenchError
+from ncclsync.tools.plan.links import Link, parse_link
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
@@ -116,7 +117,10 @@ def _add_overlap(benchmarks: Any) -> None:
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
         "GPUs as towers.",
     )
-    _add_towers(parser)
+    _add_towers(parser, 2)
+    parser.add_argument(
+        "--link", type=_link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
+    )
     _add_rounds(parser, 5, "turns of each side")
 
 
@@ -210,8 +214,8 @@ def _add_model(parser: argparse.ArgumentParser, default: list[str]) -> None:
     )
 
 
-def _add_towers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--towers", type=at_least(1), default=4, metavar="N", help="default %(default)s")
+def _add_towers(parser: argparse.ArgumentParser, least: int = 1) -> None:
+    parser.add_argument("--towers", type=at_least(least), default=4, metavar="N", help="default %(default)s")
 
 
 def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
@@ -280,6 +284,13 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return chosen
+
+
+def _link(text: str) -> Link:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size(text: str) -> int:

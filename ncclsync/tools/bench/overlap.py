@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.bench.exchange import check_gpus
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, take_turns
 
 BUCKETS = 5
 
 # As in convolutional networks, layers near the input have few weights. Of equal layers no more than 1 - 1/BUCKETS of an
 # exchange could be hidden that takes as long as back-propagation: the last bucket leaves when that ends.
-_WIDTHS = (*[128] * 5, *[256] * 12)
+_WIDTHS = (*[128] * 4, *[256] * 12)
 _LAYERS_OF_BUCKET = 3  # of the wide ones
-_ROWS = 8  # of a tower
+_ROWS = 256  # of a tower: enough for the products to outweigh the update
 _STEPS = 3  # of a turn
 
 
@@ -27,7 +27,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     """Time a step with and without its exchanges, and these alone.
 
     Args:
-        given: `towers`; `rounds`.
+        given: `towers`; `rounds`; `link`, None or what `plan` is to predict for.
         show: shows the user what is being done.
 
     Raises:
@@ -59,7 +59,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         seconds = take_turns(timers, given.rounds, show)
         leads = [parts.lead() for _ in range(given.rounds)]
     turns = zip(seconds["without"], seconds["exchange"], seconds["step"], strict=True)
-    more = {
+    more: dict[str, Any] = {
         "without_s": Spread.of(seconds["without"]),
         "exchange_s": Spread.of(seconds["exchange"]),
         "hidden": Spread.of([(without + exchange - step) / exchange for without, exchange, step in turns]),
@@ -67,8 +67,38 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         "ended_s": Spread.of([ended for _, ended in leads]),
         "bucket_bytes": sizes,
     }
+    if given.link is not None:
+        predicted_s = _predicted_s(given.link, given.towers, more["without_s"].median, bucket_bytes)
+        more |= {"predicted_s": predicted_s, "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]])}
     case = {"model": f"dense, {len(_WIDTHS)} layers", "towers": given.towers, "batch_size": given.towers * _ROWS}
     return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, more),))
+
+
+def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
+    """Return the seconds of a step that `plan` predicts from those without exchanges.
+
+    Args:
+        link: as `run.py` has it: its latency is a whole collective's, where `plan` has one for each hop.
+        towers: N.
+        without_s: what is measured.
+        bucket_bytes: of the model.
+    """
+    import numpy as np
+
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.tools.plan.commands import LAUNCH_US
+    from ncclsync.tools.plan.links import Cluster, Link
+    from ncclsync.tools.plan.measurement import traced_traffic
+    from ncclsync.tools.plan.prediction import step_seconds
+    from ncclsync.tools.plan.workload import Compute, Workload
+
+    batch = tuple(np.zeros([_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
+    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes)(_dense)()
+    with model.towers:
+        stages = traced_traffic(model, batch, _ROWS, {}).stages
+    hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
+    cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
+    return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _ROWS, cluster)
 
 
 def _dense() -> Any:
@@ -148,12 +178,18 @@ def listings() -> list[Listing]:
         Column("without\nexchanges", _time("without_s")),
         Column("exchanges\nalone", _time("exchange_s")),
         Column("hidden", lambda row: f"{row.more['hidden'].median:.0%}"),
+        Column("step\nby plan", _predicted),
+        Column("÷\nmeasured", lambda row: ratio_text(row.more.get("predicted_ratio"))),
     ]
     lead = [
         Column("the call of a step\nreturns after", _time("called_s")),
         Column("the step has ended\nafter", _time("ended_s")),
     ]
     return [Listing(hidden), Listing(lead)]
+
+
+def _predicted(row: Row) -> str:
+    return time_text(Spread.of([row.more["predicted_s"]])).partition(" (")[0] if "predicted_s" in row.more else ""
 
 
 def _time(name: str) -> Callable[[Row], str]:

@@ -1,6 +1,7 @@
 """Parse the arguments of `python -m ncclsync plan` and run it. TensorFlow is imported to measure."""
 
 import argparse
+import dataclasses
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
 PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2
 
 _BATCH_SIZE = 32  # Keras' own
+LAUNCH_US = 30.0  # the most that `bench exchange` found on two cores with other load
 _SIZES = (1, 2, 4)  # the batch is measured whole, halved, and in quarters
 
 
@@ -48,6 +50,13 @@ def add_plan(commands: Any) -> None:
         "--between", type=_link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
     )
     parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
+    parser.add_argument(
+        "--launch-us",
+        type=_positive,
+        default=LAUNCH_US,
+        metavar="µs",
+        help="of the host to launch an exchange, for each of its GPUs (`bench exchange`); default %(default)s",
+    )
     parser.add_argument(
         "--batch-size", type=at_least(1), metavar="N", help=f"of each GPU; default {_BATCH_SIZE}, or the model's own"
     )
@@ -79,6 +88,7 @@ def _plan(given: argparse.Namespace) -> int:
         cluster = cluster_of(given.link, given.between, given.gpus_per_host)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    cluster = dataclasses.replace(cluster, launch_s=given.launch_us / 1e6)
     if not given.gpus:
         raise UsageError("Expected --gpus to name at least one number of GPUs. Received: none")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported

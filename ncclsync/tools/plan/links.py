@@ -35,11 +35,13 @@ class Cluster:
         between: of a host, all its network cards together; of a GPU, if a host has one.
         within: of each GPU to the others of its host; None if a host has one GPU.
         gpus_per_host: the last host may have fewer.
+        launch_s: what a host needs to launch an exchange, for each of its GPUs.
     """
 
     between: Link
     within: Link | None = None
     gpus_per_host: int = 1
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.gpus_per_host < 1 or (self.within is None) != (self.gpus_per_host == 1):
@@ -47,6 +49,10 @@ class Cluster:
                 "Expected a link within hosts of several GPUs, and none within hosts of one. "
                 f"Received: {self.within} for {self.gpus_per_host} per host"
             )
+
+    def launching_s(self, exchanges: int, gpus: int) -> float:
+        """Return what a host needs to launch so many exchanges, one after another."""
+        return exchanges * min(gpus, self.gpus_per_host) * self.launch_s
 
     def hosts(self, gpus: int) -> int:
         """Return how many hosts have so many GPUs."""

@@ -9,8 +9,8 @@ when its stage has ended. Measured systems lie between the two: the tests hold t
 - TensorFlow on 8 GPUs: tensorflow/docs_src/performance/benchmarks.md, 2017;
 - bus bandwidths over several hosts: NVIDIA/nccl issue 412, NVIDIA/nccl-tests issue 29.
 
-Not counted: launching a collective, GPUs that wait for a slower one, feeding, and what communication takes
-away from compute.
+The host launches ahead of its GPUs, so that launching costs nothing until it takes longer than all else. Not counted:
+GPUs that wait for a slower one, feeding, and what communication takes away from compute.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ class Prediction:
         step_s: seconds of a step, with overlap.
         sequential_s: without overlap.
         communication_s: of all messages together.
+        launching_s: what the host needs to launch them; no step is shorter.
         overlapped: share of that which happens during compute, with overlap.
         algorithms: of the messages, the one that takes longest first.
         efficiency: one GPU's step over `step_s`: 1 is linear scaling.
@@ -46,6 +47,7 @@ class Prediction:
     step_s: float
     sequential_s: float
     communication_s: float
+    launching_s: float
     overlapped: float
     algorithms: tuple[str, ...]
     efficiency: float
@@ -90,6 +92,7 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
         step_s,
         sequential_s,
         communication_s,
+        cluster.launching_s(len(estimates), gpus),
         max(0.0, 1 - exposed_s / communication_s) if communication_s else 1.0,
         tuple(dict.fromkeys(estimate.algorithm for estimate in estimates)),
         efficiency(batch),
@@ -103,6 +106,8 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
 def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True) -> float:
     """Return the seconds of a step: stage by stage, one channel that serves the messages in order.
 
+    Or, if that is longer, what the host needs to launch them.
+
     Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", VLDB 2020, section 3.2.3.
     """
@@ -114,7 +119,7 @@ def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *,
             ready_s = now + (message.ready if overlap else 1.0) * compute_s
             channel_s = max(channel_s, ready_s) + next(estimates).seconds
         now = max(now + compute_s, channel_s)
-    return now
+    return max(now, cluster.launching_s(len(workload.messages), gpus))
 
 
 def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> list[Estimate]:
@@ -162,6 +167,11 @@ def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster
         cause = (
             "too little compute per sample: a step takes one GPU hardly longer for a larger batch "
             f"({compute.fixed_s * 1e3:.3g} of {compute.of(batch) * 1e3:.3g} ms do not depend on it)"
+        )
+    elif step_s <= cluster.launching_s(len(estimates), gpus):
+        cause = (
+            f"launch-bound: the host needs {step_s * 1e3:.3g} ms to launch {len(estimates)} exchanges, beside "
+            f"{compute.of(batch) * 1e3:.3g} ms of compute"
         )
     elif latency_s > total_s / 2:
         cause = (

@@ -101,7 +101,8 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
     notes.append(f"Links: {cluster_text(cluster)}.")
     notes.append(
         "Overlap: a bucket leaves as soon as back-propagation has made it. Without: when its part of the "
-        "step has ended, as in ncclsync today. Not counted: launching, feeding, waiting for slower GPUs."
+        f"step has ended. Launching takes the host {cluster.launch_s * 1e6:g} µs for each bucket and GPU of it, ahead "
+        "of the GPUs. Not counted: feeding, waiting for slower GPUs."
     )
     if any(message.bytes_per_sample for message in workload.messages):
         notes.append("Some buckets gather rows, as of embeddings: they grow with the batch, and with N.")

@@ -154,7 +154,12 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
         body: a function of tensors, which is traced now. What it does must come before its results.
         signature: their specs.
     """
-    return tf.compat.v1.wrap_function(body, signature)
+
+    def on_components(*components: tf.Tensor) -> Any:
+        return body(*tf.nest.pack_sequence_as(signature, components, expand_composites=True))
+
+    function = tf.compat.v1.wrap_function(on_components, tf.nest.flatten(signature, expand_composites=True))
+    return lambda *given: function(*tf.nest.flatten(given, expand_composites=True))
 
 
 def sync_devices() -> None:

@@ -316,8 +316,13 @@ static void* watch(void* launcher_) {
     ncs_nccl_comm* doomed;
     ncs_launched* failed = NULL;
     pthread_mutex_lock(&launcher->mutex);
-    while (launcher->doomed == NULL && (launcher->first == NULL || launcher->comm == NULL))
+    while (launcher->doomed == NULL && launcher->first == NULL && launcher->comm != NULL)
       pthread_cond_wait(&launcher->changed, &launcher->mutex);
+    if (launcher->doomed == NULL && launcher->comm == NULL) { /* closed: the next launch starts another thread */
+      launcher->is_watched = 0;
+      pthread_mutex_unlock(&launcher->mutex);
+      return NULL;
+    }
     doomed = launcher->doomed;
     if (doomed != NULL) drop_groups(launcher, &failed);
     pthread_mutex_unlock(&launcher->mutex);

@@ -1,6 +1,8 @@
 """Ops that only enqueue, on CPU towers with the stand-in NCCL: they block there, and do all else as on GPUs."""
 
 import itertools
+import os
+import time
 
 import numpy as np
 import pytest
@@ -207,3 +209,28 @@ def test_groups_are_counted_with_collectives_that_are_waited_for(joined, standin
             assert joined.launcher().count(0) == number + 2
             step(*sent)
     assert joined.launcher().groups() == (4, 4)
+
+
+def test_the_thread_that_watches_ends_with_the_communicator(standin):
+    """However many communicators a process makes, one after another."""
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    sent = [unique("float32", tower) for tower in range(2)]
+    counts = []
+    for _ in range(4):
+        with NcclCommunicator([4, 0], timeout_s=2.0, preflight=False) as communicator:
+            communicator.launcher(on_host=True)
+
+            @tf.function(autograph=False)
+            def step(*tensors, communicator=communicator):
+                launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[:2])
+                return [launched.deliver(tower)[0] for tower in range(2)]
+
+            step(*sent)
+        until = time.monotonic() + 5
+        while counts and threads() > counts[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        counts.append(threads())
+    assert counts[-1] <= counts[0], counts

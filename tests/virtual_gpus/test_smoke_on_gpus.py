@@ -1,0 +1,28 @@
+"""Tests of CPU towers once more, on virtual GPUs, with several seeds of delays."""
+
+import pathlib
+
+import pytest
+from test_virtual_host import on_virtual_gpus  # noqa: F401
+
+TESTS = pathlib.Path(__file__).parents[1]
+# Models and their parity, `check_every`, compression, the divided optimizer, saving and loading, own loops.
+FILES = [
+    "parity/test_smoke.py",
+    "towers/test_drift.py",
+    "gradients/test_compression.py",
+    "gradients/test_sharded_optimizer.py",
+    "training/test_saving.py",
+    "training/test_loop.py",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("seed, way", [("1", ["--ahead"]), ("2", ["--ahead"]), ("3", [])])
+def test_on_virtual_gpus(on_virtual_gpus, seed, way):  # noqa: F811
+    """They pass as on the CPU, whatever the streams' delays."""
+    options = ["--gpus", "8", "--delay-us", "200", "--seed", seed, *way]
+    files = [TESTS / file for file in FILES]
+    printed = on_virtual_gpus(*options, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+    assert " passed" in printed

@@ -17,7 +17,7 @@ from setuptools.errors import SetupError
 HEADER = pathlib.Path("csrc/ncclsync.h")
 
 # Sources, and the pages beside them.
-ARCHIVED = {".c", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"}
+ARCHIVED = {".c", ".cc", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"}
 
 # What C may call: native.py defines it.
 PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, int ends, int64_t value);\n'

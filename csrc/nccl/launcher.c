@@ -469,6 +469,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   ncclResult_t status = start_to_watch(launcher, failure);
   if (status == ncclSuccess) status = enter(launcher, 0, failure, &current);
   if (status != ncclSuccess) return status;
+  if (launcher->first == NULL) stay(launcher); /* whoever wanted out then had nothing to wait for */
   made->number = ++launcher->n_launched;
   made->first = launcher->n_collectives + 1;
   launcher->n_collectives += made->n_collectives;

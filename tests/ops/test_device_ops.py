@@ -191,6 +191,23 @@ def test_towers_that_send_other_sizes_are_told(joined):
     assert joined.failure is None
 
 
+def test_an_interrupt_when_nothing_is_under_way_is_forgotten(joined, standin):
+    """It is not a later group's, even one that takes a while."""
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
+        return [launched.deliver(tower)[0] for tower in range(3)]
+
+    sent = [unique("float32", tower) for tower in range(3)]
+    step(*sent)
+    joined.interrupt()
+    time.sleep(1.1)  # as long as a group may go on without an end
+    standin.fail("slow:1:1=50")
+    np.testing.assert_array_equal(step(*sent)[0], sum(sent))
+    assert joined.failure is None
+
+
 def test_groups_are_counted_with_collectives_that_are_waited_for(joined, standin):
     """Numbers in messages go on over both, and both may be in use."""
 

@@ -397,6 +397,9 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
  * the group's end instead. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, /*outputs*/ ncs_failure* failure);
 
+/* Blocks until the group has ended; ncclRemoteError: it has failed. */
+ncclResult_t ncs_launched_wait(ncs_launched* launched);
+
 /* What `kept` was of rank r's arrival; NULL: it is delivered. */
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
 

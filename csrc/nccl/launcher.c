@@ -584,7 +584,7 @@ static ncclResult_t order(ncs_launched* launched, int rank, ncs_failure* failure
   return status;
 }
 
-static ncclResult_t wait_for_end(ncs_launched* launched) {
+ncclResult_t ncs_launched_wait(ncs_launched* launched) {
   ncs_launcher* launcher = launched->launcher;
   const double began = ncs_now_s();
   for (;;) {
@@ -607,7 +607,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failur
     ncs_set_failure(failure, "ncs_deliver", "Expected a group that was not delivered to this rank");
     return ncclInvalidUsage;
   }
-  if (waits || launcher->blocks) status = wait_for_end(launched);
+  if (waits || launcher->blocks) status = ncs_launched_wait(launched);
   else {
     int has_failed;
     pthread_mutex_lock(&launcher->mutex);
@@ -633,7 +633,7 @@ void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r) {
     if (launched->arrivals[r] == NULL) continue;
-    if (launched->launcher->blocks) wait_for_end(launched);
+    if (launched->launcher->blocks) ncs_launched_wait(launched);
     else order(launched, r, NULL);
     ncs_arrival_release(launched->arrivals[r]);
   }

@@ -258,7 +258,9 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   ncs_launched* launched = read_token(context, 0, status);
   ncs_failure failure = {"", "", -1};
-  if (launched != NULL && !kernel->passes) {
+  if (launched != NULL && kernel->passes) {
+    if (kernel->waits) ncs_launched_wait(launched); /* what fails is told where it is delivered */
+  } else if (launched != NULL) {
     const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
     for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {
       const TF_Tensor* recv = all->tensors[2 * i + 1];

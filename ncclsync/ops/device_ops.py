@@ -30,7 +30,8 @@ from ncclsync.communicator import (
     nccl_calls,
 )
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops.host_ops import available, set_attribute
+from ncclsync.ops import host_ops
+from ncclsync.ops.host_ops import set_attribute
 
 Joining = AllReduce | ReduceScatter | AllGather | Broadcast
 
@@ -148,7 +149,7 @@ def broadcast(
 
 def takes(communicator: Any) -> bool:
     """Return whether these ops can join towers by this communicator: TensorFlow takes them, and it is NCCL's."""
-    return isinstance(communicator, NcclCommunicator) and available()
+    return isinstance(communicator, NcclCommunicator) and host_ops.available()
 
 
 def shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:

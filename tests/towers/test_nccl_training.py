@@ -118,7 +118,7 @@ class TellToFail(keras.callbacks.Callback):
     [
         ("stuck:1", NcclTimeoutError, "rank 1 (GPU 1) not arrived", ".weights.h5"),
         ("async:2=6", NcclError, "ncclRemoteError", ".keras"),
-        ("cuCtxRecordEvent:2", NcclError, "told to fail", ".weights.h5"),
+        ("cudaStreamWaitEvent:2", NcclError, "told to fail", ".weights.h5"),
     ],
 )
 def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):

@@ -52,6 +52,7 @@ print((time.perf_counter() - began) / 40)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler on the PATH to build the virtual GPUs")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_copies_lie_beside_computation(tmp_path):
     """A step takes about as long as the longer of the two; where towers are not fed, at least as both."""
@@ -65,5 +66,4 @@ def test_copies_lie_beside_computation(tmp_path):
         assert run.returncode == 0, run.stderr[-2000:]
         return float(run.stdout)
 
-    assert step_s("fed") < 0.085
-    assert step_s("not") > 0.1
+    assert step_s("fed") < 0.8 * step_s("not")

@@ -1,6 +1,9 @@
-/* What all folders share: the tables of ncclsync.h, and failures. */
+/* What all folders share: the tables of ncclsync.h, failures, and how a thread starts. */
+#define _POSIX_C_SOURCE 200809L
+
 #include "ncclsync.h"
 
+#include <signal.h>
 #include <stdio.h>
 
 #define NCS_LENGTH(rows) (sizeof(rows) / sizeof((rows)[0]))
@@ -49,4 +52,14 @@ void ncs_set_failure(ncs_failure* failure, const char* call, const char* message
   snprintf(failure->call, sizeof(failure->call), "%s", call);
   snprintf(failure->message, sizeof(failure->message), "%s", message != NULL ? message : "");
   failure->index = -1;
+}
+
+int ncs_start_thread(pthread_t* thread, void* (*run)(void*), void* argument) {
+  sigset_t all, callers;
+  int failed;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &callers);
+  failed = pthread_create(thread, NULL, run, argument);
+  pthread_sigmask(SIG_SETMASK, &callers, NULL);
+  return failed;
 }

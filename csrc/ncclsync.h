@@ -1,13 +1,15 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
- * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints, exits or keeps mutable
- * statics. Pointers to buffers are borrowed for the call only. Nothing here knows Python or TensorFlow.
+ * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The only mutable
+ * statics are TensorFlow's symbols, and counts for tests. Pointers to buffers are borrowed for the call only, but where
+ * a comment says otherwise. Nothing here knows Python or TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
  */
 #ifndef NCCLSYNC_H_
 #define NCCLSYNC_H_
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -307,7 +309,7 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
  *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for what they captured, then run one group
  *   ncs_deliver  per rank: all work that its GPU is given from then on waits for the group's end
  * Where the driver cannot capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host
- * memory, which no stream orders, ncs_launch and ncs_deliver block instead; chosen once, by ncs_launcher_create.
+ * memory, which no stream orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open tells.
  *
  * A thread watches launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
  * communicator, so that the GPUs' streams go on: what they compute rests on a failed group, from `group` on. */
@@ -326,7 +328,7 @@ typedef enum {
 
 typedef struct {
   ncs_failure failure;
-  int status;       /* ncclSuccess: none has failed; ncclTimeout: it did not end in time */
+  int status;       /* ncclSuccess: none has failed; ncclTimeout: it did not end in time; ncclInProgress: interrupted */
   int stage;        /* ncs_stage */
   double waited_s;
   int64_t group;    /* the number of the first group that failed, from 1; all later ones have failed with it */
@@ -382,7 +384,7 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of rank r's GPU. `kept` is what holds the buffers; let_go(kept) is called once, when nothing that
+/* Captures the work of rank r's GPU; if CUDA refuses, the launcher fails. `kept` is what holds the buffers; let_go(kept) is called once, when nothing that
  * is under way uses them any more, or what does is ordered before all that the GPU is given later. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
                         void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
@@ -436,6 +438,8 @@ typedef struct {
 
 /* Bytes of an element; 0: no such dtype. */
 size_t ncs_size_of(int dtype);
+/* As pthread_create; signals stay with the program's own threads. */
+int ncs_start_thread(pthread_t* thread, void* (*run)(void* argument), void* argument);
 /* Fills in *failure, which may be NULL. */
 void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);
 

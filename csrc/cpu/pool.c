@@ -5,7 +5,6 @@
 
 #include <fenv.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 
 /* One call of ncs_pool_run. Lives on the caller's stack: the caller leaves only when no worker is inside. */
@@ -142,7 +141,6 @@ static void release(ncs_pool* pool, int workers) {
 
 ncclResult_t ncs_pool_create(int threads, int level, ncs_pool** out) {
   int best, started = 0, failed = 0;
-  sigset_t all, callers;
   ncs_pool* pool;
   if (out == NULL) return ncclInvalidArgument;
   *out = NULL;
@@ -163,14 +161,10 @@ ncclResult_t ncs_pool_create(int threads, int level, ncs_pool** out) {
   pthread_cond_init(&pool->wake, NULL);
   pthread_cond_init(&pool->left, NULL);
 
-  /* Signals stay with the program's own threads. */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &callers);
   while (started < pool->workers && !failed) {
-    failed = pthread_create(&pool->threads[started], NULL, work, pool);
+    failed = ncs_start_thread(&pool->threads[started], work, pool);
     if (!failed) ++started;
   }
-  pthread_sigmask(SIG_SETMASK, &callers, NULL);
   if (failed) {
     release(pool, started);
     return ncclSystemError;

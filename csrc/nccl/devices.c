@@ -2,7 +2,6 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -105,20 +104,13 @@ static void* synchronize(void* argument) {
 
 static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
   pthread_t thread;
-  sigset_t all, callers;
-  int failed;
   ncs_waiter* waiter = calloc(1, sizeof(*waiter) + (size_t)comm->n * sizeof(int));
   if (waiter == NULL) return ncclSystemError;
   pthread_mutex_init(&waiter->mutex, NULL);
   waiter->cuda = comm->cuda;
   waiter->n = comm->n;
   memcpy(waiter->devices, comm->devices, (size_t)comm->n * sizeof(int));
-  /* Signals stay with the program's own threads. */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &callers);
-  failed = pthread_create(&thread, NULL, synchronize, waiter);
-  pthread_sigmask(SIG_SETMASK, &callers, NULL);
-  if (failed) {
+  if (ncs_start_thread(&thread, synchronize, waiter) != 0) {
     ncs_set_failure(failure, "pthread_create", "no thread to wait for the GPUs' own work");
     free_waiter(waiter);
     return ncclSystemError;

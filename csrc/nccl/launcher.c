@@ -6,7 +6,6 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -95,53 +94,6 @@ static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
   count(&n_events, -1);
 }
 
-/* ---- Arrive ---- */
-
-ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
-                        void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
-  const size_t size = (size_t)n_buffers * sizeof(*buffers);
-  ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
-  CUcontext current = NULL;
-  ncclResult_t status = ncclSuccess;
-  *out = NULL;
-  if (arrival == NULL) return ncclSystemError;
-  arrival->launcher = launcher;
-  arrival->rank = rank;
-  arrival->n_buffers = n_buffers;
-  arrival->users = 1;
-  if (size > 0) memcpy(arrival->buffers, buffers, size);
-  count(&n_arrivals, 1);
-  if (n_buffers > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
-    status = enter(launcher, rank, failure, &current);
-    if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(&launcher->cuda,
-                              launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before),
-                              "cuCtxRecordEvent", failure);
-    leave(launcher, current);
-  }
-  if (status != ncclSuccess) {
-    ncs_arrival_release(arrival);
-    return status;
-  }
-  arrival->kept = kept;
-  arrival->let_go = let_go;
-  *out = arrival;
-  return ncclSuccess;
-}
-
-void ncs_arrival_release(ncs_arrival* arrival) {
-  CUcontext current = NULL;
-  if (arrival == NULL || __atomic_sub_fetch(&arrival->users, 1, __ATOMIC_ACQ_REL) > 0) return;
-  if (arrival->before != NULL && enter(arrival->launcher, arrival->rank, NULL, &current) == ncclSuccess) {
-    destroy_event(arrival->launcher, &arrival->before);
-    leave(arrival->launcher, current);
-  }
-  if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
-  count(&n_arrivals, -1);
-  free(arrival);
-}
-
 /* ---- Failure. All under the lock ---- */
 
 static void note_progress(ncs_launcher* launcher, const ncs_launched* group, int stage) {
@@ -171,8 +123,8 @@ static void append(ncs_launcher* launcher, ncs_launched* group) {
   pthread_cond_broadcast(&launcher->changed);
 }
 
-/* The groups under way have failed, and `group`, which may not be among them yet, is the first. Takes the communicator
- * away; whoever calls has it aborted. */
+/* The groups under way have failed, and `group` is the first; NULL: it failed before there was one. Takes the
+ * communicator away; whoever calls has it aborted. */
 static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
                         double waited_s, const ncs_failure* failure) {
   ncs_launch_failure* told = &launcher->failure;
@@ -241,6 +193,12 @@ static ncclResult_t look_at_events(const ncs_launcher* launcher, cudaEvent_t* ev
   return ncclSuccess;
 }
 
+/* The same of NCCL's errors; what it has not launched yet is a later group's. */
+static ncclResult_t look_at_nccl(const ncs_launcher* launcher, ncs_failure* failure) {
+  const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
+  return status == ncclInProgress ? ncclSuccess : status;
+}
+
 /* Looks once at what is under way, under the lock; moves what has ended to *ended. ncclInProgress: something has not. */
 static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   ncs_failure failure;
@@ -250,24 +208,16 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   while (launcher->first != NULL && launcher->comm != NULL) {
     ncs_launched* group = launcher->first;
     const double now = ncs_now_s();
-    int stage = NCS_RUNNING;
-    status = ncs_ask_nccl(launcher->comm, &failure);
-    if (status == ncclInProgress) status = ncclSuccess; /* that of a later group */
+    const int stage = group->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
+    status = look_at_nccl(launcher, &failure);
+    if (status == ncclSuccess)
+      status = look_at_events(launcher, group->is_ready ? group->end : group->before, &failure);
     if (status == ncclSuccess && !group->is_ready) {
-      stage = NCS_OWN_WORK;
-      status = look_at_events(launcher, group->before, &failure);
-      if (status == ncclSuccess) {
-        group->is_ready = 1;
-        group->since = now;
-        continue;
-      }
-    } else if (status == ncclSuccess) {
-      status = look_at_events(launcher, group->end, &failure);
-      /* An error may have ended it. */
-      if (status == ncclSuccess) status = ncs_ask_nccl(launcher->comm, &failure);
-      if (status == ncclInProgress && look_at_events(launcher, group->end, &failure) == ncclSuccess)
-        status = ncclSuccess;
+      group->is_ready = 1;
+      group->since = now;
+      continue;
     }
+    if (status == ncclSuccess) status = look_at_nccl(launcher, &failure); /* an error may have ended it */
     if (status == ncclInProgress) {
       const int expired = has_expired(launcher, group->since, now);
       if (!expired && !wants_out(launcher, now)) return status;
@@ -343,20 +293,72 @@ static void* watch(void* launcher_) {
 /* Under the lock. */
 static ncclResult_t start_to_watch(ncs_launcher* launcher, ncs_failure* failure) {
   pthread_t thread;
-  sigset_t all, callers;
-  int failed;
   if (launcher->is_watched) return ncclSuccess;
-  sigfillset(&all); /* signals stay with the program's own threads */
-  pthread_sigmask(SIG_SETMASK, &all, &callers);
-  failed = pthread_create(&thread, NULL, watch, launcher);
-  pthread_sigmask(SIG_SETMASK, &callers, NULL);
-  if (failed) {
+  if (ncs_start_thread(&thread, watch, launcher) != 0) {
     ncs_set_failure(failure, "pthread_create", "no thread to watch collectives");
     return ncclSystemError;
   }
   pthread_detach(thread);
   launcher->is_watched = 1;
   return ncclSuccess;
+}
+
+/* ---- Arrive ---- */
+
+/* CUDA has refused: nobody can tell what its streams do. */
+static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, const ncs_failure* failure) {
+  pthread_mutex_lock(&launcher->mutex);
+  if (launcher->comm != NULL && start_to_watch(launcher, NULL) == ncclSuccess) {
+    launcher->doomed = launcher->comm;
+    fail_groups(launcher, NULL, status, NCS_OWN_WORK, 0, failure);
+  }
+  pthread_mutex_unlock(&launcher->mutex);
+}
+
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
+                        void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
+  const size_t size = (size_t)n_buffers * sizeof(*buffers);
+  ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
+  CUcontext current = NULL;
+  ncclResult_t status = ncclSuccess;
+  *out = NULL;
+  if (arrival == NULL) return ncclSystemError;
+  arrival->launcher = launcher;
+  arrival->rank = rank;
+  arrival->n_buffers = n_buffers;
+  arrival->users = 1;
+  if (size > 0) memcpy(arrival->buffers, buffers, size);
+  count(&n_arrivals, 1);
+  if (n_buffers > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
+    status = enter(launcher, rank, failure, &current);
+    if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
+    if (status == ncclSuccess)
+      status = ncs_check_cuda(&launcher->cuda,
+                              launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before),
+                              "cuCtxRecordEvent", failure);
+    leave(launcher, current);
+  }
+  if (status != ncclSuccess) {
+    fail_before_launch(launcher, status, failure);
+    ncs_arrival_release(arrival);
+    return status;
+  }
+  arrival->kept = kept;
+  arrival->let_go = let_go;
+  *out = arrival;
+  return ncclSuccess;
+}
+
+void ncs_arrival_release(ncs_arrival* arrival) {
+  CUcontext current = NULL;
+  if (arrival == NULL || __atomic_sub_fetch(&arrival->users, 1, __ATOMIC_ACQ_REL) > 0) return;
+  if (arrival->before != NULL && enter(arrival->launcher, arrival->rank, NULL, &current) == ncclSuccess) {
+    destroy_event(arrival->launcher, &arrival->before);
+    leave(arrival->launcher, current);
+  }
+  if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
+  count(&n_arrivals, -1);
+  free(arrival);
 }
 
 /* ---- Launch ---- */
@@ -467,13 +469,17 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   CUcontext current = NULL;
   int stage = NCS_LAUNCHING;
   ncclResult_t status = start_to_watch(launcher, failure);
-  if (status == ncclSuccess) status = enter(launcher, 0, failure, &current);
-  if (status != ncclSuccess) return status;
+  if (status != ncclSuccess) {
+    made->has_failed = 1; /* nobody is to wait for it */
+    return status;
+  }
   if (launcher->first == NULL) stay(launcher); /* whoever wanted out then had nothing to wait for */
   made->number = ++launcher->n_launched;
   made->first = launcher->n_collectives + 1;
+  made->since = ncs_now_s();
   launcher->n_collectives += made->n_collectives;
-  status = enqueue(launcher, made, collectives, failure, &stage);
+  status = enter(launcher, 0, failure, &current);
+  if (status == ncclSuccess) status = enqueue(launcher, made, collectives, failure, &stage);
   append(launcher, made); /* also what has failed: a part of it may be on the streams */
   if (status != ncclSuccess) {
     launcher->doomed = launcher->comm;
@@ -570,7 +576,8 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
 
 /* ---- Deliver ---- */
 
-static ncclResult_t order(ncs_launched* launched, int rank, ncs_failure* failure) {
+/* Lets all later work of rank's GPU wait for the group's end. */
+static ncclResult_t order(const ncs_launched* launched, int rank, ncs_failure* failure) {
   const ncs_launcher* launcher = launched->launcher;
   CUcontext current = NULL;
   ncclResult_t status;
@@ -599,30 +606,33 @@ ncclResult_t ncs_launched_wait(ncs_launched* launched) {
   }
 }
 
+/* In any case: its memory must not be given out again before the group has ended. */
+static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, ncs_failure* failure) {
+  ncs_arrival* arrival = launched->arrivals[rank];
+  const ncclResult_t status = order(launched, rank, failure);
+  if (status != ncclSuccess || launched->launcher->blocks) ncs_launched_wait(launched);
+  launched->arrivals[rank] = NULL;
+  ncs_arrival_release(arrival);
+  return status;
+}
+
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
-  ncs_arrival* arrival = launched->arrivals[rank];
-  ncclResult_t status = ncclSuccess;
-  if (arrival == NULL) {
+  ncclResult_t ordered, status = ncclSuccess;
+  if (launched->arrivals[rank] == NULL) {
     ncs_set_failure(failure, "ncs_deliver", "Expected a group that was not delivered to this rank");
     return ncclInvalidUsage;
   }
   if (waits || launcher->blocks) status = ncs_launched_wait(launched);
   else {
-    int has_failed;
     pthread_mutex_lock(&launcher->mutex);
-    has_failed = launched->has_failed;
-    launched->was_delivered |= !has_failed;
+    if (launched->has_failed) status = ncclRemoteError;
+    else launched->was_delivered = 1;
     pthread_mutex_unlock(&launcher->mutex);
-    if (has_failed) status = ncclRemoteError;
   }
   if (status != ncclSuccess) ncs_set_failure(failure, "ncs_deliver", "a collective has failed");
-  /* In any case: what is let go must not be given out again before the group has ended. */
-  if (order(launched, rank, status == ncclSuccess ? failure : NULL) != ncclSuccess && status == ncclSuccess)
-    status = ncclUnhandledCudaError;
-  launched->arrivals[rank] = NULL;
-  ncs_arrival_release(arrival);
-  return status;
+  ordered = let_arrival_go(launched, rank, status == ncclSuccess ? failure : NULL);
+  return status != ncclSuccess ? status : ordered;
 }
 
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
@@ -631,12 +641,8 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
-  for (int r = 0; r < launched->launcher->n; ++r) {
-    if (launched->arrivals[r] == NULL) continue;
-    if (launched->launcher->blocks) ncs_launched_wait(launched);
-    else order(launched, r, NULL);
-    ncs_arrival_release(launched->arrivals[r]);
-  }
+  for (int r = 0; r < launched->launcher->n; ++r)
+    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL);
   free_launched(launched);
 }
 

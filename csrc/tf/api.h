@@ -64,7 +64,6 @@ typedef struct TF_AllocatorAttributes {
   X(void, TF_OpKernelConstruction_GetAttrInt64List,                                                                   \
     (TF_OpKernelConstruction*, const char*, int64_t* values, int most, TF_Status*))                                   \
   X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction*, TF_Status*))                                    \
-  X(int, TF_NumInputs, (TF_OpKernelContext*))                                                                         \
   X(void, TF_GetInput, (TF_OpKernelContext*, int index, TF_Tensor** tensor, TF_Status*))                              \
   X(void, TF_SetOutput, (TF_OpKernelContext*, int index, const TF_Tensor* tensor, TF_Status*))                        \
   X(TF_Tensor*, TF_AllocateTemp,                                                                                      \

@@ -83,7 +83,7 @@ static void destroy_exchange(void* kernel_) {
   free(kernel);
 }
 
-/* A list of `n` integers; -1: not of that length. */
+/* An attribute that is a list of `n` integers. */
 static void read_list(TF_OpKernelConstruction* context, const char* name, int64_t* values, int n, TF_Status* status) {
   if (ncs_tf.TF_GetCode(status) == TF_OK && n > 0)
     ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, values, n, status);

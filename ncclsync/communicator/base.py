@@ -94,12 +94,18 @@ class Communicator(abc.ABC):
         memory: the DLPack device types that its buffers may lie on.
         repeatable: whether sums have equal bits in every call and every run.
         failure: what ended it, if a failed collective did.
+        enqueues: whether ops launch collectives on it without anybody waiting for their ends.
+        failed_group: the number of the first launched group that the last failure has ended, from 1.
+        was_delivered: whether somebody may have computed with what such groups should have brought.
     """
 
     size: int
     memory: Mapping[int, str]
     repeatable: bool = True
     failure: BaseException | None = None
+    enqueues: bool = False
+    failed_group: int = 0
+    was_delivered: bool = False
 
     @property
     def world_size(self) -> int:
@@ -226,6 +232,18 @@ class Communicator(abc.ABC):
         _check_list("recvs", collective.recvs)
         if len(collective.sends) != self.size or len(collective.recvs) != self.size:
             self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
+
+    def groups(self) -> tuple[int, int]:
+        """Return how many groups were launched, and how many of them are known to have ended well."""
+        return 0, 0
+
+    def wait(self) -> None:
+        """Wait until all launched groups have ended.
+
+        Raises:
+            NcclError, NcclSyncError: one has failed, or had before: its failure.
+        """
+        return
 
     def reopen(self) -> None:
         """Join the ranks again after a failed collective; nothing to do where none can fail."""

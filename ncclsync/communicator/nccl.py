@@ -30,22 +30,14 @@ from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.preflight import check_paths
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
 
-# By the name of a collective's class: NCCL's call.
-_GROUP_CALLS = {
-    "AllReduce": "ncclAllReduce",
-    "Broadcast": "ncclBroadcast",
-    "ReduceScatter": "ncclReduceScatter",
-    "AllGather": "ncclAllGather",
-}
 _DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
 # The C library's kind of each collective, and what it is called in messages.
-_KINDS = {
+KINDS: dict[type, tuple[int, str]] = {
     AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
     Broadcast: (nccl_calls.BROADCAST, "broadcast"),
     ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
     AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
 }
-_WORDS = {kind.__name__: words for kind, (_, words) in _KINDS.items()}
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _LISTED = 6  # collectives of a group that a message names
@@ -62,8 +54,6 @@ class NcclCommunicator(Communicator):
 
     Attributes:
         size, world_size: the number of ranks here, and in all processes.
-        failed_group: the number of the first launched group that the last failure has ended, from 1.
-        was_delivered: whether somebody may have computed with what such groups should have brought.
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
         timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
         repeatable: whether sums must have equal bits in every call and every run.
@@ -171,8 +161,7 @@ class NcclCommunicator(Communicator):
         self.timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._launcher: Launcher | None = None
-        self.failed_group, self.was_delivered = 0, False
-        self._labels: list[tuple[tuple[str, str], ...]] = [()]  # of groups that ops launch
+        self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
         self.repeatable = repeatable
         self._joined_by = joined_by
@@ -196,15 +185,18 @@ class NcclCommunicator(Communicator):
     @property
     def failure(self) -> BaseException | None:  # type: ignore[override]
         """Return what ended the communicator, if a failure did: of a group that an op has launched, too."""
-        if self._launcher is not None and self._handle is not None:
-            found = self._launcher.failure()
-            if found is not None:
-                self._handle, self._failure = None, self._explain(found)
-                self.failed_group, self.was_delivered = found.group, found.was_delivered
+        self._take_failure()
         return self._failure
 
+    def _take_failure(self) -> None:
+        """Take over the failure of a launched group; the launcher has aborted the communicator."""
+        found = None if self._launcher is None or self._handle is None else self._launcher.failure()
+        if found is not None:
+            self._handle, self._failure = None, self._explain(found)
+            self.failed_group, self.was_delivered = found.group, found.was_delivered
+
     @property
-    def enqueues(self) -> bool:
+    def enqueues(self) -> bool:  # type: ignore[override]
         """Return whether groups are launched without anybody waiting for their ends."""
         return self._launcher is not None and not self._launcher.blocks
 
@@ -230,7 +222,7 @@ class NcclCommunicator(Communicator):
 
     def label(self, collectives: Sequence[AnyCollective]) -> int:
         """Return a number by which a launched group is named in messages, of these collectives."""
-        self._labels.append(tuple((type(one).__name__, one.label) for one in collectives))
+        self._labels.append(tuple((type(one), one.label) for one in collectives))
         return len(self._labels) - 1
 
     def interrupt(self) -> None:
@@ -239,11 +231,7 @@ class NcclCommunicator(Communicator):
             self._launcher.interrupt()
 
     def wait(self) -> None:
-        """Wait until all launched groups have ended.
-
-        Raises:
-            NcclError, NcclSyncError: one has failed, or had before: its failure.
-        """
+        """Wait until all launched groups have ended; see `Communicator.wait`. Ctrl-C ends it."""
         launcher = self._launcher
         if launcher is None:
             return
@@ -261,7 +249,7 @@ class NcclCommunicator(Communicator):
             for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
         ]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
-        call = found.call or (_GROUP_CALLS[kinds[0][0]] if kinds else "ncclGroupEnd")
+        call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
         if found.stage == OWN_WORK:
             what = f"the GPUs' own work before {what}"
             busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
@@ -287,7 +275,7 @@ class NcclCommunicator(Communicator):
                 return
             with self._launcher.reserved() as is_open:
                 if not is_open:
-                    assert self.failure is not None
+                    self._take_failure()
                 yield
 
     def reopen(self) -> None:
@@ -370,7 +358,7 @@ class NcclCommunicator(Communicator):
             first = self._n_collectives + 1 if self._launcher is None else self._launcher.count(group.size)
 
             def name(index: int) -> str:
-                kind, label = type(collectives[index]).__name__, collectives[index].label
+                kind, label = type(collectives[index]), collectives[index].label
                 count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
                 return _name(kind, first + index, label, count, dtype)
 
@@ -495,7 +483,7 @@ def _fields(
     op = 0 if isinstance(collective, Broadcast | AllGather) else native.OPS[collective.op]
     root = collective.root if isinstance(collective, Broadcast) else 0
     count = min(reads.count, writes.count)  # of blocks: of one
-    return _KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
+    return KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
 def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
@@ -508,11 +496,11 @@ def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
     return checked
 
 
-def _name(kind: str, number: int, label: str, count: int, dtype: int) -> str:
-    """Name a collective for a message, by its class's name, its number, its label and its size."""
+def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
+    """Name a collective for a message, by its class, its number, its label and its size."""
     size_bytes = count * native.DTYPE_SIZES[dtype]
     return (
-        f"{_WORDS[kind]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
+        f"{KINDS[kind][1]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
         f"({count} × {_DTYPE_NAMES[dtype]})"
     )
 

@@ -43,7 +43,7 @@ _ADVICE = (
 
 ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
 REDUCE_SCATTER, ALL_GATHER = lib.NCS_REDUCE_SCATTER, lib.NCS_ALL_GATHER
-_CALLS = {
+CALLS = {
     ALL_REDUCE: "ncclAllReduce",
     BROADCAST: "ncclBroadcast",
     ALL_TO_ALL: "ncclSend",
@@ -176,7 +176,7 @@ class Group:
             structs.append((kind, sent, received, *numbers))
         self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
         self.failure = ffi.new(_FAILURE)
-        self.call = _CALLS[collectives[0][0]]
+        self.call = CALLS[collectives[0][0]]
 
 
 def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:

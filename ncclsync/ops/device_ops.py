@@ -22,25 +22,17 @@ import tensorflow as tf
 from ncclsync.communicator import (
     AllGather,
     AllReduce,
+    AnyCollective,
     Broadcast,
     Communicator,
     NcclCommunicator,
     ReduceScatter,
     native,
-    nccl_calls,
 )
+from ncclsync.communicator.nccl import KINDS
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
 from ncclsync.ops.host_ops import set_attribute
-
-Joining = AllReduce | ReduceScatter | AllGather | Broadcast
-
-_KINDS = {
-    AllReduce: nccl_calls.ALL_REDUCE,
-    Broadcast: nccl_calls.BROADCAST,
-    ReduceScatter: nccl_calls.REDUCE_SCATTER,
-    AllGather: nccl_calls.ALL_GATHER,
-}
 
 
 class Launched:
@@ -88,7 +80,7 @@ class Launched:
 def launch(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
-    collectives: Sequence[Joining],
+    collectives: Sequence[AnyCollective],
     devices: Sequence[str],
     after: Sequence[Sequence[Any]] = (),
     launched_after: Sequence[Any] = (),
@@ -113,7 +105,7 @@ def launch(
     attributes = {
         "launcher": launcher.address,
         "ranks": len(devices),
-        "kinds": [_KINDS[type(one)] for one in collectives],
+        "kinds": [KINDS[type(one)][0] for one in collectives],
         "ops": [
             native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else int(in_place) for one in collectives
         ],
@@ -152,7 +144,7 @@ def takes(communicator: Any) -> bool:
     return isinstance(communicator, NcclCommunicator) and host_ops.available()
 
 
-def shape_received(collective: Joining, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
+def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
     """Return the shape of what a rank receives, as far as that of what it sends is known."""
     if isinstance(collective, AllReduce | Broadcast) or not sent.rank or sent[0] is None:
         return sent

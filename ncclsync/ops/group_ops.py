@@ -13,6 +13,7 @@ import tensorflow as tf
 from ncclsync.communicator import (
     AllGather,
     AllReduce,
+    AnyCollective,
     Broadcast,
     Communicator,
     NcclCommunicator,
@@ -54,7 +55,7 @@ def group_exchange(
 
 
 def _enqueued(
-    columns: Sequence[Sequence[tf.Tensor]], communicator: NcclCommunicator, collectives: Sequence[device_ops.Joining]
+    columns: Sequence[Sequence[tf.Tensor]], communicator: NcclCommunicator, collectives: Sequence[AnyCollective]
 ) -> list[list[tf.Tensor]]:
     """Join tensors by the ops that only enqueue, and deliver them at once."""
     usual = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"

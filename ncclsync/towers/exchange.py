@@ -5,8 +5,9 @@ what it brings is delivered to a tower where a segment takes it, after all that 
 towers' tensors are joined at once, and an op that waits for all of them is what the next segment waits for.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,6 +21,26 @@ from ncclsync.towers.state import TowerState
 
 # What each tower waits for: [N] lists of ops and tensors.
 After = list[list[Any]]
+
+
+class _Call(NamedTuple):
+    """Hold what one call joins after a segment.
+
+    Attributes:
+        number: of the segment, from 1.
+        indices: of its buckets, among all that the segment sends.
+        buckets: these.
+        given: [N][B] lists of tensors, what each tower sends.
+        labels: [B] what they are called in messages.
+        done: [N] the ops of the segment.
+    """
+
+    number: int
+    indices: Sequence[int]
+    buckets: Sequence[Bucket]
+    given: Sequence[Sequence[Sequence[tf.Tensor]]]
+    labels: Sequence[str]
+    done: After
 
 
 class Exchanges:
@@ -77,17 +98,15 @@ class Exchanges:
         rows = [_by_bucket(buckets, row) for row in sent]  # [N][B]
         after = None
         for indices in together(buckets) if len(self._towers) > 1 else []:
-            chosen, given = [buckets[i] for i in indices], [[row[i] for i in indices] for row in rows]
+            given = [[row[i] for i in indices] for row in rows]
             labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
-            if self._enqueues and _is_one_group(chosen[0]):
-                after = self._enqueue(number, buckets, indices, given, done, labels)
+            call = _Call(number, indices, [buckets[i] for i in indices], given, labels, done)
+            if self._enqueues and _is_one_group(call.buckets[0]):
+                after = self._enqueue(call)
                 continue
-
-            def call(indices=indices, given=given, labels=labels):
-                return self._call(number, buckets, indices, given, done, labels)
-
-            when = chosen[0].when
-            joined = tf.cond(conditions[when], call, lambda given=given: given) if when else call()
+            run = functools.partial(self._run, call)
+            when = call.buckets[0].when
+            joined = tf.cond(conditions[when], run, lambda given=given: given) if when else run()
             for row, tensors in zip(rows, joined, strict=True):
                 for i, received in zip(indices, tensors, strict=True):
                     row[i] = received
@@ -114,26 +133,18 @@ class Exchanges:
             tensors += received
         return tensors
 
-    def _enqueue(
-        self,
-        number: int,
-        buckets: Sequence[Bucket],
-        indices: Sequence[int],
-        given: Sequence[Sequence[Sequence[tf.Tensor]]],
-        done: After,
-        labels: Sequence[str],
-    ) -> After:
-        """Launch buckets of one tensor as a group; see `join`."""
-        columns = [[tensors[0] for tensors in column] for column in zip(*given, strict=True)]
-        pairs = zip(indices, labels, strict=True)
-        collectives = [_collective(buckets[i].wire, label) for i, label in pairs]
-        span = self._begin_call(number, buckets, indices, done)
-        launched = self._launch(columns, collectives, done)
+    def _enqueue(self, call: _Call) -> After:
+        """Launch buckets of one tensor as a group; return what each tower waits for."""
+        columns = [[tensors[0] for tensors in column] for column in zip(*call.given, strict=True)]
+        pairs = zip(call.buckets, call.labels, strict=True)
+        collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
+        span = self._begin(call)
+        launched = self._launch(columns, collectives, call.done)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
         for received in self._received:
-            received.update({buckets[i].result: (launched, column) for column, i in enumerate(indices)})
+            received.update({bucket.result: (launched, column) for column, bucket in enumerate(call.buckets)})
         return self._passed(launched)
 
     def _launch(
@@ -152,42 +163,34 @@ class Exchanges:
     def _passed(self, launched: device_ops.Launched) -> After:
         return [[launched.passed(tower)] for tower in range(len(self._towers))]
 
-    def _call(
-        self,
-        number: int,
-        buckets: Sequence[Bucket],
-        indices: Sequence[int],
-        given: Sequence[Sequence[Sequence[tf.Tensor]]],
-        done: After,
-        labels: Sequence[str],
-    ) -> list[list[list[tf.Tensor]]]:
-        """Join buckets at once: [N][B] lists of tensors in, the same out."""
-        chosen = [buckets[i] for i in indices]
-        span = self._begin_call(number, buckets, indices, done)
-        held = hold(given, span.ops)
-        if chosen[0].join is not None:
-            joined = chosen[0].join(chosen, held, [share.fraction for share in self._shards.shares])
+    def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
+        """Join buckets at once; return [N][B] lists of tensors, what each tower receives."""
+        span = self._begin(call)
+        held = hold(call.given, span.ops)
+        join = call.buckets[0].join
+        if join is not None:
+            joined = join(call.buckets, held, [share.fraction for share in self._shards.shares])
         else:
             # The communicator joins bucket after bucket.
             with tf.control_dependencies(self._launches if self._enqueues else self._travelling()):
-                joined = _join(chosen, held, self._towers, labels)
+                joined = _join(call.buckets, held, self._towers, call.labels)
         return hold(joined, span.end(tf.nest.flatten(joined)))
 
     def _travelling(self) -> list[tf.Tensor]:
         return [tensor for row in self._received for tensors in row.values() for tensor in tensors]
 
-    def _begin_call(self, number: int, buckets: Sequence[Bucket], indices: Sequence[int], done: After) -> Begun:
-        """Begin the span of the call that joins some of the buckets after segment `number`."""
-        called = [f"{number}.{i + 1}" for i in indices]
-        exchanges = [exchange for i in indices for exchange in buckets[i].exchanges]
+    def _begin(self, call: _Call) -> Begun:
+        """Begin the span of a call."""
+        called = [f"{call.number}.{i + 1}" for i in call.indices]
+        exchanges = [exchange for bucket in call.buckets for exchange in bucket.exchanges]
         sizes = [exchange.size_bytes(len(self._towers)) for exchange in exchanges]
-        wire = buckets[indices[0]].wire
+        wire = call.buckets[0].wire
         details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
         if None not in sizes:  # else it is known only when it runs
             details["bytes"] = sum(sizes)
         kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
         name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
-        after = [one for each in done for one in each]
+        after = [one for each in call.done for one in each]
         return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
 
 

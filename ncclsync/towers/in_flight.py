@@ -7,7 +7,7 @@ read one is an error, until all of it is written again.
 
 from collections.abc import Callable
 
-from ncclsync.communicator import Communicator, NcclCommunicator
+from ncclsync.communicator import Communicator
 from ncclsync.errors import NcclSyncError
 
 
@@ -24,13 +24,12 @@ class InFlight:
     @property
     def active(self) -> bool:
         """Return whether steps return before their collectives have ended."""
-        communicator = self._communicator
-        return isinstance(communicator, NcclCommunicator) and communicator.enqueues
+        return self._communicator.enqueues
 
     def add(self, written: frozenset[int]) -> None:
         """Add a step that has been enqueued; `written` are the ids of the variables that it writes."""
         if self.active:
-            launched, ended = self._communicator.groups()  # type: ignore[attr-defined]
+            launched, ended = self._communicator.groups()
             self._steps = [step for step in self._steps if step[0] > ended]
             if launched > ended:
                 self._steps.append((launched, written))
@@ -49,7 +48,7 @@ class InFlight:
             NcclError, NcclSyncError: one has failed, which had not been raised.
         """
         if self._steps:
-            self._communicator.wait()  # type: ignore[attr-defined]
+            self._communicator.wait()
             self.check()
             self._steps.clear()
 
@@ -62,8 +61,8 @@ class InFlight:
         failure = self._communicator.failure
         if failure is not None and failure is not self._told:
             self._told = failure
-            first = getattr(self._communicator, "failed_group", 0)
-            if getattr(self._communicator, "was_delivered", False):
+            first = self._communicator.failed_group
+            if self._communicator.was_delivered:
                 self._lost.update(written)
             self._lost.update(*(written for group, written in self._steps if group >= first))
             self._steps.clear()

@@ -41,6 +41,17 @@ def unique(dtype, tower, shape=(3, 2)):
     return tf.cast(tf.constant(numbers, tf.int32), dtype)
 
 
+def all_reduce(communicator):
+    """A graph function of a tensor per tower: the sum, for each."""
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[: len(tensors)])
+        return [launched.deliver(tower)[0] for tower in range(len(tensors))]
+
+    return step
+
+
 def expected(name, sent):
     """[N] what each tower receives, as NumPy says it."""
     if name == "gathered":
@@ -149,6 +160,8 @@ def test_a_step_that_fails_on_its_way_leaves_nothing(joined):
         ("stuck:1", NcclTimeoutError, r"all-reduce 1 \(a sum\) of 24 bytes .*rank 1 \(GPU 0\) not arrived"),
         ("ncclAllReduce=5", NcclError, r"ncclAllReduce returned ncclInvalidUsage"),
         ("async:1=6", NcclError, r"ncclRemoteError .*during all-reduce 1 \(a sum\)"),
+        ("cuCtxRecordEvent", NcclError, r"cuCtxRecordEvent returned ncclUnhandledCudaError"),
+        ("cuCtxSetCurrent:7", NcclError, r"cuCtxSetCurrent returned"),
         ("cudaStreamWaitEvent", NcclError, r"cudaStreamWaitEvent returned ncclUnhandledCudaError"),
     ],
 )
@@ -157,11 +170,7 @@ def test_failures_name_the_collective(standin, instructions, raised, words):
     with NcclCommunicator([4, 0], timeout_s=0.3, preflight=False) as communicator:
         communicator.launcher(on_host=True)
 
-        @tf.function(autograph=False)
-        def step(*tensors):
-            launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[:2])
-            return [launched.deliver(tower)[0] for tower in range(2)]
-
+        step = all_reduce(communicator)
         sent = [unique("float32", tower) for tower in range(2)]
         standin.fail(instructions)
         with pytest.raises(tf.errors.OpError):
@@ -180,11 +189,7 @@ def test_failures_name_the_collective(standin, instructions, raised, words):
 def test_towers_that_send_other_sizes_are_told(joined):
     """A mistake of the caller's ends nothing: the communicator stays."""
 
-    @tf.function(autograph=False)
-    def step(*tensors):
-        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
-        return [launched.deliver(tower)[0] for tower in range(3)]
-
+    step = all_reduce(joined)
     sent = [unique("float32", tower, (3 + (tower == 1), 2)) for tower in range(3)]
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"Received: 6 elements on tower 0, 8 on tower 1"):
         step(*sent)
@@ -194,11 +199,7 @@ def test_towers_that_send_other_sizes_are_told(joined):
 def test_an_interrupt_when_nothing_is_under_way_is_forgotten(joined, standin):
     """It is not a later group's, even one that takes a while."""
 
-    @tf.function(autograph=False)
-    def step(*tensors):
-        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
-        return [launched.deliver(tower)[0] for tower in range(3)]
-
+    step = all_reduce(joined)
     sent = [unique("float32", tower) for tower in range(3)]
     step(*sent)
     joined.interrupt()
@@ -211,11 +212,7 @@ def test_an_interrupt_when_nothing_is_under_way_is_forgotten(joined, standin):
 def test_groups_are_counted_with_collectives_that_are_waited_for(joined, standin):
     """Numbers in messages go on over both, and both may be in use."""
 
-    @tf.function(autograph=False)
-    def step(*tensors):
-        launched = device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS)
-        return [launched.deliver(tower)[0] for tower in range(3)]
-
+    step = all_reduce(joined)
     sent = [unique("float32", tower) for tower in range(3)]
     buffers = [np.ones(4, np.float32) for _ in range(3)]
     pointers = [(one.ctypes.data, one.size, one.dtype) for one in buffers]
@@ -239,13 +236,7 @@ def test_the_thread_that_watches_ends_with_the_communicator(standin):
     for _ in range(4):
         with NcclCommunicator([4, 0], timeout_s=2.0, preflight=False) as communicator:
             communicator.launcher(on_host=True)
-
-            @tf.function(autograph=False)
-            def step(*tensors, communicator=communicator):
-                launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[:2])
-                return [launched.deliver(tower)[0] for tower in range(2)]
-
-            step(*sent)
+            all_reduce(communicator)(*sent)
         until = time.monotonic() + 5
         while counts and threads() > counts[0] and time.monotonic() < until:
             time.sleep(0.01)

@@ -24,8 +24,8 @@ FAULTS = {
     "slow": ("slow:1:2=100000", NcclTimeoutError, "rank 1 (GPU 1), rank 2 (GPU 2) arrived, waiting"),
     "async": ("async:2:2=6", NcclError, "ncclRemoteError"),
     "call": ("ncclAllReduce:5=5", NcclError, "ncclInvalidUsage"),
-    "record": ("cuCtxRecordEvent:5", None, "told to fail"),  # an arrival: the step's own error
-    "wait": ("cuCtxWaitEvent:5", None, "told to fail"),
+    "record": ("cuCtxRecordEvent:5", NcclError, "told to fail"),
+    "wait": ("cuCtxWaitEvent:5", None, "told to fail"),  # a delivery: the step's own error
 }
 
 

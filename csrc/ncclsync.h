@@ -161,6 +161,10 @@ enum {
  * ncclSystemError: not loaded, a function is missing in it, or it refuses; nothing can be used then. */
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure);
 
+/* Lets the ops know the stream that TensorFlow computes on, by the library at `path` with a function
+ * `void* ncclsync_gpu_stream(void* context)`; NULL: not on a GPU. */
+ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure);
+
 /* ---- What began and ended when (cpu/meter.c) ---- */
 
 /* Notes of spans. Any number of threads may use a meter at the same time. */
@@ -305,11 +309,12 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
  *
  * Collectives over buffers that other streams write and read, such as TensorFlow's, without any host thread that waits
  * for a GPU, or for another rank:
- *   ncs_arrive   per rank: captures the work that its GPU has been given so far. After it the buffers are ready
+ *   ncs_arrive   per rank: captures the work that a stream has been given so far. After it the buffers are ready
  *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for what they captured, then run one group
- *   ncs_deliver  per rank: all work that its GPU is given from then on waits for the group's end
- * Where the driver cannot capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host
- * memory, which no stream orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open tells.
+ *   ncs_deliver  per rank: all work that the stream is given from then on waits for the group's end
+ * Where the stream is not known, NULL, all of the GPU's count as one: those of copies, too. Where the driver cannot
+ * capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host memory, which no stream
+ * orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open tells.
  *
  * A thread watches launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
  * communicator, so that the GPUs' streams go on: what they compute rests on a failed group, from `group` on. */
@@ -384,10 +389,12 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of rank r's GPU; if CUDA refuses, the launcher fails. `kept` is what holds the buffers; let_go(kept) is called once, when nothing that
- * is under way uses them any more, or what does is ordered before all that the GPU is given later. */
-ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
-                        void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
+/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. `kept` is what holds the buffers;
+ * let_go(kept) is called once, when nothing that is under way uses them any more, or what does is ordered before all
+ * that the GPU is given later. */
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffer* buffers, int n_buffers,
+                        void* kept, void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure,
+                        ncs_arrival** arrival);
 
 /* Launches one group of all ranks' n_collectives buffers; of `collectives` kind, op and root are read. Of no
  * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the launcher. */
@@ -395,9 +402,9 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
                         const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
                         ncs_launched** launched);
 
-/* Orders the group before what rank r's GPU is given from now on, and lets go of its buffers. waits: the host waits for
- * the group's end instead. */
-ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, /*outputs*/ ncs_failure* failure);
+/* Orders the group before what the stream is given from now on, and lets go of rank r's buffers. waits: the host waits
+ * for the group's end, too. */
+ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */
 ncclResult_t ncs_launched_wait(ncs_launched* launched);

@@ -315,8 +315,16 @@ static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, cons
   pthread_mutex_unlock(&launcher->mutex);
 }
 
-ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buffers, int n_buffers, void* kept,
-                        void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
+/* After what a stream has been given; NULL: after what all streams of rank's context have. */
+static ncclResult_t record(const ncs_launcher* launcher, int rank, cudaStream_t stream, cudaEvent_t event,
+                           ncs_failure* failure) {
+  const ncs_cuda* cuda = &launcher->cuda;
+  if (stream != NULL) return ncs_check_cuda(cuda, cuda->cudaEventRecord(event, stream), "cudaEventRecord", failure);
+  return ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(launcher->contexts[rank], event), "cuCtxRecordEvent", failure);
+}
+
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffer* buffers, int n_buffers,
+                        void* kept, void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
   const size_t size = (size_t)n_buffers * sizeof(*buffers);
   ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
   CUcontext current = NULL;
@@ -332,10 +340,7 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, const ncs_buffer* buff
   if (n_buffers > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
     status = enter(launcher, rank, failure, &current);
     if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(&launcher->cuda,
-                              launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before),
-                              "cuCtxRecordEvent", failure);
+    if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
     leave(launcher, current);
   }
   if (status != ncclSuccess) {
@@ -576,17 +581,19 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
 
 /* ---- Deliver ---- */
 
-/* Lets all later work of rank's GPU wait for the group's end. */
-static ncclResult_t order(const ncs_launched* launched, int rank, ncs_failure* failure) {
+/* Lets all later work of a stream wait for the group's end; NULL: of all streams of rank's context. */
+static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   const ncs_launcher* launcher = launched->launcher;
+  const ncs_cuda* cuda = &launcher->cuda;
   CUcontext current = NULL;
   ncclResult_t status;
-  if (launched->end[rank] == NULL || launcher->cuda.cuCtxWaitEvent == NULL) return ncclSuccess;
+  if (launched->end[rank] == NULL || cuda->cuCtxWaitEvent == NULL) return ncclSuccess;
   status = enter(launcher, rank, failure, &current);
   if (status != ncclSuccess) return status;
-  status = ncs_check_cuda(&launcher->cuda,
-                          launcher->cuda.cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank]),
-                          "cuCtxWaitEvent", failure);
+  status = stream != NULL ? ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(stream, launched->end[rank], 0),
+                                           "cudaStreamWaitEvent", failure)
+                          : ncs_check_cuda(cuda, cuda->cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank]),
+                                           "cuCtxWaitEvent", failure);
   leave(launcher, current);
   return status;
 }
@@ -607,16 +614,16 @@ ncclResult_t ncs_launched_wait(ncs_launched* launched) {
 }
 
 /* In any case: its memory must not be given out again before the group has ended. */
-static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, ncs_failure* failure) {
+static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   ncs_arrival* arrival = launched->arrivals[rank];
-  const ncclResult_t status = order(launched, rank, failure);
+  const ncclResult_t status = order(launched, rank, stream, failure);
   if (status != ncclSuccess || launched->launcher->blocks) ncs_launched_wait(launched);
   launched->arrivals[rank] = NULL;
   ncs_arrival_release(arrival);
   return status;
 }
 
-ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failure* failure) {
+ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t ordered, status = ncclSuccess;
   if (launched->arrivals[rank] == NULL) {
@@ -631,7 +638,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, int waits, ncs_failur
     pthread_mutex_unlock(&launcher->mutex);
   }
   if (status != ncclSuccess) ncs_set_failure(failure, "ncs_deliver", "a collective has failed");
-  ordered = let_arrival_go(launched, rank, status == ncclSuccess ? failure : NULL);
+  ordered = let_arrival_go(launched, rank, stream, status == ncclSuccess ? failure : NULL);
   return status != ncclSuccess ? status : ordered;
 }
 
@@ -642,7 +649,7 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r)
-    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL);
+    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
   free_launched(launched);
 }
 

@@ -66,6 +66,11 @@ static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
   ncs_tf.TF_DeleteStatus(status);
 }
 
+/* NULL: not on a GPU, or nobody tells. */
+static void* find_stream(TF_OpKernelContext* context) {
+  return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
+}
+
 /* ---- What all three know ---- */
 
 /* A broadcast's `op`: it writes into what the other ranks give, which must be memory that nobody else has. */
@@ -192,7 +197,7 @@ static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
   for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
     hold_tensor(context, kernel, i, all, &buffers[i], status);
   if (ncs_tf.TF_GetCode(status) == TF_OK) {
-    result = ncs_arrive(launcher, (int)kernel->rank, buffers, kernel->n, all, let_go, &failure, &arrival);
+    result = ncs_arrive(launcher, (int)kernel->rank, find_stream(context), buffers, kernel->n, all, let_go, &failure, &arrival);
     if (result != ncclSuccess) fail_by(status, result, &failure);
   }
   if (arrival != NULL) hand_over(context, arrival, release_arrival, status);
@@ -267,7 +272,8 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
       ncs_tf.TF_SetOutput(context, i, recv != NULL ? recv : all->tensors[2 * i], status);
     }
     {
-      const ncclResult_t result = ncs_deliver(launched, (int)kernel->rank, (int)kernel->waits, &failure);
+      const ncclResult_t result =
+          ncs_deliver(launched, (int)kernel->rank, find_stream(context), (int)kernel->waits, &failure);
       if (result != ncclSuccess && ncs_tf.TF_GetCode(status) == TF_OK) fail_by(status, result, &failure);
     }
   }

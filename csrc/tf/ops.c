@@ -62,3 +62,14 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
   ncs_tf.TF_DeleteStatus(status);
   return result;
 }
+
+ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure) {
+  void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL), *found = NULL;
+  if (library != NULL) found = dlsym(library, "ncclsync_gpu_stream");
+  if (found == NULL) {
+    ncs_set_failure(failure, "dlopen", dlerror());
+    return ncclSystemError;
+  }
+  *(void**)&ncs_tf.find_stream = found;
+  return ncclSuccess;
+}

@@ -184,6 +184,16 @@ def register_tensorflow(path: str) -> None:
     check_failure(lib.ncs_tf_register(path.encode(), process_pool().handle, failure), failure)
 
 
+def find_gpu_streams(path: str) -> None:
+    """Let the ops find the stream that TensorFlow computes on by the library at ``path``; see ``csrc/ncclsync.h``.
+
+    Raises:
+        NcclError: it cannot be loaded.
+    """
+    failure = ffi.new("ncs_failure*")
+    check_failure(lib.ncs_tf_find_streams(path.encode(), failure), failure)
+
+
 _STAMP = struct.Struct("=qqii")  # an ncs_stamp, whose fields leave no gap
 
 

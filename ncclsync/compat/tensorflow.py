@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
-from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
+from tensorflow.python.framework import auto_control_deps_utils, kernels, op_def_registry
 from tensorflow.python.framework import config as framework_config
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
@@ -60,6 +60,59 @@ def written_handles(op: tf.Operation) -> set[str]:
 def is_stateful(op: tf.Operation) -> bool:
     """Return whether TensorFlow declares `op` stateful: a variable's op, a random draw, an assertion."""
     return op.op_def.is_stateful
+
+
+def calls_functions(op: tf.Operation) -> bool:
+    """Return whether `op` runs functions."""
+    return any(one.HasField("func") or one.list.func for one in op.node_def.attr.values())
+
+
+class Memory(NamedTuple):
+    """Say which inputs and outputs of an op lie in the host's memory, by their numbers."""
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+
+
+def gpu_memory(op: tf.Operation) -> Memory | None:
+    """Return what lies in the host's memory where `op` runs on a GPU; None: TensorFlow has no kernel for that.
+
+    Of resources, which always do, nothing is said.
+    """
+    node, definition = op.node_def, op.op_def
+    found = [kernel for kernel in _gpu_kernels(op.type) if _takes(kernel, node)]
+    if not found:
+        return None
+    kinds = [kernel for kernel in found if kernel.device_type == "GPU"] or found
+    on_host = set(max(kinds, key=lambda kernel: kernel.priority).host_memory_arg)
+    calls = calls_functions(op)
+    sides = []
+    for arguments, tensors in ((definition.input_arg, op.inputs), (definition.output_arg, op.outputs)):
+        names: list[str] = []
+        for argument in arguments:
+            count = node.attr[argument.number_attr].i if argument.number_attr else 1
+            if argument.type_list_attr:
+                count = len(node.attr[argument.type_list_attr].list.type)
+            names += [argument.name] * count
+        pairs = enumerate(zip(names, tensors, strict=True))
+        # Functions take int32 from the host.
+        sides.append(frozenset(i for i, (n, tensor) in pairs if n in on_host or (calls and tensor.dtype == tf.int32)))
+    return Memory(*sides)
+
+
+@functools.cache
+def _gpu_kernels(op_type: str) -> list[Any]:
+    registered = kernels.get_registered_kernels_for_op(op_type).kernel
+    return [kernel for kernel in registered if kernel.device_type in ("GPU", "DEFAULT") and not kernel.label]
+
+
+def _takes(kernel: Any, node: Any) -> bool:
+    """Return whether a kernel is for the dtypes of a node."""
+    for constraint in kernel.constraint:
+        attribute, allowed = node.attr[constraint.name], constraint.allowed_values.list.type
+        if not {attribute.type, *attribute.list.type} - {0} <= {*allowed}:
+            return False
+    return True
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:

@@ -31,7 +31,7 @@ from ncclsync.communicator import (
 )
 from ncclsync.communicator.nccl import KINDS
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import host_ops
+from ncclsync.ops import gpu_streams, host_ops
 from ncclsync.ops.host_ops import set_attribute
 
 
@@ -101,7 +101,10 @@ def launch(
     """
     assert takes(communicator) and isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
-    launcher = communicator.launcher(on_host=any("CPU" in device for device in devices))
+    on_host = any("CPU" in device for device in devices)
+    launcher = communicator.launcher(on_host=on_host)
+    if not on_host:
+        gpu_streams.find()
     attributes = {
         "launcher": launcher.address,
         "ranks": len(devices),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import Fold, StepGraph, op_name
+from ncclsync.program.host_values import keep_on_host
 from ncclsync.program.own_memory import own_copy, own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Exchange, Segment
@@ -83,6 +84,8 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         meter = None
     definition, outside, added = _graph_def(plan, tensors)
     if not plan.jit_compile:  # XLA makes no copies
+        if not plan.shares_memory:
+            keep_on_host(definition, graph, outside, needed_ops(segment))
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed_ops(segment))
     specs = [bucket.specs for bucket in segment.incoming]
 

@@ -15,6 +15,8 @@ def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     if value is not None:
         return np.asarray(value)
     op = tensor.op
+    if op.type == "Slice" and op.inputs[0].op.type == "Shape":
+        return _slice_of_shape(op, constant)
     numbers: dict[str, Any] = {"AddV2": np.add, "Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
     numbers |= {"FloorMod": np.mod, "FloorDiv": np.floor_divide, "Neg": np.negative}
     numbers |= {"Maximum": np.maximum, "Minimum": np.minimum}
@@ -46,3 +48,13 @@ def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     if op.type == "ExpandDims":
         return np.expand_dims(given[0], int(np.ravel(given[1])[0]))
     return None
+
+
+def _slice_of_shape(op: tf.Operation, constant: Callable[[tf.Tensor], Any]) -> Any:
+    """Fold some lengths of a tensor, where others, such as its rows, are open."""
+    shape, begin, size = op.inputs[0].op.inputs[0].shape, constant(op.inputs[1]), constant(op.inputs[2])
+    if shape.rank is None or begin is None or size is None:
+        return None
+    (begin,), (size,) = begin, size
+    lengths = shape.as_list()[begin:][: None if size < 0 else size]
+    return None if None in lengths else np.asarray(lengths, op.outputs[0].dtype.as_numpy_dtype)

@@ -1050,9 +1050,10 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
         count = shape.counts[axis] if axis is not None else 0
     elif shape.whole:
         value = call.constant(1)
-        where = None if value is None else [i for i, length in enumerate(np.ravel(value)) if length == -1]
-        axis = where[0] if where else None
-        count = 0
+        if value is None or -1 not in value:
+            return None
+        after = [None if length == -1 else int(length) for length in np.ravel(value)]
+        axis, count = after.index(None), 0
     else:
         return None
     if axis is None or None in after[:axis]:

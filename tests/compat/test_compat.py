@@ -69,6 +69,35 @@ def test_is_stateful():
     assert not tf_compat.is_stateful(ops["StatelessRandomNormalV2"])
 
 
+def test_gpu_memory():
+    """TensorFlow's registry tells which arguments of a GPU's kernel lie in the host's memory, and which op has none."""
+
+    def step(x, words):
+        shape = tf.shape(x)
+        stitched = tf.dynamic_stitch([[0], [1]], [shape[:1], shape[1:]])
+        branch = tf.cond(x[0, 0] > 0, lambda: (x, shape), lambda: (x + 1, shape + 1))
+        numbers = tf.range(tf.cast(shape[0], tf.int64), 9)
+        return tf.reshape(x, stitched) @ x, branch, numbers, tf.strings.length(words), shape + 1
+
+    ops = ops_of(step, tf.TensorSpec([3, None]), tf.TensorSpec([], tf.string))
+    expected = {
+        "MatMul": ((), ()),
+        "Shape": ((), (0,)),
+        "Reshape": ((1,), ()),
+        "Range": ((0, 1, 2), ()),
+        "DynamicStitch": ((0, 1), ()),
+        "AddV2": ((0, 1), (0,)),  # of int32
+    }
+    for kind, (inputs, outputs) in expected.items():
+        assert tf_compat.gpu_memory(ops[kind]) == (set(inputs), set(outputs)), kind
+    assert tf_compat.gpu_memory(ops["StringLength"]) is None
+    branch = ops["If" if "If" in ops else "StatelessIf"]
+    taken = tf_compat.gpu_memory(branch)
+    assert taken.outputs >= {i for i, output in enumerate(branch.outputs) if output.dtype == tf.int32}
+    assert not taken.outputs & {i for i, output in enumerate(branch.outputs) if output.dtype == tf.float32}
+    assert tf_compat.calls_functions(branch) and not tf_compat.calls_functions(ops["MatMul"])
+
+
 def test_run_independently():
     """Two stateful ops that are said to be independent run, and neither waits for the other."""
 

@@ -183,7 +183,12 @@ static void block_until_done(const SP_Device* device, SP_Stream stream, TF_Statu
   DO(cudaStreamSynchronize(to_stream(stream)))
 }
 
-static void synchronize(const SP_Device* device, TF_Status* status) { DO(cudaDeviceSynchronize()) }
+/* As TensorFlow waits for a GPU: for what computes. Copies between it and the host are waited for by who asks for them.
+ * Source: tensorflow/core/common_runtime/gpu/gpu_device.cc, BaseGPUDevice::Sync. */
+static void synchronize(const SP_Device* device, TF_Status* status) {
+  const cudaStream_t computes_on = to_stream(computes[device->ordinal]);
+  DO(computes[device->ordinal] == NULL ? 0 : cudaStreamSynchronize(computes_on))
+}
 
 /* ---- Timers: of no use to what is tested, but asked for ---- */
 

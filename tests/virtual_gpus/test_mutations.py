@@ -20,8 +20,15 @@ LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/group.c", "tf/exchange.c"
 # By name: the file, what stands there once, and what takes its place.
 MUTATIONS = {
     "none": (LAUNCHER, "", ""),
-    "without the record": (LAUNCHER, "launcher->cuda.cuCtxRecordEvent(launcher->contexts[rank], arrival->before)", "0"),
-    "without the wait": (LAUNCHER, "launcher->cuda.cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank])", "0"),
+    "none, by contexts": (LAUNCHER, "", ""),
+    "without the record": (LAUNCHER, "cuda->cudaEventRecord(event, stream)", "0"),
+    "without the record, by contexts": (LAUNCHER, "cuda->cuCtxRecordEvent(launcher->contexts[rank], event)", "0"),
+    "without the wait": (LAUNCHER, "cuda->cudaStreamWaitEvent(stream, launched->end[rank], 0)", "0"),
+    "without the wait, by contexts": (
+        LAUNCHER,
+        "cuda->cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank])",
+        "0",
+    ),
     "buffers let go early": (
         EXCHANGE,
         "  if (arrival != NULL) hand_over(",
@@ -80,7 +87,11 @@ def test_mutation(name, tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder),
+            "NCCLSYNC_GPU_EVENTS": "context" if "by contexts" in name else "stream",
+        },
     )
     is_equal = done.returncode == 0 and done.stdout.split("\n")[-2:] == ["equal True", ""]
-    assert is_equal == (name == "none"), done.stdout + done.stderr[-2000:]
+    assert is_equal == ("none" in name), done.stdout + done.stderr[-2000:]

@@ -61,6 +61,13 @@ def test_training(on_virtual_gpus, options, what):
     assert printed == "".join(f"{one} is well\n" for one in what)
 
 
+@pytest.mark.slow
+def test_copies_of_a_step(on_virtual_gpus):
+    """A step copies its batch to the GPUs, and nothing else, so that the host does not wait for them."""
+    printed = on_virtual_gpus("--ahead", "--gpus", "3", HERE / "scripts/copies.py")
+    assert printed == "mlp 0.0 0.0\nconvolutional 0.0 0.0\nattention 0.0 0.0\n"
+
+
 def test_module_and_arguments(on_virtual_gpus):
     """`-m` runs a module; what follows is its own."""
     assert "usage: python -m ncclsync bench" in on_virtual_gpus("--gpus", "2", "-m", "ncclsync", "bench", "--help")

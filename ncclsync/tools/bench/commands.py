@@ -1,6 +1,6 @@
 """Parse the arguments of `python -m ncclsync bench`, run a benchmark, and print its result.
 
-The benchmarks stand in `bench.all_reduce`, `bench.exchange`, `bench.overlap` and `bench.training`; nothing here imports
+The benchmarks stand in `bench.all_reduce`, `.copies`, `.exchange`, `.overlap` and `.training`; nothing here imports
 TensorFlow.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.arguments import at_least, listed
-from ncclsync.tools.bench import all_reduce, exchange, overlap, training
+from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
@@ -48,6 +48,7 @@ def add_bench(commands: Any) -> None:
     _add_all_reduce(benchmarks)
     _add_exchange(benchmarks)
     _add_overlap(benchmarks)
+    _add_copies(benchmarks)
     _add_step(benchmarks)
     _add_start(benchmarks)
     _add_feed(benchmarks)
@@ -122,6 +123,21 @@ def _add_overlap(benchmarks: Any) -> None:
         "--link", type=_link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
     )
     _add_rounds(parser, 5, "turns of each side")
+
+
+def _add_copies(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks,
+        "copies",
+        copies.bench_copies,
+        copies.listings,
+        help="whether batches are copied to GPUs beside the computation",
+        description="Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
+        "alone, over 100 steps each: at best a step takes as long as the longer of the two. Needs as many GPUs as "
+        "towers.",
+    )
+    _add_towers(parser, 2)
+    _add_rounds(parser, 3, "turns of each side")
 
 
 def _add_step(benchmarks: Any) -> None:

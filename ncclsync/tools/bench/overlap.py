@@ -103,20 +103,10 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
 
 def _dense() -> Any:
     import keras
-    import tensorflow as tf
 
-    class Dense(keras.Sequential):
-        # Keras' losses divide by a count of rows in the host's memory: TensorFlow copies it to the GPU, after all that
-        # the GPU has been given, and what needs it waits for that.
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            x, y = batch
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.square(self(x, training=True) - y))
-            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-            return {"loss": loss}
-
-    model = Dense([keras.Input(_WIDTHS[:1]), *(keras.layers.Dense(width, use_bias=False) for width in _WIDTHS)])
-    model.compile("sgd", jit_compile=False)
+    layers = [keras.layers.Dense(width, use_bias=False) for width in _WIDTHS]
+    model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
+    model.compile("sgd", "mse", jit_compile=False)
     return model
 
 

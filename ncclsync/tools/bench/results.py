@@ -115,6 +115,7 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
                     exchanges, these alone, what is hidden of them, and when the call of a step has returned
                     and the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
                     predicted_ratio, a spread
+        copies      compute_s and copy_s, spreads: a step on a batch that the GPUs have, and the copies of one
         step        samples_per_s; cpu_s, a spread: what the host's cores worked; of ncclsync compute_s,
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread

@@ -1,0 +1,102 @@
+"""Let exchanges know the stream that TensorFlow computes on, on each GPU.
+
+Then a collective waits for that stream alone, and it for the collective: copies of a next batch, on another stream, go
+on beside both. Else an exchange waits for all of the GPU's streams, as CUDA's driver can tell without TensorFlow.
+
+TensorFlow tells its stream in C++ only, without a promise to keep that. So a function of a few lines is compiled when
+it is first needed, against the headers of the installed TensorFlow, and kept in the user's cache.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.errors import NcclError, NcclSyncError
+
+logger = logging.getLogger("ncclsync")
+
+VARIABLE = "NCCLSYNC_GPU_EVENTS"
+
+# Of a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.
+_SOURCE = """
+#include "tensorflow/c/experimental/stream_executor/stream_executor_internal.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+extern "C" void* ncclsync_gpu_stream(void* context) {
+  auto* device = reinterpret_cast<tensorflow::OpKernelContext*>(context)->op_device_context();
+  if (device == nullptr || device->stream() == nullptr) return nullptr;
+  if (device->IsPluggableDevice()) return static_cast<stream_executor::CStream*>(device->stream())->Handle();
+  return device->stream()->platform_specific_handle().stream;
+}
+"""
+# Whatever else the headers ask for is never called; it is not looked for either.
+_FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-Wl,-z,lazy")
+_LONGEST_S = 300
+
+
+@functools.cache
+def find() -> bool:
+    """Return whether exchanges know TensorFlow's streams in this process; decided once, and logged.
+
+    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not.
+
+    Raises:
+        NcclSyncError: NCCLSYNC_GPU_EVENTS is neither "stream" nor "context".
+    """
+    wanted = os.environ.get(VARIABLE, "stream")
+    if wanted not in ("stream", "context"):
+        raise NcclSyncError(f"Expected {VARIABLE} to be stream or context. Received: {wanted}")
+    reason = f"{VARIABLE}=context"
+    if wanted == "stream":
+        try:
+            native.find_gpu_streams(str(compiled(_cache())))
+            logger.info("Exchanges wait for the stream that TensorFlow computes on, on each GPU")
+            return True
+        except (NcclError, OSError, subprocess.SubprocessError) as error:
+            reason = _reason(error)
+    logger.info("Exchanges wait for all streams of their GPUs, those of copies among them: %s", reason)
+    return False
+
+
+def compiled(folder: pathlib.Path) -> pathlib.Path:
+    """Return the compiled function, for the installed TensorFlow; compile it unless the folder has it.
+
+    Raises:
+        OSError: there is no C++ compiler, or the folder cannot be written to.
+        subprocess.SubprocessError: it does not compile.
+    """
+    flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
+    key = hashlib.sha256("\n".join([tf.version.VERSION, _SOURCE, *flags]).encode()).hexdigest()[:16]
+    made = folder / f"gpu_stream-{key}.so"
+    if made.exists():
+        return made
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (c++ or g++) on the PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source, library = pathlib.Path(scratch, "gpu_stream.cc"), pathlib.Path(scratch, "gpu_stream.so")
+        source.write_text(_SOURCE, encoding="utf-8")
+        command = [compiler, *flags, str(source), "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST_S)
+        library.replace(made)  # whole, whoever else does the same
+    return made
+
+
+def _cache() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        words = [line for line in error.stderr.split("\n") if "error" in line]
+        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
+    return str(error)

@@ -1,0 +1,179 @@
+"""Keep what the host knows out of a GPU's memory, where towers are GPUs.
+
+Counts of rows, and what follows from shapes, lie in the host's memory. TensorFlow has ops for them that take and return
+them in a GPU's: then numbers of a few bytes are copied behind whatever else is copied to the GPU, such as the next
+batch, and for those that come back the host waits for all that the GPU has been given. Here such ops run on the
+host, and a number that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes
+its ends from the host's memory. So the host can be a whole step ahead.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.program.graph import StepGraph, op_name
+
+_CPU = "/device:CPU:0"
+_SMALL = 64  # elements
+
+# The integers that have the bits of a float.
+_BITS = {tf.float16: tf.int16, tf.bfloat16: tf.int16, tf.float32: tf.int32, tf.float64: tf.int64}
+# What `enter` takes. For int32 many of a GPU's kernels use the host's memory, so that it would be copied back.
+ENTERING = (*_BITS, tf.bool, tf.int8, tf.int16, tf.int64, tf.uint8, tf.uint16, tf.uint32)
+
+
+def keep_on_host(
+    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str], needed: Collection[str]
+) -> None:
+    """Change the nodes of a segment in place.
+
+    Args:
+        definition: inputs before consumers.
+        graph: that the nodes are from.
+        outside: what the segment calls tensors that come from outside.
+        needed: names of ops whose results others take from the GPU.
+    """
+    _Pass(definition, graph, outside).run(needed)
+
+
+class _Pass:
+    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str]) -> None:
+        self._definition, self._graph = definition, graph
+        self._nodes = {node.name: node for node in definition.node}
+        names = {placeholder: name for name, placeholder in outside.items()}
+        self._specs = {placeholder: graph.spec(name) for placeholder, name in names.items()}
+        # Tensors in the host's memory. TensorFlow passes int32 to functions there.
+        self._host = {placeholder for placeholder, spec in self._specs.items() if spec.dtype == tf.int32}
+        self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
+        self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
+
+    def run(self, needed: Collection[str]) -> None:
+        for node in list(self._definition.node):
+            op = self._graph.by_name[node.name]
+            memory = None if node.device else tf_compat.gpu_memory(op)
+            if memory is None:
+                continue
+            sources = [source for source in node.input if not source.startswith("^")]
+            taken = {i: source for i, source in enumerate(sources) if source in self._host}
+            copied = taken.keys() - memory.inputs
+            moves = bool(copied) and self._can_move(node, op, sources)
+            if moves:
+                self._move(node, sources)
+            for i, source in taken.items():
+                if moves or i not in copied:
+                    node.input[i] = self._on_host.get(source, source)
+                elif self._is_number(source) and source not in self._on_host:
+                    node.input[i] = self._enter(source, self._spec(source))
+            made = [output for i, output in enumerate(op.outputs) if moves or i in memory.outputs]
+            self._host.update(output.name for output in made)
+            if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
+                self._divide(node, made[0])
+
+    def _spec(self, source: str) -> tf.TensorSpec:
+        return self._specs[source] if source in self._specs else self._graph.spec(source)
+
+    def _is_constant(self, source: str) -> bool:
+        return source not in self._specs and self._graph.is_constant(source)
+
+    def _is_number(self, source: str) -> bool:
+        spec = self._spec(source)
+        return spec.shape.is_fully_defined() and spec.shape.num_elements() == 1 and spec.dtype in ENTERING
+
+    def _can_move(self, node: Any, op: tf.Operation, sources: list[str]) -> bool:
+        small = all(
+            output.shape.is_fully_defined()
+            and output.shape.num_elements() <= _SMALL
+            and output.dtype in (*ENTERING, tf.int32)
+            for output in op.outputs
+        )
+        return (
+            small
+            and len(sources) == len(node.input)
+            and all(source in self._host or self._is_constant(source) for source in sources)
+            and not tf_compat.is_stateful(op)
+            and not tf_compat.calls_functions(op)
+        )
+
+    def _move(self, node: Any, sources: list[str]) -> None:
+        node.device = _CPU
+        for i, source in enumerate(sources):
+            if source in self._host:
+                continue
+            if source not in self._on_host:
+                constant = self._definition.node.add()
+                constant.CopyFrom(self._nodes[op_name(source)])
+                constant.name, constant.device = f"{constant.name}/on_host", _CPU
+                self._on_host[source] = f"{constant.name}:0"
+            node.input[i] = self._on_host[source]
+
+    def _divide(self, node: Any, output: tf.Tensor) -> None:
+        """Let a node be the GPU's copy of its own result, and another compute it for the host."""
+        twin = self._definition.node.add()
+        twin.CopyFrom(node)
+        twin.name = f"{node.name}/on_host"
+        self._on_host[output.name] = f"{twin.name}:0"
+        node.Clear()
+        node.name, node.op = op_name(output.name), "Identity"
+        node.input.append(self._enter(f"{twin.name}:0", output))
+        node.attr["T"].type = output.dtype.as_datatype_enum
+
+    def _enter(self, source: str, spec: Any) -> str:
+        """Return what the segment calls a number of the host's, on the GPU."""
+        if source not in self._entered:
+            prefix = f"{op_name(source)}/entered_{len(self._entered)}"
+            self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
+        return self._entered[source]
+
+
+def enter(
+    definition: tf.compat.v1.GraphDef, prefix: str, source: str, dtype: tf.DType, shape: Sequence[int] = ()
+) -> str:
+    """Add nodes that copy a number from the host's memory to the GPU's without a copy: as a kernel's parameter.
+
+    Args:
+        definition: of the graph.
+        prefix: of the nodes' names.
+        source: the number's name.
+        dtype: of the number.
+        shape: of one element.
+
+    Returns:
+        The name of its copy, which has every bit of it.
+    """
+
+    def add(op: str, sources: list[str], device: str, **attributes: Any) -> str:
+        name = f"{prefix}/{len(added)}"
+        added.append(definition.node.add(op=op, name=name, input=sources, device=device))
+        for attribute, value in attributes.items():
+            if isinstance(value, tf.DType):
+                added[-1].attr[attribute].type = value.as_datatype_enum
+            else:
+                added[-1].attr[attribute].tensor.CopyFrom(tf.make_tensor_proto(value))
+        return f"{name}:0"
+
+    def constant(value: Any, device: str) -> str:
+        return add("Const", [], device, dtype=tf.as_dtype(value.dtype), value=value)
+
+    added: list[tf.compat.v1.NodeDef] = []
+    bits = _BITS.get(dtype, dtype)
+    number = source
+    if len(shape) > 0:
+        number = add("Reshape", [number, constant(np.zeros([0], np.int32), _CPU)], _CPU, T=dtype, Tshape=tf.int32)
+    if bits != dtype:
+        number = add("Bitcast", [number], _CPU, T=dtype, type=bits)
+    if bits != tf.int64:
+        number = add("Cast", [number], _CPU, SrcT=bits, DstT=tf.int64)
+    zero, one, back = (constant(np.int64(value), _CPU) for value in (0, 1, -1))
+    is_negative = add("Less", [number, zero], _CPU, T=tf.int64)
+    step = add("SelectV2", [is_negative, one, back], _CPU, T=tf.int64)  # towards zero, where no number overflows
+    end = add("AddV2", [number, step], _CPU, T=tf.int64)
+    number = add("Range", [number, end, step], "", Tidx=tf.int64)
+    if bits != tf.int64:
+        number = add("Cast", [number], "", SrcT=tf.int64, DstT=bits)
+    if bits != dtype:
+        number = add("Bitcast", [number], "", T=bits, type=dtype)
+    # The last: a GPU's kernel of Reshape has int32 in the host's memory.
+    return add("Reshape", [number, constant(np.array(shape, np.int32), "")], "", T=dtype, Tshape=tf.int32)

@@ -1,0 +1,112 @@
+"""Run `bench copies`: whether a batch is copied to GPUs while the one before is computed on, in this process.
+
+`fit` is timed beside the same steps on a batch that stays on the GPUs, and beside the copies alone.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ncclsync.tools.bench.exchange import check_gpus
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
+from ncclsync.tools.bench.turns import Spread, take_turns
+
+_WIDTH, _ROWS = 4096, 256  # of a tower's inputs: 4 MiB
+_STEPS = 100  # of a turn
+
+
+def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time steps in fit, steps without copies, and copies.
+
+    Args:
+        given: `towers`; `rounds`.
+        show: shows the user what is being done.
+
+    Raises:
+        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+    """
+    show("importing TensorFlow")
+    check_gpus(given.towers)
+    import tensorflow as tf
+
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.training.keras_model import ModelStep
+
+    model = nccl_parallel(towers=given.towers, check_first_step=False)(_dense)()
+    batch = (tf.zeros([given.towers * _ROWS, _WIDTH]), tf.zeros([given.towers * _ROWS, 1]))
+    data = tf.data.Dataset.from_tensors(batch).repeat()
+    with model.towers as towers:
+        kept = _Kept(towers, iterator := iter(data))
+        step = ModelStep(model, towers, "train_step", False)
+
+        def compute() -> None:
+            for _ in range(_STEPS):
+                step.run_on_iterator(iterator)
+
+        def copy() -> None:
+            for _ in range(_STEPS):
+                kept.copy()
+
+        def timer(run: Callable[[], Any]) -> Callable[[], float]:
+            def turn() -> float:
+                tf_compat.sync_devices()
+                began = time.perf_counter()
+                run()
+                tf_compat.sync_devices()
+                return (time.perf_counter() - began) / _STEPS
+
+            return turn
+
+        show("first steps")
+        model.fit(data, steps_per_epoch=2, verbose=0)
+        step.run_on_iterator(iterator)
+        timers = {
+            "fit": timer(lambda: model.fit(data, steps_per_epoch=_STEPS, verbose=0)),
+            "compute": timer(compute),
+            "copy": timer(copy),
+        }
+        seconds = take_turns(timers, given.rounds, show)
+    ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}
+    more = {f"{name}_s": Spread.of(seconds[name]) for name in ("compute", "copy")}
+    case = {"towers": given.towers, "batch_size": given.towers * _ROWS, "steps": _STEPS}
+    return Result("copies", "s", (Row(case, "ncclsync", Spread.of(seconds["fit"]), ratios, more),))
+
+
+class _Kept:
+    """Give steps one batch again and again, which the GPUs have: in place of a feeder."""
+
+    def __init__(self, towers: Any, iterator: Any) -> None:
+        from ncclsync.towers.feeding import Feeder
+
+        self._feeder, self._staging, self._given = Feeder(iterator), None, None  # type: Any, Any, Any
+        towers.feeders[iterator] = self
+
+    def take(self, staging: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        if self._given is None:
+            self._staging, self._given = staging, self._feeder.take(staging)
+        return self._given
+
+    def copy(self) -> None:
+        self._staging.bring(self._given[0])
+
+
+def _dense() -> Any:
+    import keras
+
+    model = keras.Sequential([keras.Input([_WIDTH]), keras.layers.Dense(64), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def listings() -> list[Listing]:
+    """Return the table."""
+    columns = [
+        Column("towers", lambda row: str(row.case["towers"])),
+        Column("step\nin fit", lambda row: time_text(row.value)),
+        Column("without\ncopies", lambda row: time_text(row.more["compute_s"])),
+        Column("copies\nalone", lambda row: time_text(row.more["copy_s"])),
+        Column("step ÷\nthe longer", lambda row: ratio_text(row.ratios.get("the longer"))),
+    ]
+    return [Listing(columns)]

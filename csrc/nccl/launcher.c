@@ -96,9 +96,10 @@ static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
 
 /* ---- Failure. All under the lock ---- */
 
-static void note_progress(ncs_launcher* launcher, const ncs_launched* group, int stage) {
+static void note_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage,
+                          ncs_launch_failure* told) {
   for (int r = 0; r < launcher->n && r < NCS_MOST_RANKS; ++r) {
-    int* reached = &launcher->failure.progress[r];
+    int* reached = &told->progress[r];
     ncclResult_t state = ncclSuccess;
     *reached = NCS_ABSENT;
     if (stage == NCS_LAUNCHING) {
@@ -110,6 +111,16 @@ static void note_progress(ncs_launcher* launcher, const ncs_launched* group, int
       *reached = launcher->cuda.cudaEventQuery(group->end[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
     }
   }
+}
+
+static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* told) {
+  told->group = group->number;
+  told->label = group->label;
+  told->first = group->first;
+  told->n_collectives = group->n_collectives;
+  memcpy(told->counts, group->counts, sizeof(told->counts));
+  memcpy(told->dtypes, group->dtypes, sizeof(told->dtypes));
+  if (launcher->comm != NULL) note_progress(launcher, group, stage, told);
 }
 
 /* Nobody wants out any more. */
@@ -136,15 +147,7 @@ static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclR
     told->stage = stage;
     told->waited_s = waited_s;
     told->group = launcher->n_ended + 1;
-    if (group != NULL) {
-      told->group = group->number;
-      told->label = group->label;
-      told->first = group->first;
-      told->n_collectives = group->n_collectives;
-      memcpy(told->counts, group->counts, sizeof(told->counts));
-      memcpy(told->dtypes, group->dtypes, sizeof(told->dtypes));
-      if (launcher->comm != NULL) note_progress(launcher, group, stage);
-    }
+    if (group != NULL) describe(launcher, group, stage, told);
   }
   launcher->comm = NULL;
   stay(launcher);
@@ -752,6 +755,21 @@ ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
   pthread_mutex_lock(&launcher->mutex);
   *failure = launcher->failure;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {
+  const ncs_launched* first;
+  memset(pending, 0, sizeof(*pending));
+  pthread_mutex_lock(&launcher->mutex);
+  first = launcher->comm != NULL ? launcher->first : NULL;
+  if (first != NULL) {
+    pending->status = ncclInProgress;
+    pending->stage = first->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
+    pending->waited_s = ncs_now_s() - first->since;
+    describe(launcher, first, pending->stage, pending);
+  }
   pthread_mutex_unlock(&launcher->mutex);
   return ncclSuccess;
 }

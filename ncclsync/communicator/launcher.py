@@ -124,8 +124,15 @@ class Launcher:
 
     def failure(self) -> LaunchFailure | None:
         """Return what has failed since the launcher was opened, None if nothing has."""
+        return self._read(lib.ncs_launcher_get_failure, "ncs_launcher_get_failure")
+
+    def pending(self) -> LaunchFailure | None:
+        """Return the first group that has not ended, None if all have. `waited_s` is of the stage that it is in."""
+        return self._read(lib.ncs_launcher_get_pending, "ncs_launcher_get_pending")
+
+    def _read(self, get: Any, name: str) -> LaunchFailure | None:
         told = ffi.new(_FAILURE)
-        native.check(lib.ncs_launcher_get_failure(self._handle, told), "ncs_launcher_get_failure")
+        native.check(get(self._handle, told), name)
         if told.status == 0:
             return None
         named = min(told.n_collectives, lib.NCS_MOST_NAMED)

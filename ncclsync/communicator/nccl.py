@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -161,6 +162,7 @@ class NcclCommunicator(Communicator):
         self.timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._launcher: Launcher | None = None
+        self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
         self.repeatable = repeatable
@@ -216,6 +218,8 @@ class NcclCommunicator(Communicator):
         with self._lock:
             if self._launcher is None:
                 self._launcher = Launcher(self.size, self.timeout_s, on_host)
+                arguments = (weakref.ref(self), self._ending)
+                threading.Thread(target=_warn_of_pending, args=arguments, name="ncclsync pending", daemon=True).start()
                 if self._handle is not None:
                     self._launcher.open(self._handle)
             return self._launcher
@@ -243,19 +247,9 @@ class NcclCommunicator(Communicator):
 
     def _explain(self, found: LaunchFailure) -> BaseException:
         """Return the error of a launched group's failure, in the words of one that was waited for."""
+        what, arrived = self._words_of(found)
         kinds = self._labels[found.label]
-        names = [
-            _name(kind, found.first + index, label, *size)
-            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
-        ]
-        what = _list(len(names), names.__getitem__) if names else "a group of collectives"
         call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
-        if found.stage == OWN_WORK:
-            what = f"the GPUs' own work before {what}"
-            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
-            arrived = self._busy_words(busy)
-        else:
-            arrived = self._progress_words(found.progress)
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
                 f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
@@ -265,6 +259,31 @@ class NcclCommunicator(Communicator):
             return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
         name = native.STATUS_NAMES.get(found.status, "unknown status")
         return NcclError(found.status, call, found.words, name, what)
+
+    def _words_of(self, found: LaunchFailure) -> tuple[str, str]:
+        """Return what a launched group is, and who has arrived."""
+        kinds = self._labels[found.label]
+        names = [
+            _name(kind, found.first + index, label, *size)
+            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
+        ]
+        what = _list(len(names), names.__getitem__) if names else "a group of collectives"
+        if found.stage == OWN_WORK:
+            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
+            return f"the GPUs' own work before {what}", self._busy_words(busy)
+        return what, self._progress_words(found.progress)
+
+    def warn_of_pending(self, warned: int) -> int:
+        """Log a launched group that has been pending for long; return its number, `warned` if there is none.
+
+        Args:
+            warned: the number of the group that was logged last.
+        """
+        pending = None if self._launcher is None else self._launcher.pending()
+        if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
+            return warned
+        timeouts.warn_of_pending(*self._words_of(pending), pending.waited_s, self.timeout_s)
+        return pending.group
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -307,6 +326,7 @@ class NcclCommunicator(Communicator):
         with self._exclusive():
             handle, self._handle = self._handle, None
             self._is_closed = True
+            self._ending.set()
             if handle is None:
                 return
             if self._launcher is not None:
@@ -494,6 +514,17 @@ def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
     if not checked or not whole:
         raise ValueError(f"Expected {what} to be {words}, at least one. Received: {numbers!r}")
     return checked
+
+
+def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
+    """Watch a communicator's launched groups until it is closed or gone: a thread's task."""
+    warned = 0
+    while not ending.wait(timeouts.WARN_AFTER_S / 12):
+        communicator = find()
+        if communicator is None:
+            return
+        warned = communicator.warn_of_pending(warned)
+        del communicator  # nobody else may have it while this sleeps
 
 
 def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:

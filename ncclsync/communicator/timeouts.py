@@ -76,9 +76,14 @@ def wait(
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
-            limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
-            _logger.warning("%s has been pending for %.0f s: %s; %s", what(), waited_s, arrived(), limit)
+            warn_of_pending(what(), arrived(), waited_s, timeout_s)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
+
+
+def warn_of_pending(what: str, arrived: str, waited_s: float, timeout_s: float | None) -> None:
+    """Log that something has been pending for so many seconds."""
+    limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
+    _logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived, limit)
 
 
 class Aside:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from ncclsync import NcclError, NcclTimeoutError
-from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter, native
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter, native, timeouts
 from ncclsync.communicator.launcher import alive
 from ncclsync.ops import device_ops
 
@@ -184,6 +184,23 @@ def test_failures_name_the_collective(standin, instructions, raised, words):
         communicator.reopen()
         np.testing.assert_array_equal(step(*sent)[0], sum(sent))
         np.testing.assert_array_equal(step(*sent)[1], sum(sent))
+
+
+def test_a_group_that_takes_long_is_warned_of(standin, monkeypatch, caplog):
+    """Once, and who has arrived: nobody may be waiting for it in Python."""
+    monkeypatch.setattr(timeouts, "WARN_AFTER_S", 0.2)
+    sent = [unique("float32", tower) for tower in range(2)]
+    with NcclCommunicator([4, 0], timeout_s=5.0, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+        step = all_reduce(communicator)
+        step(*sent)
+        standin.fail("slow:1=900")
+        with caplog.at_level("WARNING", "ncclsync"):
+            step(*sent)
+    (record,) = caplog.records
+    words = record.getMessage()
+    assert words.startswith("all-reduce 2 (a sum) of 24 bytes (6 × float32) has been pending for 0 s: "), words
+    assert "rank 1 (GPU 0) arrived, waiting" in words and words.endswith("it is given up after 5 s"), words
 
 
 def test_towers_that_send_other_sizes_are_told(joined):

@@ -90,9 +90,10 @@ def cases_of(example: Example, rows: int) -> tuple[list[Case], list[Case]]:
         cases += [Case(example, whole, "P"), Case(example, whole, "S0")]
     elif whole in others:
         cases.append(Case(example, whole))
+    random.Random(example.name).shuffle(cases)
+    # A combination meets one of the two batches, but that with all samples on the first axis both.
+    cases = [Case(example, samples), *cases[rows == FEW : MOST_COMBINATIONS - 1 : 2]]
     rng = random.Random(f"{example.name} {rows}")
-    rng.shuffle(cases)
-    cases = [Case(example, samples), *cases[: MOST_COMBINATIONS - 1]]
     if rows == FEW:
         n_chosen = int(example.index == 0 and rng.random() < 0.3)
     elif example.index == 0:

@@ -1,5 +1,6 @@
 """TensorFlow, MirroredStrategy and ncclsync on virtual GPUs; each script in a process of its own, by `run.py`."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -47,11 +48,12 @@ def test_host_runs_ahead(on_virtual_gpus):
     [
         (AHEAD, ["one", "nccl"]),
         *(
-            pytest.param(
-                [*way, "--seed", seed], ["one", "recurrent", "mirrored", "nccl", "py_ops"], marks=pytest.mark.slow
+            pytest.param([*way, "--seed", seed], ["one", "recurrent", "mirrored", *by], marks=pytest.mark.slow)
+            for seed, way, by in (
+                ("1", [], ["nccl"]),
+                ("2", ["--delay-us", "300"], ["nccl", "py_ops"]),
+                ("3", AHEAD, ["nccl"]),
             )
-            for way in ([], ["--delay-us", "300"], AHEAD)
-            for seed in "12"
         ),
     ],
 )
@@ -65,7 +67,25 @@ def test_training(on_virtual_gpus, options, what):
 def test_copies_of_a_step(on_virtual_gpus):
     """A step copies its batch to the GPUs, and nothing else, so that the host does not wait for them."""
     printed = on_virtual_gpus("--ahead", "--gpus", "3", HERE / "scripts/copies.py")
-    assert printed == "mlp 0.0 0.0\nconvolutional 0.0 0.0\nattention 0.0 0.0\n"
+    assert printed == "mlp 0 0\nconvolutional 0 0\nattention 0 0\n"
+
+
+@pytest.mark.slow
+def test_copies_lie_beside_computation(on_virtual_gpus, tmp_path):
+    """In a timeline: while a tower computes, the rows of a later batch are on their way to it."""
+    options = ["--gpus", "2", "--ahead", "--kernel-ms", "10", "--copy-link", "0.085,0"]
+    path = tmp_path / "timeline.json"
+    on_virtual_gpus(*options, HERE / "scripts/feed.py", path)
+    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    named = {
+        name: [(span["ts"], span["ts"] + span["dur"]) for span in spans if span["name"] == f"tower_0/{name}"]
+        for name in ("copy_to_device", "segment_1")
+    }
+    beside = 0
+    for begin, end in named["copy_to_device"]:
+        covered = (min(end, e) - max(begin, b) for b, e in named["segment_1"])
+        beside += sum(length for length in covered if length > 0) > 0.8 * (end - begin)
+    assert len(named["segment_1"]) == 12 and beside >= 7, named
 
 
 def test_module_and_arguments(on_virtual_gpus):

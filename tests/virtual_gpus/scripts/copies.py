@@ -44,6 +44,6 @@ for build in (mlp, convolutional, attention):
         model.fit(x.repeat(steps, 0), y.repeat(steps, 0), batch_size=ROWS, shuffle=False, verbose=0)
         counts.append(counted("to_device", "to_host"))
     short, long = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(counts))
-    # A tower's rows of two tensors.
-    each = [(b - a) / 16 / len(model.towers) - own for a, b, own in zip(short, long, (2, 0), strict=True)]
-    print(build.__name__, *(f"{number:.1f}" for number in each))
+    # Of all towers, but for their rows of two tensors.
+    each = [(b - a) / 16 - own for a, b, own in zip(short, long, (2 * len(model.towers), 0), strict=True)]
+    print(build.__name__, *(f"{number:.0f}" for number in each))

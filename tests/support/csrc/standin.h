@@ -25,6 +25,9 @@ enum {
   NO_CONTEXT = 201,
   BAD_HANDLE = 400,
   NOT_READY = 600,
+  UNSUPPORTED_IN_CAPTURE = 900,
+  INVALID_CAPTURE = 901,
+  WRONG_THREAD = 908,
   OPEN_GROUP = 998,
   FAILURE = 999
 };
@@ -63,6 +66,8 @@ void standin_stir(void);
 void standin_progress(void);
 /* Waits until work is done somewhere, or for so long; gives up the lock meanwhile. */
 void standin_wait(double most_s);
+/* Whether what a stream is given goes into a graph, which is never launched. Counts it then; it is not to be queued. */
+int standin_adds_node(cudaStream_t stream);
 /* Waits until a stream with a thread is through; that is no wait of the host's. */
 void standin_drain(cudaStream_t stream);
 int standin_stream_device(cudaStream_t stream); /* -1: destroyed */

@@ -45,6 +45,9 @@ const char* cudaGetErrorString(cudaError_t error) {
     case 217: return "peer access is not supported between these two devices";
     case BAD_HANDLE: return "invalid resource handle";
     case NOT_READY: return "device not ready";
+    case UNSUPPORTED_IN_CAPTURE: return "operation not permitted when stream is capturing";
+    case INVALID_CAPTURE: return "operation failed due to a previous error during capture";
+    case WRONG_THREAD: return "attempt to terminate a thread-local capture sequence from another thread";
     case OPEN_GROUP: return "a group of NCCL calls is open";
     case FAILURE: return "told to fail";
     default: return "unrecognized error code";

@@ -26,6 +26,9 @@ struct CUstream_st {
   int is_stalled;       /* its thread waits within a piece of work */
   long n_held;          /* so many of its context's waits are before its work */
   unsigned random;
+  int has_graph, is_spoilt; /* what it is given goes into a graph; whether that has failed */
+  int* graphs_thread; /* the one that may end it; NULL: any */
+  size_t n_nodes;
   struct CUstream_st* next;
 };
 
@@ -316,10 +319,70 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flag
 
 int standin_stream_device(cudaStream_t stream) { return stream->alive ? stream->device : -1; }
 
+/* ---- Graphs, into which a stream's work goes ---- */
+
+struct CUgraph_st {
+  size_t n_nodes;
+};
+
+int standin_adds_node(cudaStream_t stream) {
+  if (stream->has_graph) ++stream->n_nodes;
+  return stream->has_graph;
+}
+
+/* What a stream may not do meanwhile, or none of a device where that is NULL, spoils its graph. */
+static cudaError_t spoil_graphs(cudaStream_t only, int device) {
+  cudaError_t error = 0;
+  for (cudaStream_t stream = streams; stream != NULL; stream = stream->next) {
+    if (!stream->has_graph || (only != NULL ? stream != only : stream->device != device)) continue;
+    stream->is_spoilt = 1;
+    error = UNSUPPORTED_IN_CAPTURE;
+  }
+  return error;
+}
+
+/* Thread-local and relaxed; the global mode keeps other threads from calls, and nothing here does. */
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, int mode) {
+  cudaError_t error = standin_enter_cuda("cudaStreamBeginCapture", mode);
+  if (error == 0 && (!stream->alive || stream->has_graph || (mode != 1 && mode != 2))) error = INVALID_VALUE;
+  if (error != 0) return standin_leave_cuda(error);
+  stream->has_graph = 1;
+  stream->is_spoilt = 0;
+  stream->graphs_thread = mode == 1 ? standin_depth() : NULL;
+  stream->n_nodes = 0;
+  return standin_leave_cuda(0);
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, struct CUgraph_st** graph) {
+  cudaError_t error = standin_enter_cuda("cudaStreamEndCapture", stream->device);
+  *graph = NULL;
+  if (error == 0 && !stream->has_graph) error = INVALID_VALUE;
+  if (error == 0 && stream->graphs_thread != NULL && stream->graphs_thread != standin_depth()) error = WRONG_THREAD;
+  if (error != 0) return standin_leave_cuda(error);
+  stream->has_graph = 0;
+  if (stream->is_spoilt) return standin_leave_cuda(INVALID_CAPTURE);
+  *graph = malloc(sizeof(**graph));
+  (*graph)->n_nodes = stream->n_nodes;
+  return standin_leave_cuda(0);
+}
+
+cudaError_t cudaGraphGetNodes(struct CUgraph_st* graph, void* nodes, size_t* n_nodes) {
+  *n_nodes = graph->n_nodes;
+  return nodes == NULL ? 0 : INVALID_VALUE;
+}
+
+cudaError_t cudaGraphDestroy(struct CUgraph_st* graph) {
+  free(graph);
+  return 0;
+}
+
+/* ---- Streams, asked and waited for ---- */
+
 /* Lets everything go on; whether this stream is through. */
 static cudaError_t ask(cudaStream_t stream) {
   if (*standin_depth() > 0) return OPEN_GROUP;
   if (!stream->alive) return BAD_HANDLE;
+  if (spoil_graphs(stream, -1) != 0) return UNSUPPORTED_IN_CAPTURE;
   take_held(stream);
   standin_progress();
   return stream->first == NULL || is_ending ? 0 : NOT_READY;
@@ -345,7 +408,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*run)(void* what), void* what) {
   cudaError_t error = standin_enter_cuda("cudaLaunchHostFunc", stream->device);
   if (error == 0 && !stream->alive) error = BAD_HANDLE;
-  if (error == 0) standin_push_run(stream, NULL, run, what);
+  if (error == 0 && !standin_adds_node(stream)) standin_push_run(stream, NULL, run, what);
   return standin_leave_cuda(error);
 }
 
@@ -397,6 +460,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   cudaError_t error = standin_enter_cuda("cudaEventRecord", stream->device);
   if (error == 0 && (!stream->alive || event->device != stream->device)) error = BAD_HANDLE;
+  if (error == 0) error = spoil_graphs(stream, -1); /* CUDA would take it into the graph */
   if (error == 0) event->work = capture(stream, stream->device);
   return standin_leave_cuda(error);
 }
@@ -416,6 +480,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
   cudaError_t error = standin_enter_cuda("cudaStreamWaitEvent", stream->device);
   if (error == 0 && (!stream->alive || flags != 0)) error = BAD_HANDLE;
+  if (error == 0) error = spoil_graphs(stream, -1);
   if (error == 0) take_held(stream);
   if (error == 0) push_wait_at_once(stream, &event->work);
   return standin_leave_cuda(error);
@@ -426,6 +491,7 @@ int cuCtxRecordEvent(void* recorded, cudaEvent_t event) {
   const int device = (int)(size_t)recorded - 1;
   cudaError_t error = standin_enter_cuda("cuCtxRecordEvent", device);
   if (error == 0 && (!standin_has_context() || event->device != device)) error = BAD_HANDLE;
+  if (error == 0) error = spoil_graphs(NULL, device);
   if (error == 0) event->work = capture(NULL, device);
   return standin_leave_cuda(error);
 }
@@ -450,6 +516,7 @@ int cuCtxWaitEvent(void* waiting, cudaEvent_t event) {
   const int device = (int)(size_t)waiting - 1;
   cudaError_t error = standin_enter_cuda("cuCtxWaitEvent", device);
   if (error == 0 && (!standin_has_context() || device < 0 || device >= STANDIN_DEVICES)) error = BAD_HANDLE;
+  if (error == 0) error = spoil_graphs(NULL, device);
   if (error == 0) hold(device, &event->work);
   return standin_leave_cuda(error);
 }

@@ -1,9 +1,11 @@
-/* All-reduces made straight from C, as a program would that has its buffers ready: blocking communicators, one group
- * of all ranks' calls, a wait for each stream. For tests/gpu/overhead.py, which compares ncclsync with it.
+/* All-reduces made from C, as a program would that has its buffers ready, in one of two ways, each with a wait for each
+ * rank's stream at its end. For tests/gpu/overhead.py, which compares ncclsync with the first one.
+ *   plain     straight: blocking communicators, one group of all ranks' calls
+ *   launcher  by csrc/nccl/launcher.c: each rank's stream arrives, one launch, a delivery to each stream
  *
- * overhead NCCL CUDART DRIVER RANKS; then, for each line "BYTES WARMUPS REPETITIONS" of the input, a line with the
- * microseconds of each repetition. All ranks are on GPU 0. Build: cc -O2 -Icsrc overhead.c csrc/nccl/library.c
- * csrc/ncclsync.c -ldl */
+ * overhead NCCL CUDART DRIVER RANKS WAY; then, for each line "BYTES WARMUPS REPETITIONS" of the input, a line with the
+ * microseconds of each repetition. All ranks are on GPU 0. Build: cc -O2 -Icsrc overhead.c csrc/nccl/X.c
+ * csrc/ncclsync.c -ldl -lpthread, for all of csrc/nccl */
 #define _POSIX_C_SOURCE 200809L
 
 #include <dlfcn.h>
@@ -16,7 +18,16 @@
 
 enum { MAX_RANKS = 8 };
 
+typedef struct {
+  void (*join)(void);
+  void (*all_reduce)(size_t count);
+  void (*part)(void);
+} way;
+
+static const char *nccl_path, *cudart_path, *driver_path;
 static ncs_nccl* nccl;
+static ncs_nccl_comm* comm; /* the launcher's */
+static ncs_launcher* launcher;
 static ncs_cuda cuda;
 static cudaError_t (*synchronize)(cudaStream_t stream);
 static int n;
@@ -37,30 +48,36 @@ static void check_nccl(ncclResult_t status, const char* call) {
   if (status != ncclSuccess) fail(call, nccl->ncclGetLastError(NULL));
 }
 
+static void check(ncclResult_t status, const ncs_failure* failure) {
+  if (status != ncclSuccess) fail(failure->call, failure->message);
+}
+
 static double now_us(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec;
 }
 
-static void load(const char* nccl_path, const char* cudart_path, const char* driver_path) {
+static void load(void) {
   ncs_failure failure;
   void *handle, *symbol;
-  if (ncs_nccl_open(nccl_path, &failure, &nccl) != ncclSuccess) fail(failure.call, failure.message);
-  if (ncs_load_cuda(cudart_path, driver_path, &cuda, &failure) != ncclSuccess) fail(failure.call, failure.message);
+  check(ncs_nccl_open(nccl_path, &failure, &nccl), &failure);
+  check(ncs_load_cuda(cudart_path, driver_path, &cuda, &failure), &failure);
   handle = dlopen(cudart_path, RTLD_NOW);
   symbol = handle != NULL ? dlsym(handle, "cudaStreamSynchronize") : NULL;
   if (symbol == NULL) fail("dlsym", dlerror());
   memcpy(&synchronize, &symbol, sizeof(symbol));
 }
 
-static void join(void) {
-  int devices[MAX_RANKS] = {0};
+static void make_streams(void) {
   check_cuda(cuda.cudaSetDevice(0), "cudaSetDevice");
   for (int r = 0; r < n; ++r)
     check_cuda(cuda.cudaStreamCreateWithPriority(&streams[r], NCS_CUDA_STREAM_NON_BLOCKING, 0),
                "cudaStreamCreateWithPriority");
-  check_nccl(nccl->ncclCommInitAll(comms, n, devices), "ncclCommInitAll");
+}
+
+static void wait_for_streams(void) {
+  for (int r = 0; r < n; ++r) check_cuda(synchronize(streams[r]), "cudaStreamSynchronize");
 }
 
 /* Rank r sends r + 1 everywhere. */
@@ -92,34 +109,102 @@ static void check_and_free(size_t count) {
   free(numbers);
 }
 
-static void all_reduce(size_t count) {
+/* ---- Plain ---- */
+
+static void join_plainly(void) {
+  int devices[MAX_RANKS] = {0};
+  check_nccl(nccl->ncclCommInitAll(comms, n, devices), "ncclCommInitAll");
+}
+
+static void all_reduce_plainly(size_t count) {
   check_nccl(nccl->ncclGroupStart(), "ncclGroupStart");
   for (int r = 0; r < n; ++r)
     check_nccl(nccl->ncclAllReduce(sends[r], recvs[r], count, ncclFloat32, ncclSum, comms[r], streams[r]),
                "ncclAllReduce");
   check_nccl(nccl->ncclGroupEnd(), "ncclGroupEnd");
-  for (int r = 0; r < n; ++r) check_cuda(synchronize(streams[r]), "cudaStreamSynchronize");
+  wait_for_streams();
+}
+
+static void part_plainly(void) {
+  for (int r = 0; r < n; ++r) check_nccl(nccl->ncclCommDestroy(comms[r]), "ncclCommDestroy");
+}
+
+/* ---- By the launcher ---- */
+
+static void wait_for_comm(void) {
+  ncs_failure failure;
+  ncclResult_t status;
+  do status = ncs_nccl_wait(comm, 1.0, &failure);
+  while (status == ncclInProgress);
+  check(status, &failure);
+}
+
+static void join_launcher(void) {
+  ncs_failure failure;
+  int devices[MAX_RANKS] = {0}, ranks[MAX_RANKS], blocks;
+  for (int r = 0; r < n; ++r) ranks[r] = r;
+  check(ncs_nccl_create(nccl, cudart_path, driver_path, NULL, n, ranks, devices, n, &failure, &comm), &failure);
+  wait_for_comm();
+  if (ncs_launcher_create(n, 60.0, 0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
+  ncs_launcher_open(launcher, comm, &blocks);
+}
+
+static void let_go(void* kept) { (void)kept; }
+
+static void all_reduce_by_launcher(size_t count) {
+  const ncs_collective sum = {.kind = NCS_ALL_REDUCE, .op = ncclSum};
+  ncs_failure failure;
+  ncs_arrival* arrivals[MAX_RANKS];
+  ncs_launched* launched;
+  for (int r = 0; r < n; ++r) {
+    const ncs_buffer buffer = {sends[r], recvs[r], count, ncclFloat32};
+    check(ncs_arrive(launcher, r, streams[r], &buffer, 1, NULL, let_go, &failure, &arrivals[r]), &failure);
+  }
+  check(ncs_launch(launcher, 0, arrivals, &sum, 1, &failure, &launched), &failure);
+  for (int r = 0; r < n; ++r) {
+    ncs_arrival_release(arrivals[r]);
+    check(ncs_deliver(launched, r, streams[r], 0, &failure), &failure);
+  }
+  ncs_launched_release(launched);
+  wait_for_streams();
+}
+
+static void part_launcher(void) {
+  ncs_failure failure;
+  while (ncs_launcher_wait(launcher, 1.0) == ncclInProgress) continue;
+  ncs_launcher_close(launcher, ncclInvalidUsage);
+  check(ncs_nccl_finalize(comm, &failure), &failure);
+  wait_for_comm();
+  check(ncs_nccl_destroy(comm, &failure), &failure);
 }
 
 int main(int argc, char** argv) {
+  static const way plain = {join_plainly, all_reduce_plainly, part_plainly};
+  static const way by_launcher = {join_launcher, all_reduce_by_launcher, part_launcher};
+  const way* chosen;
   size_t bytes;
   int warmups, repetitions;
-  if (argc != 5 || (n = atoi(argv[4])) < 1 || n > MAX_RANKS) fail("overhead", "expected NCCL CUDART DRIVER RANKS");
-  load(argv[1], argv[2], argv[3]);
-  join();
+  if (argc != 6 || (n = atoi(argv[4])) < 1 || n > MAX_RANKS) fail("overhead", "expected NCCL CUDART DRIVER RANKS WAY");
+  chosen = strcmp(argv[5], "launcher") == 0 ? &by_launcher : &plain;
+  nccl_path = argv[1];
+  cudart_path = argv[2];
+  driver_path = argv[3];
+  load();
+  make_streams();
+  chosen->join();
   while (scanf("%zu %d %d", &bytes, &warmups, &repetitions) == 3) {
     const size_t count = bytes / sizeof(float);
     allocate(count);
-    for (int i = 0; i < warmups; ++i) all_reduce(count);
+    for (int i = 0; i < warmups; ++i) chosen->all_reduce(count);
     for (int i = 0; i < repetitions; ++i) {
       const double begin = now_us();
-      all_reduce(count);
+      chosen->all_reduce(count);
       printf("%.3f ", now_us() - begin);
     }
     check_and_free(count);
     printf("\n");
     fflush(stdout);
   }
-  for (int r = 0; r < n; ++r) check_nccl(nccl->ncclCommDestroy(comms[r]), "ncclCommDestroy");
+  chosen->part();
   return 0;
 }

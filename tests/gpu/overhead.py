@@ -1,7 +1,9 @@
-"""What ncclsync's binding adds to an all-reduce: beside the same calls made straight from C (overhead.c).
+"""What ncclsync adds to an all-reduce: beside the same calls made straight from C (overhead.c).
 
-Both put all ranks on GPU 0 and are timed in turn, some repetitions at a time, so that what disturbs the
-machine disturbs both. Compared are medians of whole groups: from the call to its end on all ranks.
+Of ncclsync there are two ways: a collective of Python, which is waited for, and, from C, the launcher, by which a group
+is only enqueued between a stream's work and what it is given later. All put all ranks on GPU 0 and are timed in turn,
+some repetitions at a time, so that what disturbs the machine disturbs all. Compared are medians of whole groups: from
+the call to its end on all ranks.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from ncclsync.communicator import NcclCommunicator, native
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SIZES = (2**10, 2**20, 25 * 2**20, 256 * 2**20)
 ROUNDS = 7
+LIMIT = 1.05  # of the launcher's median by that of plain C
 
 
 def repetitions(size_bytes: int) -> int:
@@ -31,23 +34,23 @@ def repetitions(size_bytes: int) -> int:
     return max(5, min(200, 2**26 // size_bytes))
 
 
-class PlainC:
+class InC:
     """The program in C: built, and running for as long as this is open."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int) -> None:
+    def __init__(self, folder: pathlib.Path, ranks: int, way: str) -> None:
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
         if compiler is None:
             raise FileNotFoundError("Expected a C compiler. Received: neither CC nor cc nor gcc")
-        program = folder / "overhead"
+        program = folder / f"overhead-{way}"
         csrc = ROOT / "csrc"
-        sources = [pathlib.Path(__file__).with_suffix(".c"), csrc / "nccl" / "library.c", csrc / "ncclsync.c"]
-        flags = ["-O2", "-std=c99", "-Wall", "-Wextra", f"-I{csrc}"]
-        subprocess.run([compiler, *flags, *sources, "-o", program, "-ldl"], check=True)
+        sources = [pathlib.Path(__file__).with_suffix(".c"), *sorted(csrc.glob("nccl/*.c")), csrc / "ncclsync.c"]
+        flags = ["-O2", "-std=c99", "-Wall", "-Wextra", "-fno-strict-aliasing", f"-I{csrc}"]
+        subprocess.run([compiler, *flags, *sources, "-o", program, "-ldl", "-lpthread"], check=True)
         runtimes, driver = native.cuda_paths()
         # NCCL's own words would go to where the times are expected.
         variables = {k: v for k, v in os.environ.items() if k != "NCCL_DEBUG"}
         self._process = subprocess.Popen(
-            [program, native.NcclLibrary().path, _first_that_loads(runtimes), driver, str(ranks)],
+            [program, native.NcclLibrary().path, _first_that_loads(runtimes), driver, str(ranks), way],
             env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,35 +108,38 @@ def times_us(comm: NcclCommunicator, size_bytes: int, warmups: int, count: int) 
 
 
 def compare(ranks: int, sizes: list[int], rounds: int) -> dict:
-    """Time both, in turn, and return what is to be told: see the keys."""
+    """Time all, in turn, and return what is to be told: see the keys."""
     rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        PlainC(pathlib.Path(folder), ranks) as plain,
+        InC(pathlib.Path(folder), ranks, "plain") as plain,
+        InC(pathlib.Path(folder), ranks, "launcher") as launcher,
         NcclCommunicator([0] * ranks, timeout_s=60.0) as comm,
     ):
         for size_bytes in sizes:
             print(f"{size_bytes} bytes ...", file=sys.stderr, flush=True)  # if it hangs: where
             count = repetitions(size_bytes)
-            ours, theirs = [], []
+            times: dict[str, list[float]] = {"ncclsync": [], "launcher": [], "c": []}
             for i in range(rounds):
                 warmups = 5 if i == 0 else 2
-                ours += times_us(comm, size_bytes, warmups, count)
-                theirs += plain.times_us(size_bytes, warmups, count)
-            rows.append(_row(size_bytes, ours, theirs, ranks))
+                times["ncclsync"] += times_us(comm, size_bytes, warmups, count)
+                times["launcher"] += launcher.times_us(size_bytes, warmups, count)
+                times["c"] += plain.times_us(size_bytes, warmups, count)
+            rows.append(_row(size_bytes, times, ranks))
     return {
         "ranks": ranks,
         "gpu": _gpu(),
         "nccl": ".".join(map(str, native.nccl_version())),
         "nccl_variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")},
         "rounds": rounds,
+        "launcher_limit": LIMIT,
         "rows": rows,
     }
 
 
-def _row(size_bytes: int, ours: list[float], theirs: list[float], ranks: int) -> dict:
-    row = {"bytes": size_bytes, "n": len(ours)}
-    for name, times in (("ncclsync", ours), ("c", theirs)):
+def _row(size_bytes: int, times_us: dict[str, list[float]], ranks: int) -> dict:
+    row = {"bytes": size_bytes, "n": len(times_us["c"])}
+    for name, times in times_us.items():
         median = statistics.median(times)
         tenths = statistics.quantiles(times, n=10)
         row[name] = {
@@ -145,6 +151,8 @@ def _row(size_bytes: int, ours: list[float], theirs: list[float], ranks: int) ->
         }
     row["overhead_us"] = row["ncclsync"]["median_us"] - row["c"]["median_us"]
     row["ratio"] = row["ncclsync"]["median_us"] / row["c"]["median_us"]
+    row["launcher_overhead_us"] = row["launcher"]["median_us"] - row["c"]["median_us"]
+    row["launcher_ratio"] = row["launcher"]["median_us"] / row["c"]["median_us"]
     return row
 
 
@@ -160,24 +168,31 @@ def _gpu() -> str:
 
 
 HEADER = """\
-|    size | ncclsync µs |        C µs | overhead µs | ratio | ncclsync busbw GB/s | C busbw GB/s |
-|--------:|------------:|------------:|------------:|------:|--------------------:|-------------:|"""
+|    size | ncclsync µs | launcher µs |        C µs | ncclsync / C | launcher / C | launcher busbw GB/s | C busbw GB/s |
+|--------:|------------:|------------:|------------:|-------------:|-------------:|--------------------:|-------------:|"""
+
+
+def _size(row: dict) -> str:
+    size = row["bytes"]
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
 def _line(row: dict) -> str:
-    size = row["bytes"]
-    words = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
-    ours, plain = row["ncclsync"], row["c"]
+    ours, launcher, plain = row["ncclsync"], row["launcher"], row["c"]
     return (
-        f"| {words:>7} | {ours['median_us']:11.1f} | {plain['median_us']:11.1f} | {row['overhead_us']:11.1f} "
-        f"| {row['ratio']:5.2f} | {ours['busbw_gb_per_s']:19.2f} | {plain['busbw_gb_per_s']:12.2f} |"
+        f"| {_size(row):>7} | {ours['median_us']:11.1f} | {launcher['median_us']:11.1f} | {plain['median_us']:11.1f} "
+        f"| {row['ratio']:12.2f} | {row['launcher_ratio']:12.2f} "
+        f"| {launcher['busbw_gb_per_s']:19.2f} | {plain['busbw_gb_per_s']:12.2f} |"
     )
 
 
 def table(told: dict) -> str:
     """Return the comparison as text."""
     title = f"{told['ranks']} ranks on one GPU ({told['gpu']}), NCCL {told['nccl']}, medians of all-reduces"
-    return "\n".join([title, "", HEADER, *(_line(row) for row in told["rows"])])
+    above = [_size(row) for row in told["rows"] if row["launcher_ratio"] > told["launcher_limit"]]
+    where = f"at {', '.join(above)}" if above else "nowhere"
+    verdict = f"The launcher takes more than {told['launcher_limit']} times as long as C: {where}"
+    return "\n".join([title, "", HEADER, *(_line(row) for row in told["rows"]), "", verdict])
 
 
 def main() -> None:

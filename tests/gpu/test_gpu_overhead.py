@@ -1,4 +1,4 @@
-"""The comparison with plain C runs, and both get right results; what it measures is told, not judged."""
+"""The comparison with plain C runs, and all get right results; what it measures is told, not judged."""
 
 import json
 import pathlib
@@ -19,8 +19,14 @@ def test_comparison(tmp_path):
     told = json.loads(result.read_text())
     assert (told["ranks"], [row["bytes"] for row in told["rows"]]) == (ranks, [1024, 65536])
     for row in told["rows"]:
-        ours, plain = row["ncclsync"], row["c"]
-        assert 0 < plain["tenth_us"] <= plain["median_us"] <= plain["ninetieth_us"]
+        ours, launcher, plain = row["ncclsync"], row["launcher"], row["c"]
+        for one in (ours, launcher, plain):
+            assert 0 < one["tenth_us"] <= one["median_us"] <= one["ninetieth_us"]
+        assert launcher["median_us"] == pytest.approx(plain["median_us"] * row["launcher_ratio"])
         assert ours["median_us"] == pytest.approx(plain["median_us"] * row["ratio"])
         assert ours["busbw_gb_per_s"] == pytest.approx(2 * (ranks - 1) / ranks * ours["algbw_gb_per_s"])
     assert "|   1 KiB |" in printed and "|  64 KiB |" in printed
+    words = dict(zip([1024, 65536], ["1 KiB", "64 KiB"], strict=True))
+    above = [words[row["bytes"]] for row in told["rows"] if row["launcher_ratio"] > 1.05]
+    where = f"at {', '.join(above)}" if above else "nowhere"
+    assert f"The launcher takes more than 1.05 times as long as C: {where}\n" in printed

@@ -314,12 +314,23 @@ def test_overlap(tmp_path):
     (row,) = found["rows"]
     more = row["more"]
     assert len(more["bucket_bytes"]) == 5
-    assert sum(more["bucket_bytes"]) == 4 * (11 * 256**2 + 128 * 256 + 4 * 128**2 + 1)
+    assert sum(more["bucket_bytes"]) == 4 * (11 * 256**2 + 128 * 256 + 4 * 128**2 + 2)
     assert min(more["without_s"]["median"], more["ended_s"]["median"], row["value"]["median"]) > 4e-3 * (16 + 31)
     assert more["exchange_s"]["median"] > sum(more["bucket_bytes"]) / 0.1e9
     assert more["called_s"]["median"] < more["ended_s"]["median"] / 2
     assert more["predicted_s"] > more["without_s"]["median"]
     assert "hidden" in table
+
+
+def test_copies(tmp_path):
+    """On virtual GPUs: copies alone take what the link takes; in fit they do not come on top of the step."""
+    gpus = ["--gpus", "2", "--ahead", "--kernel-ms", "3", "--copy-link", "0.4,0"]
+    found, table = run_bench(tmp_path, "copies", "--towers", "2", "--rounds", "1", gpus=gpus)
+    (row,) = found["rows"]
+    compute_s, copy_s = (row["more"][f"{name}_s"]["median"] for name in ("compute", "copy"))
+    assert copy_s > 256 * 4096 * 4 / 0.4e9 and compute_s > 5 * 3e-3
+    assert row["value"]["median"] == pytest.approx(row["ratios"]["the longer"]["median"] * max(compute_s, copy_s))
+    assert "the longer" in table
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def gpu_memory(op: tf.Operation) -> Memory | None:
     Of resources, which always do, nothing is said.
     """
     node, definition = op.node_def, op.op_def
-    found = [kernel for kernel in _gpu_kernels(op.type) if _takes(kernel, node)]
+    found = _kernels_for(op, ("GPU", "DEFAULT"))
     if not found:
         return None
     kinds = [kernel for kernel in found if kernel.device_type == "GPU"] or found
@@ -100,10 +100,19 @@ def gpu_memory(op: tf.Operation) -> Memory | None:
     return Memory(*sides)
 
 
+def runs_on_cpu(op: tf.Operation) -> bool:
+    """Return whether TensorFlow has a kernel for `op` on the CPU."""
+    return bool(_kernels_for(op, ("CPU",)))
+
+
+def _kernels_for(op: tf.Operation, device_types: tuple[str, ...]) -> list[Any]:
+    node = op.node_def
+    return [kernel for kernel in _kernels(op.type) if kernel.device_type in device_types and _takes(kernel, node)]
+
+
 @functools.cache
-def _gpu_kernels(op_type: str) -> list[Any]:
-    registered = kernels.get_registered_kernels_for_op(op_type).kernel
-    return [kernel for kernel in registered if kernel.device_type in ("GPU", "DEFAULT") and not kernel.label]
+def _kernels(op_type: str) -> list[Any]:
+    return [kernel for kernel in kernels.get_registered_kernels_for_op(op_type).kernel if not kernel.label]
 
 
 def _takes(kernel: Any, node: Any) -> bool:

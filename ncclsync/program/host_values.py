@@ -47,6 +47,8 @@ class _Pass:
         self._specs = {placeholder: graph.spec(name) for placeholder, name in names.items()}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
         self._host = {placeholder for placeholder, spec in self._specs.items() if spec.dtype == tf.int32}
+        # Names, and the scopes that names are in.
+        self._taken = {name[:end] for name in self._nodes for end in _ends(name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
@@ -72,6 +74,12 @@ class _Pass:
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
 
+    def _free_name(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
     def _spec(self, source: str) -> tf.TensorSpec:
         return self._specs[source] if source in self._specs else self._graph.spec(source)
 
@@ -95,6 +103,7 @@ class _Pass:
             and all(source in self._host or self._is_constant(source) for source in sources)
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
+            and tf_compat.runs_on_cpu(op)
         )
 
     def _move(self, node: Any, sources: list[str]) -> None:
@@ -105,7 +114,7 @@ class _Pass:
             if source not in self._on_host:
                 constant = self._definition.node.add()
                 constant.CopyFrom(self._nodes[op_name(source)])
-                constant.name, constant.device = f"{constant.name}/on_host", _CPU
+                constant.name, constant.device = self._free_name(f"{constant.name}/on_host"), _CPU
                 self._on_host[source] = f"{constant.name}:0"
             node.input[i] = self._on_host[source]
 
@@ -113,7 +122,7 @@ class _Pass:
         """Let a node be the GPU's copy of its own result, and another compute it for the host."""
         twin = self._definition.node.add()
         twin.CopyFrom(node)
-        twin.name = f"{node.name}/on_host"
+        twin.name = self._free_name(f"{node.name}/on_host")
         self._on_host[output.name] = f"{twin.name}:0"
         node.Clear()
         node.name, node.op = op_name(output.name), "Identity"
@@ -123,9 +132,13 @@ class _Pass:
     def _enter(self, source: str, spec: Any) -> str:
         """Return what the segment calls a number of the host's, on the GPU."""
         if source not in self._entered:
-            prefix = f"{op_name(source)}/entered_{len(self._entered)}"
+            prefix = self._free_name(f"{op_name(source)}/entered")
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
         return self._entered[source]
+
+
+def _ends(name: str) -> list[int]:
+    return [i for i, letter in enumerate(name) if letter == "/"] + [len(name)]
 
 
 def enter(

@@ -25,7 +25,9 @@ PROGRAMS: dict[str, "Program"] = {}
 
 # What may be logged of a program that is equal to one device: that it is exact and slow, and what is not
 # about numbers. Any other warning is a false alarm.
-HARMLESS = re.compile(r"^Exact\b|\bexact, but\b|run an op on one thread|Python ops for their collectives")
+HARMLESS = re.compile(
+    r"^Exact\b|\bexact, but\b|run an op on one thread|divides each op among all cores|Python ops for their collectives"
+)
 
 # By how many tolerances every trained variable moves: a factor on its gradient cannot pass for rounding.
 SEEN = 1000

@@ -322,6 +322,7 @@ def test_overlap(tmp_path):
     assert "hidden" in table
 
 
+@pytest.mark.slow
 def test_copies(tmp_path):
     """On virtual GPUs: copies alone take what the link takes; in fit they do not come on top of the step."""
     gpus = ["--gpus", "2", "--ahead", "--kernel-ms", "3", "--copy-link", "0.4,0"]

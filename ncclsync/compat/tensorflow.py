@@ -84,7 +84,7 @@ def gpu_memory(op: tf.Operation) -> Memory | None:
     if not found:
         return None
     kinds = [kernel for kernel in found if kernel.device_type == "GPU"] or found
-    on_host = set(max(kinds, key=lambda kernel: kernel.priority).host_memory_arg)
+    on_host = max(kinds, key=lambda kernel: kernel.priority).on_host
     calls = calls_functions(op)
     sides = []
     for arguments, tensors in ((definition.input_arg, op.inputs), (definition.output_arg, op.outputs)):
@@ -105,23 +105,42 @@ def runs_on_cpu(op: tf.Operation) -> bool:
     return bool(_kernels_for(op, ("CPU",)))
 
 
-def _kernels_for(op: tf.Operation, device_types: tuple[str, ...]) -> list[Any]:
-    node = op.node_def
-    return [kernel for kernel in _kernels(op.type) if kernel.device_type in device_types and _takes(kernel, node)]
+class _Kernel(NamedTuple):
+    device_type: str
+    allowed: dict[str, frozenset[int]]  # dtypes, by the name of an attribute
+    on_host: frozenset[str]
+    priority: int
+
+
+def _kernels_for(op: tf.Operation, device_types: tuple[str, ...]) -> list[_Kernel]:
+    given = {name: {value.type, *value.list.type} - {0} for name, value in op.node_def.attr.items()}
+    return [
+        kernel
+        for kernel in _kernels(op.type)
+        if kernel.device_type in device_types
+        and all(given.get(name, set()) <= allowed for name, allowed in kernel.allowed.items())
+    ]
 
 
 @functools.cache
-def _kernels(op_type: str) -> list[Any]:
-    return [kernel for kernel in kernels.get_registered_kernels_for_op(op_type).kernel if not kernel.label]
+def _kernels(op_type: str) -> list[_Kernel]:
+    registered = kernels.get_registered_kernels_for_op(op_type).kernel
+    return [
+        _Kernel(
+            kernel.device_type,
+            {one.name: frozenset(one.allowed_values.list.type) for one in kernel.constraint},
+            frozenset(kernel.host_memory_arg),
+            kernel.priority,
+        )
+        for kernel in registered
+        if not kernel.label
+    ]
 
 
-def _takes(kernel: Any, node: Any) -> bool:
-    """Return whether a kernel is for the dtypes of a node."""
-    for constraint in kernel.constraint:
-        attribute, allowed = node.attr[constraint.name], constraint.allowed_values.list.type
-        if not {attribute.type, *attribute.list.type} - {0} <= {*allowed}:
-            return False
-    return True
+def has_host_results(op_type: str) -> bool:
+    """Return whether some of TensorFlow's kernels of such an op for GPUs leave a result in the host's memory."""
+    names = {argument.name for argument in op_def_registry.get(op_type).output_arg}
+    return any(kernel.device_type != "CPU" and kernel.on_host & names for kernel in _kernels(op_type))
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -57,36 +58,52 @@ def find() -> bool:
     reason = f"{VARIABLE}=context"
     if wanted == "stream":
         try:
-            native.find_gpu_streams(str(compiled(_cache())))
+            _load(_cache())
             logger.info("Exchanges wait for the stream that TensorFlow computes on, on each GPU")
             return True
-        except (NcclError, OSError, subprocess.SubprocessError) as error:
+        # RuntimeError: the user has no home; ValueError: it is not a path.
+        except (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             reason = _reason(error)
     logger.info("Exchanges wait for all streams of their GPUs, those of copies among them: %s", reason)
     return False
+
+
+def _load(folder: pathlib.Path) -> None:
+    """Let C find the function; compile it once more if what was kept does not load, such as another machine's."""
+    library = compiled(folder)
+    try:
+        native.find_gpu_streams(str(library))
+    except NcclError:
+        library.unlink(missing_ok=True)
+        native.find_gpu_streams(str(compiled(folder)))
 
 
 def compiled(folder: pathlib.Path) -> pathlib.Path:
     """Return the compiled function, for the installed TensorFlow; compile it unless the folder has it.
 
     Raises:
-        OSError: there is no C++ compiler, or the folder cannot be written to.
+        OSError: there is no C++ compiler, or the folder cannot be written to, or is somebody else's.
         subprocess.SubprocessError: it does not compile.
     """
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
-    key = hashlib.sha256("\n".join([tf.version.VERSION, _SOURCE, *flags]).encode()).hexdigest()[:16]
+    built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
+    key = hashlib.sha256("\n".join([*built, _SOURCE, *flags]).encode()).hexdigest()[:16]
     made = folder / f"gpu_stream-{key}.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in filter(pathlib.Path.exists, (folder, made)):
+        if path.stat().st_uid not in (os.getuid(), 0):
+            raise PermissionError(f"{path} is another user's")
     if made.exists():
         return made
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler (c++ or g++) on the PATH")
-    folder.mkdir(parents=True, exist_ok=True)
+    logger.info("Compiling a function that tells TensorFlow's stream, once for this TensorFlow, into %s", folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, library = pathlib.Path(scratch, "gpu_stream.cc"), pathlib.Path(scratch, "gpu_stream.so")
         source.write_text(_SOURCE, encoding="utf-8")
         command = [compiler, *flags, str(source), "-o", str(library)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S)
         library.replace(made)  # whole, whoever else does the same
     return made
 

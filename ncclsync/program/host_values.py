@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.semantics.constants import folded
 
 _CPU = "/device:CPU:0"
 _SMALL = 64  # elements
@@ -23,6 +24,9 @@ _SMALL = 64  # elements
 _BITS = {tf.float16: tf.int16, tf.bfloat16: tf.int16, tf.float32: tf.int32, tf.float64: tf.int64}
 # What `enter` takes. For int32 many of a GPU's kernels use the host's memory, so that it would be copied back.
 ENTERING = (*_BITS, tf.bool, tf.int8, tf.int16, tf.int64, tf.uint8, tf.uint16, tf.uint32)
+# Inputs that the CPU's kernels check, and a GPU's do not: these have to be known.
+_CHECKED = {"GatherV2": (1, 2), "GatherNd": (1,)}
+_CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "TruncateMod"), (1,))
 
 
 def keep_on_host(
@@ -50,12 +54,15 @@ class _Pass:
         # Names, and the scopes that names are in.
         self._taken = {name[:end] for name in self._nodes for end in _ends(name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
+        self._constants: dict[int, Any] = {}
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
     def run(self, needed: Collection[str]) -> None:
         for node in list(self._definition.node):
             op = self._graph.by_name[node.name]
-            memory = None if node.device else tf_compat.gpu_memory(op)
+            if node.device or not (self._host.intersection(node.input) or tf_compat.has_host_results(op.type)):
+                continue
+            memory = tf_compat.gpu_memory(op)
             if memory is None:
                 continue
             sources = [source for source in node.input if not source.startswith("^")]
@@ -73,6 +80,11 @@ class _Pass:
             self._host.update(output.name for output in made)
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
+
+    def _constant(self, tensor: tf.Tensor) -> Any:
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = folded(tensor, self._constant)
+        return self._constants[id(tensor)]
 
     def _free_name(self, name: str) -> str:
         while name in self._taken:
@@ -104,6 +116,7 @@ class _Pass:
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)
+            and all(self._constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
         )
 
     def _move(self, node: Any, sources: list[str]) -> None:

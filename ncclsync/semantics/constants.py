@@ -24,9 +24,15 @@ def folded(tensor: tf.Tensor, constant: Callable[[tf.Tensor], Any]) -> Any:
     others.add("InvertPermutation")
     if not tensor.dtype.is_integer or op.type not in {*numbers, *others}:
         return None
-    given = [constant(one) for one in op.inputs]
-    if any(one is None for one in given):
-        return None
+    given = []
+    for one in op.inputs:
+        try:
+            value = constant(one)
+        except RecursionError:  # hundreds of ops lead to it
+            return None
+        if value is None:
+            return None
+        given.append(value)
     if op.type in numbers:
         return np.asarray(numbers[op.type](*given))
     if op.type == "Range":

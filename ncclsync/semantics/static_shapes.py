@@ -11,6 +11,8 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.semantics.constants import folded
 
+_SMALL = 64  # elements
+
 
 def tighten(graph: tf.Graph) -> None:
     """Set, in place, lengths that follow from what a graph's tensors are reshaped to."""
@@ -22,12 +24,13 @@ def tighten(graph: tf.Graph) -> None:
         return constants[id(tensor)]
 
     tightened: set[int] = set()
+    scratch = tf.Graph()
     for op in graph.get_operations():
         if op.type == "Reshape":
             value = constant(op.inputs[1])
             shapes = [None if value is None else [None if length < 0 else int(length) for length in value]]
         elif tightened & {id(tensor) for tensor in op.inputs}:
-            shapes = _inferred(op)
+            shapes = _inferred(op, scratch)
         else:
             continue
         for output, shape in zip(op.outputs, shapes, strict=True):
@@ -37,14 +40,20 @@ def tighten(graph: tf.Graph) -> None:
                 tightened.add(id(output))
 
 
-def _inferred(op: tf.Operation) -> list[Any]:
+def _inferred(op: tf.Operation, scratch: tf.Graph) -> list[Any]:
     """Return the shapes of an op's results as TensorFlow infers them from its inputs' shapes of now."""
     kinds = {tensor.dtype for tensor in (*op.inputs, *op.outputs)}
     if kinds & {tf.resource, tf.variant} or tf_compat.calls_functions(op):
         return [None] * len(op.outputs)
-    with tf.Graph().as_default():
-        given = []
-        for tensor in op.inputs:
-            value = tf.get_static_value(tensor)
-            given.append(tf.compat.v1.placeholder(tensor.dtype, tensor.shape) if value is None else tf.constant(value))
-        return [output.shape for output in tf_compat.copied_op(op, given).outputs]
+    attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+    with scratch.as_default():
+        given = [_stand_in(tensor) for tensor in op.inputs]
+        copied = scratch.create_op(op.type, given, [output.dtype for output in op.outputs], attrs=attributes)
+    return [output.shape for output in copied.outputs]
+
+
+def _stand_in(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor of the same shape; of the same value if it may be axes or lengths."""
+    if tensor.op.type == "Const" and tensor.dtype.is_integer and tensor.shape.num_elements() <= _SMALL:
+        return tf.constant(tf.get_static_value(tensor))
+    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)

@@ -1,6 +1,7 @@
 """How exchanges get to know TensorFlow's streams; that they use them is seen on virtual GPUs."""
 
 import logging
+import os
 import pathlib
 import subprocess
 
@@ -59,14 +60,37 @@ def test_what_cannot_be_compiled_is_said_once(monkeypatch, caplog, error, words)
     assert caplog.text.count("wait for all streams of their GPUs") == 1 and words in caplog.text
 
 
-def test_what_is_no_library_is_said(monkeypatch, caplog, tmp_path):
-    """Such as a file that was cut off."""
-    broken = pathlib.Path(tmp_path, "broken.so")
-    broken.write_bytes(b"\x7fELF")
-    monkeypatch.setattr(gpu_streams, "compiled", lambda _: broken)
+def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path):
+    """Such as a file that was cut off; if that is no library either, it is said."""
+    made = []
+
+    def run(command, **_):
+        pathlib.Path(command[-1]).write_bytes(b"\x7fELF")
+        made.append(command)
+
+    monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
-    assert "broken.so" in caplog.text
+    assert len(made) == 2 and "gpu_stream-" in caplog.text
+
+
+def test_no_home_and_another_users_folder(monkeypatch, caplog, tmp_path):
+    """Are no reason not to train."""
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pathlib.Path, "home", home)
+    with caplog.at_level(logging.INFO, "ncclsync"):
+        assert not gpu_streams.find()
+        gpu_streams.find.cache_clear()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        (tmp_path / "ncclsync").mkdir()
+        os.chown(tmp_path / "ncclsync", 54321, -1) if os.geteuid() == 0 else None
+        assert not gpu_streams.find()
+    assert "Could not determine home" in caplog.text and "is another user's" in caplog.text
 
 
 def test_choice_by_environment(monkeypatch, caplog):

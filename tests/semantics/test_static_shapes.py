@@ -37,6 +37,36 @@ def test_what_is_not_known_stays_open():
     assert [[output.shape.as_list() for output in op.outputs] for op in graph.get_operations()] == before
 
 
+def test_a_shape_that_many_ops_compute():
+    """Stays open where hundreds of integers lead to it, and costs no error."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])], autograph=False)
+    def reshaped(tensor):
+        count = tf.shape(tensor)[0] * 0
+        for _ in range(2000):
+            count = count + tf.shape(tensor)[1]
+        return tf.reshape(tf.ones([8]), tf.stack([1 + 0 * count, -1]))
+
+    tighten(reshaped.get_concrete_function().graph)
+
+
+def test_shapes_follow_through_any_op():
+    """Axes and paddings are known where they are constants; large constants are not looked at."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6])], autograph=False)
+    def step(tensor):
+        last = tf.slice(tf.shape(tensor), [1], [1])
+        flat = tf.reshape(tensor, tf.concat([[-1], last], 0)) + tf.ones([6])
+        padded = tf.pad(flat, [[0, 0], [1, 2]]) * tf.constant(np.ones([1, 9], "float32"))
+        return tf.concat([padded, padded], 1), tf.transpose(padded), tf.argmax(padded, 1)
+
+    graph = step.get_concrete_function().graph
+    tighten(graph)
+    shapes = {op.type: op.outputs[0].shape.as_list() for op in graph.get_operations() if op.outputs}
+    assert shapes["Pad"] == [None, 9] and shapes["Transpose"] == [9, None] and shapes["ArgMax"] == [None]
+    assert [None, 18] in [op.outputs[0].shape.as_list() for op in graph.get_operations() if op.type == "ConcatV2"]
+
+
 def test_one_hot_labels_are_not_gathered():
     """A step with Keras' categorical cross-entropy needs no tower to have another's rows."""
 

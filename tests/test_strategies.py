@@ -156,22 +156,26 @@ def test_ring_of_processes_is_replicated_towers(results):
     assert ring == pytest.approx(towers, abs=EQUAL)
 
 
+@pytest.mark.slow
 def test_left_over_rows_are_dropped_or_not(results):
     """Equal parts leave the fifth row of the last batch out; that is told from other weights."""
     drops = {name for name in NAMES if results[name]["drops"]}
     assert drops == {"cpu_parameter_server", "wrapped_optimizer"}
 
 
+@pytest.mark.slow
 def test_published_sum_is_not_the_mean(results):
     """Adding up the towers' gradients, as the published wrapper does, leads far from one device."""
     assert results["sum"] > 0.3
 
 
+@pytest.mark.slow
 def test_cifar10_is_read_where_it_is_on_disk(results):
     """Five files and one, rows of planes to images with channels last, values up to 1."""
     assert results["cifar10"] == [[10, 32, 32, 3], [2, 32, 32, 3], [10], [2], 1.0]
 
 
+@pytest.mark.slow
 def test_learning_curves_lie_on_one_another(results):
     """Two towers are as close to one as the control is; the curves are drawn."""
     lines = dict(line.split(": ", 1) for line in results["printed"].splitlines() if "apart" in line)

@@ -612,6 +612,10 @@ OPTIMIZERS = {
 }
 
 
+if keras.__version__.startswith("3.12."):
+    OPTIMIZERS.pop("Muon")  # Keras' own update asks TensorFlow's variables for a path, which they have not
+
+
 def updated(name, rate, around=None):
     """A weight and its slots after an update, with weight decay; `around`: a context manager for it."""
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}

@@ -307,6 +307,7 @@ def test_exchange_needs_gpus(capsys):
     assert "Expected 64 GPUs that TensorFlow sees. Received: " in errors and "tests/virtual_gpus/run.py" in errors
 
 
+@pytest.mark.slow
 def test_overlap(tmp_path):
     """On virtual GPUs: five buckets; no time is below what kernels and link take; the host runs ahead."""
     gpus = ["--gpus", "2", "--ahead", "--kernel-ms", "4", "--link", "0.1,0"]

@@ -28,7 +28,7 @@ def fed(monkeypatch):
     monkeypatch.setattr(step, "feeds", lambda devices: True)
 
 
-@pytest.fixture(params=[False, True], ids=["not fed", "fed"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["not fed", "fed"])
 def either(request, monkeypatch):
     """Feed CPU towers too, and not: what holds for one must hold for the other."""
     monkeypatch.setattr(step, "feeds", lambda devices: request.param)
@@ -298,6 +298,7 @@ def feeder_threads():
     return [thread for thread in threading.enumerate() if thread.name == "ncclsync feeder"]
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind(fed):
     """A feeder's thread, and what it has fetched, end with the iterator; also one that waits for data for ever."""
     go_on = threading.Event()

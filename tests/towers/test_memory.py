@@ -43,6 +43,7 @@ def test_deleted_models_leave_nothing(options):
     assert not left, f"{len(left)} of {len(references)} are left: {left[:3]}"
 
 
+@pytest.mark.slow
 def test_compile_again_drops_the_old_optimizers_copies():
     """The towers hold what the model uses, not what it used before."""
     model = on_towers(mlp, 3)

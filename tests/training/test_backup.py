@@ -204,7 +204,7 @@ def test_corrupted_backup(how, folder):
     assert_same(model.get_weights(), before)
 
 
-@pytest.mark.parametrize("double_checkpoint", [False, True])
+@pytest.mark.parametrize("double_checkpoint", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_flushed_before_it_takes_the_name(double_checkpoint, folder, disk_events):
     """Each file, before it takes the place of the old one, and then the folder: also behind a crash."""
     shutil.rmtree(folder)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "events, options, what",
     [
-        ("stream", AHEAD, ["stuck"]),
+        pytest.param("stream", AHEAD, ["stuck"], marks=pytest.mark.slow),
         pytest.param("stream", ["--seed", "1"], ALL, marks=pytest.mark.slow),
         pytest.param("context", ["--seed", "2", *AHEAD], ALL + BY_CONTEXTS, marks=pytest.mark.slow),
     ],

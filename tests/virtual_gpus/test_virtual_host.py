@@ -30,7 +30,8 @@ def on_virtual_gpus():
     return call
 
 
-@pytest.mark.parametrize("options", [AHEAD, pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [AHEAD, []])
 def test_devices_copies_and_kernels(on_virtual_gpus, options):
     """What a GPU has, and no more memory than it is told to have."""
     printed = on_virtual_gpus(*options, "--gpus", "2", "--memory", "64", HERE / "scripts/device.py")

@@ -394,7 +394,7 @@ ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s)
 
 /* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. `kept` is what holds the buffers;
  * let_go(kept) is called once, when nothing that is under way uses them any more, or what does is ordered before all
- * that the GPU is given later. */
+ * that the GPU is given later; not where this fails. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffer* buffers, int n_buffers,
                         void* kept, void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure,
                         ncs_arrival** arrival);

@@ -61,7 +61,7 @@ def test_what_cannot_be_compiled_is_said_once(monkeypatch, caplog, error, words)
 
 
 def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path):
-    """Such as a file that was cut off; if that is no library either, it is said."""
+    """Such as a kept file that was cut off; if that is no library either, it is said."""
     made = []
 
     def run(command, **_):
@@ -71,7 +71,11 @@ def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
-    assert len(made) == 2 and "gpu_stream-" in caplog.text
+        assert len(made) == 1 and "gpu_stream-" in caplog.text
+        gpu_streams.compiled(tmp_path / "ncclsync")  # as another machine has left it
+        gpu_streams.find.cache_clear()
+        assert not gpu_streams.find()
+    assert len(made) == 3
 
 
 def test_no_home_and_another_users_folder(monkeypatch, caplog, tmp_path):

@@ -383,7 +383,8 @@ ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 /* What has failed; status ncclSuccess: nothing has. */
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
 
-/* The first group that has not ended, and since when it is in its stage; status 0: there is none. */
+/* The first group that has not ended, or the one that NCCL is launching, and since when it is in its stage; status 0:
+ * there is none, or somebody is looking at it just now. Blocks for nothing. */
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
 
 /* Fails the launcher if no group ends for a second from now while one is under way: somebody wants out. */

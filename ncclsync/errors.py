@@ -71,6 +71,10 @@ class NcclPreflightError(NcclError):
         return f"Expected each GPU to receive what the others sent it. Received: {self.last_error}"
 
 
+class ProcessError(NcclSyncError):
+    """Report that one of several processes has failed or ended, or does something else than the others."""
+
+
 class DivergenceError(NcclSyncError):
     """Report that towers hold different values of a variable that must be the same on all.
 
@@ -101,7 +105,7 @@ class NonFiniteError(NcclSyncError):
 
     Attributes:
         towers: by tower, the rows of the batch that it had, from ``begin`` to ``end`` - 1, and the names of
-            the variables: (begin, end, names).
+            the variables: (begin, end, names). Of several shards, from the first to the last that has such.
         file: a NumPy archive (.npz) of these towers' rows, under the names of the batch's structure, and
             ``indices``, where in the batch they were; None if it was not saved.
         unsaved: why it was not.

@@ -30,6 +30,9 @@ struct ncs_launcher {
   int64_t n_launched, n_ended, n_collectives;
   int64_t interrupted_ns; /* 0: nobody wants out. Not under the lock, which NCCL's own part may hold */
   ncs_launch_failure failure;
+  pthread_mutex_t launching_mutex; /* held for no call: only this is under it */
+  ncs_launch_failure launching;    /* the group whose launch holds the lock; status 0: there is none */
+  double launching_since;
 };
 
 struct ncs_arrival {
@@ -113,13 +116,17 @@ static void note_progress(const ncs_launcher* launcher, const ncs_launched* grou
   }
 }
 
-static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* told) {
+static void name_group(const ncs_launched* group, ncs_launch_failure* told) {
   told->group = group->number;
   told->label = group->label;
   told->first = group->first;
   told->n_collectives = group->n_collectives;
   memcpy(told->counts, group->counts, sizeof(told->counts));
   memcpy(told->dtypes, group->dtypes, sizeof(told->dtypes));
+}
+
+static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* told) {
+  name_group(group, told);
   if (launcher->comm != NULL) note_progress(launcher, group, stage, told);
 }
 
@@ -443,6 +450,20 @@ static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_
   return status;
 }
 
+/* A group's launch begins a stage: told to whoever cannot have the lock meanwhile. */
+static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
+  ncs_launch_failure told;
+  made->since = ncs_now_s();
+  memset(&told, 0, sizeof(told));
+  told.status = ncclInProgress;
+  told.stage = stage;
+  name_group(made, &told);
+  pthread_mutex_lock(&launcher->launching_mutex);
+  launcher->launching = told;
+  launcher->launching_since = made->since;
+  pthread_mutex_unlock(&launcher->launching_mutex);
+}
+
 /* Under the lock, with some rank's context current. */
 static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
                             ncs_failure* failure, int* stage) {
@@ -450,7 +471,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
   const ncs_cuda* cuda = &launcher->cuda;
   ncclResult_t status = ncclSuccess;
   *stage = NCS_OWN_WORK;
-  made->since = ncs_now_s();
+  begin_stage(launcher, made, *stage);
   if (cuda->cuCtxRecordEvent == NULL) status = wait_for_own_work(launcher, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL)
@@ -458,7 +479,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
                               "cudaStreamWaitEvent", failure);
   if (status != ncclSuccess) return status;
   *stage = NCS_LAUNCHING;
-  made->since = ncs_now_s();
+  begin_stage(launcher, made, *stage);
   status = ncs_launch_group(comm, collectives, made->n_collectives, failure);
   if (status == ncclSuccess) status = wait_for_nccl(launcher, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
@@ -488,6 +509,9 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   launcher->n_collectives += made->n_collectives;
   status = enter(launcher, 0, failure, &current);
   if (status == ncclSuccess) status = enqueue(launcher, made, collectives, failure, &stage);
+  pthread_mutex_lock(&launcher->launching_mutex);
+  launcher->launching.status = ncclSuccess;
+  pthread_mutex_unlock(&launcher->launching_mutex);
   append(launcher, made); /* also what has failed: a part of it may be on the streams */
   if (status != ncclSuccess) {
     launcher->doomed = launcher->comm;
@@ -668,6 +692,7 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, ncs
     return ncclSystemError;
   }
   pthread_mutex_init(&launcher->mutex, NULL);
+  pthread_mutex_init(&launcher->launching_mutex, NULL);
   pthread_cond_init(&launcher->changed, NULL);
   launcher->n = n_ranks;
   launcher->timeout_s = timeout_s;
@@ -759,10 +784,21 @@ ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure
   return ncclSuccess;
 }
 
+/* A group's launch holds the lock while NCCL is at its own part, which may hang. */
+static void get_launching(ncs_launcher* launcher, ncs_launch_failure* pending) {
+  pthread_mutex_lock(&launcher->launching_mutex);
+  *pending = launcher->launching;
+  pending->waited_s = ncs_now_s() - launcher->launching_since;
+  pthread_mutex_unlock(&launcher->launching_mutex);
+}
+
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {
   const ncs_launched* first;
   memset(pending, 0, sizeof(*pending));
-  pthread_mutex_lock(&launcher->mutex);
+  if (pthread_mutex_trylock(&launcher->mutex) != 0) {
+    get_launching(launcher, pending);
+    return ncclSuccess;
+  }
   first = launcher->comm != NULL ? launcher->first : NULL;
   if (first != NULL) {
     pending->status = ncclInProgress;

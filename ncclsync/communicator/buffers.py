@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ncclsync.communicator.native import DTYPE_SIZES, DTYPES, ffi
+from ncclsync.communicator.native import DTYPE_NAMES, DTYPE_SIZES, DTYPES, ffi
 
 # DLPack's device types (dlpack.h, DLDeviceType): plain memory, and memory of the other kind that
 # this kind of processor may use directly.
@@ -36,7 +36,6 @@ _NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name !=
 _BYTES, _POINTER, _BYTE_POINTER = ffi.typeof("char[]"), ffi.typeof("void*"), ffi.typeof("char*")
 _TENSOR = ffi.typeof("ncs_dlpack_tensor*")
 _ADDRESSES = 2 ** (8 * ffi.sizeof("void*"))
-_DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
@@ -131,7 +130,7 @@ class Buffers:
             elif count != self.count or dtype != self.dtype:
                 raise ValueError(
                     f"Expected {what}[{rank}] to be like {what}[0], {self.count} × "
-                    f"{_DTYPE_NAMES[self.dtype]}. Received: {count} × {_DTYPE_NAMES[dtype]}"
+                    f"{DTYPE_NAMES[self.dtype]}. Received: {count} × {DTYPE_NAMES[dtype]}"
                 )
             self.pointers.append(pointer)
             last = buffer
@@ -142,7 +141,7 @@ class Buffers:
             like = f"like {other.what}[0]" if blocks == 1 else f"{blocks} blocks like {other.what}[0]"
             raise ValueError(
                 f"Expected {self.what}[0] to be {like}, {blocks * other.count} × "
-                f"{_DTYPE_NAMES[other.dtype]}. Received: {self.count} × {_DTYPE_NAMES[self.dtype]}"
+                f"{DTYPE_NAMES[other.dtype]}. Received: {self.count} × {DTYPE_NAMES[self.dtype]}"
             )
 
     def block(self, index: int, count: int) -> list[Any]:

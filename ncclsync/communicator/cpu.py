@@ -43,7 +43,7 @@ class CpuCommunicator(Communicator):
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         if pool is not None and not isinstance(pool, native.Pool):
             raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
-        self.size = size
+        self.size, self.ranks = size, range(size)
         self._pool = pool
         self._closed = False
 

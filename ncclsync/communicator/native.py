@@ -7,11 +7,15 @@ TensorFlow. NCCL's spelling stays in here.
 
 from __future__ import annotations
 
+import collections
+import fractions
 import importlib.util
+import itertools
 import os
 import pathlib
 import struct
 import threading
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
@@ -41,6 +45,7 @@ DTYPES: dict[str, int] = {name: value for name, value, _ in _read_table(lib.ncs_
 DTYPE_SIZES: dict[int, int] = {
     value: size for _, value, size in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
 }
+DTYPE_NAMES: dict[int, str] = {value: name for name, value in DTYPES.items()}
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
 # Operations of fused arithmetic, and how many inputs and operations together one program may have.
@@ -132,7 +137,7 @@ _process_pool_lock = threading.Lock()
 
 
 def process_pool() -> Pool:
-    """Return the pool that all communicators of this process share: one thread per usable core."""
+    """Return the pool that all communicators of this process share: one thread per core of its share."""
     global _process_pool
     if _process_pool is None:
         with _process_pool_lock:
@@ -142,8 +147,22 @@ def process_pool() -> Pool:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return how many cores this process may use; its share of them, where others are known to use them, too."""
+    return _share or len(os.sched_getaffinity(0))
+
+
+_share = 0  # of the cores
+
+
+def share_cores(of_each: Sequence[Collection[int]]) -> None:
+    """Let this process use its share of its cores; to be called before `process_pool`.
+
+    Args:
+        of_each: the cores that each process on this host may use, this one's among them.
+    """
+    global _share
+    users = collections.Counter(itertools.chain.from_iterable(of_each))
+    _share = max(1, int(sum(fractions.Fraction(1, users[core]) for core in os.sched_getaffinity(0))))
 
 
 def _forget_process_pool() -> None:

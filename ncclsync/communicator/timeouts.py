@@ -46,6 +46,7 @@ def wait(
     what: Callable[[], str],
     timeout_s: float | None,
     arrived: Callable[[], str],
+    check: Callable[[str], None] | None = None,
 ) -> None:
     """Begin something and wait until it has ended.
 
@@ -56,11 +57,13 @@ def wait(
         what: says what it is, for messages.
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived.
+        check: raises what makes it vain to wait, given what it is.
 
     Raises:
         NcclTimeoutError: it has not ended within the limit.
         NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
         KeyboardInterrupt: the same, in the main thread.
+        What `begin`, `go_on` and `check` raise.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
@@ -68,6 +71,8 @@ def wait(
     is_done = begin(slice_s)
     has_warned = False
     while not is_done:
+        if check is not None:
+            check(what())
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"

@@ -143,8 +143,12 @@ def broadcast(
 
 
 def takes(communicator: Any) -> bool:
-    """Return whether these ops can join towers by this communicator: TensorFlow takes them, and it is NCCL's."""
-    return isinstance(communicator, NcclCommunicator) and host_ops.available()
+    """Return whether these ops can join towers by this communicator.
+
+    It is NCCL's, all of its ranks are in this process, and TensorFlow takes the ops.
+    """
+    here = isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
+    return here and host_ops.available()
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:

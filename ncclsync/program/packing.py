@@ -59,8 +59,10 @@ def pack_all(
     sources = hold(sources, span.ops)
     outgoing = [_send(bucket, sources, fraction, has_samples, branches) for bucket in buckets]
     sent = [tensor for each in outgoing for tensor in each]
+    # Else TensorFlow moves all that only a branch needs into it: back-propagation, away from what it goes with.
+    computed = [tensor.op for tensor in sources.values()] if branches else []
     # A tower without samples sends tensors that wait for nothing that is packed.
-    return outgoing, span.end([*sent, *sources.values()])
+    return outgoing, [*span.end([*sent, *sources.values()]), *computed]
 
 
 def _send(

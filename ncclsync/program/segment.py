@@ -93,7 +93,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         given = iter(args)
         values = {name: next(given) for name in segment.sources}
         received = [[next(given) for _ in each] for each in specs]
-        fraction, has_samples, is_root, *tower = given
+        fraction, has_samples, is_first, *tower = given
         for name in segment.sources:
             if name in graph.variable_of:  # else what is read from it has no shape, which some ops ask for
                 tf_compat.describe_handle(values[name], graph.variable_of[name])
@@ -111,7 +111,7 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         written = dict(zip(writers, imported[len(wanted) :], strict=False))
         side_effects = list(imported[len(wanted) + len(writers) :])
         _read_folds(plan, values, written)
-        side_effects += _write_folds(plan, values, is_root, side_effects)
+        side_effects += _write_folds(plan, values, is_first, side_effects)
         outgoing, packed = pack_all(segment.outgoing, values, fraction, has_samples, plan.shares_memory, meter, *tower)
         with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
@@ -122,7 +122,9 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
     signature += [spec for each in specs for spec in each]
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)]
     signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
-    function = tf_compat.shared_function(body, signature, plan.jit_compile)
+    # On GPUs a segment has ops of the host's, too, and towers have a GPU each: none calls it twice at once.
+    meets = not plan.jit_compile and not plan.shares_memory
+    function = tf_compat.shared_function(body, signature, plan.jit_compile, meets_in_caller=meets)
     tf_compat.add_functions(added, function)
     return dataclasses.replace(segment, plan=None, function=function, metered=meter is not None)
 
@@ -137,14 +139,14 @@ def _read_folds(plan: SegmentPlan, values: dict[str, tf.Tensor], written: dict[s
 
 
 def _write_folds(
-    plan: SegmentPlan, values: dict[str, tf.Tensor], is_root: tf.Tensor, after: Sequence[Any]
+    plan: SegmentPlan, values: dict[str, tf.Tensor], is_first: tf.Tensor, after: Sequence[Any]
 ) -> list[tf.Operation]:
     """Write, in a segment, what was combined over the towers."""
     writes = []
     with tf.control_dependencies(after):
         for fold in plan.fold_writes:
             value = values[fold.result]
-            kept = tf.where(is_root, value, tf.zeros_like(value)) if fold.root_only else value
+            kept = tf.where(is_first, value, tf.zeros_like(value)) if fold.root_only else value
             if plan.shares_memory and not plan.jit_compile:
                 kept = own_copy(kept)
             writes.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))

@@ -2,13 +2,34 @@
 
 A step on GPUs returns before its collectives have ended. One that fails is aborted, so that the GPUs' streams go on:
 what they then compute is not to be relied upon. From then on the variables that such a step has written are *lost*: to
-read one is an error, until all of it is written again.
+read one is an error, until all of it is written again; to read a result of such a step is one, too.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
 
 from ncclsync.communicator import Communicator
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+
+
+@dataclasses.dataclass
+class _Step:
+    """Hold a step that was enqueued.
+
+    Attributes:
+        last: the number of its last group.
+        written: the ids of the variables that it writes, without those that were written again since.
+        failure: what has ended its collectives, once that was raised.
+    """
+
+    last: int
+    written: frozenset[int]
+    failure: BaseException | None = None
 
 
 class InFlight:
@@ -17,7 +38,7 @@ class InFlight:
     def __init__(self, communicator: Communicator) -> None:
         """Begin with none."""
         self._communicator = communicator
-        self._steps: list[tuple[int, frozenset[int]]] = []  # the number of the last group, what was written
+        self._steps: list[_Step] = []
         self._told: BaseException | None = None  # the failure that was raised last
         self._lost: set[int] = set()
 
@@ -26,13 +47,32 @@ class InFlight:
         """Return whether steps return before their collectives have ended."""
         return self._communicator.enqueues
 
-    def add(self, written: frozenset[int]) -> None:
-        """Add a step that has been enqueued; `written` are the ids of the variables that it writes."""
-        if self.active:
-            launched, ended = self._communicator.groups()
-            self._steps = [step for step in self._steps if step[0] > ended]
-            if launched > ended:
-                self._steps.append((launched, written))
+    def add(self, written: frozenset[int], results: Any) -> None:
+        """Add a step that has been enqueued.
+
+        Args:
+            written: the ids of the variables that it writes.
+            results: its tensors, in any structure. To read one whose collectives have failed is an error.
+        """
+        if not self.active:
+            return
+        launched, ended = self._communicator.groups()
+        self._steps = [step for step in self._steps if step.last > ended]
+        if launched > ended:
+            step = _Step(launched, written)
+            self._steps.append(step)
+            check = functools.partial(self._check_results, step)
+            for leaf in tf.nest.flatten(results, expand_composites=True):
+                if tf.is_tensor(leaf):
+                    tf_compat.call_after_read(leaf, check)
+
+    def _check_results(self, step: _Step) -> None:
+        """Raise the failure of a step whose result was read. Whoever reads may swallow it: it is not told by that."""
+        failure = step.failure
+        if failure is None and self._communicator.failure is not None:
+            failure = self._communicator.failure if step.last >= self._communicator.failed_group else None
+        if failure is not None:
+            raise failure
 
     def check(self) -> None:
         """Raise what has failed, once; wait for nothing."""
@@ -64,7 +104,10 @@ class InFlight:
             first = self._communicator.failed_group
             if self._communicator.was_delivered:
                 self._lost.update(written)
-            self._lost.update(*(written for group, written in self._steps if group >= first))
+            for step in self._steps:
+                if step.last >= first:
+                    step.failure = failure
+                    self._lost.update(step.written)
             self._steps.clear()
         return failure
 
@@ -74,14 +117,15 @@ class InFlight:
         Raises:
             NcclError, NcclSyncError: a collective has failed, or the variable is lost.
         """
-        if any(key in written for _, written in self._steps):
+        if any(key in step.written for step in self._steps):
             self.settle()
         if key in self._lost:
             self.raise_lost(lambda: "a variable")
 
     def before_write(self, key: int) -> None:
         """Let all of a variable be written: it rests on no step before, and is lost no more."""
-        self._steps = [(group, written - {key}) for group, written in self._steps]
+        for step in self._steps:
+            step.written -= {key}
         self._lost.discard(key)
 
     def raise_lost(self, names: Callable[[], str]) -> None:

@@ -60,7 +60,12 @@ class Rollback:
     """Undo a step that failed on one tower after it had written weights.
 
     The saved values share memory with tower 0's variables until a step writes those.
+
+    Attributes:
+        undone: whether `restore` has undone a step that was under way when it was last called.
     """
+
+    undone = False
 
     def __init__(
         self, program: Program, towers: TowerState, report: Callable[[np.ndarray], None] | None = None
@@ -81,15 +86,26 @@ class Rollback:
                 for name in program.rollback
                 for group in _restored(variables[name], towers)
             ]
-            self._open = tf.Variable(False, trainable=False) if self._saved else None
+            # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.
+            others = towers.places.ranks[0] > 0
+            sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
+            self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
+            self._open = tf.Variable(False, trainable=False) if self._saved or self._sums else None
 
     def begin(self) -> list[tf.Operation]:
         """Save, in the graph of the step; the step must wait for what is returned."""
         if self._open is None:
             return []
         saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
+        saves += [saved.assign(variable.read_value()) for variable, saved in self._sums]
         with tf.control_dependencies(_ops(saves)):
-            return _ops([self._open.assign(True)])
+            opened = _ops([self._open.assign(True)])
+        with tf.control_dependencies(opened):
+            emptied = [
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros(variable.shape, variable.dtype))
+                for variable, _ in self._sums
+            ]
+        return [*opened, *(emptied if not tf.executing_eagerly() else [])]
 
     def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
         """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
@@ -103,8 +119,9 @@ class Rollback:
 
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
-        if self._open is not None and self._open.numpy():
-            for variable, saved, _ in self._saved:
+        self.undone = self._open is not None and bool(self._open.numpy())
+        if self._open is not None and self.undone:
+            for variable, saved, *_ in (*self._saved, *self._sums):
                 variable.assign(saved)
             self._open.assign(False)
 
@@ -130,7 +147,7 @@ def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variabl
     All towers' copies are a group, or each is one where they differ. The first of a group is saved.
     """
     copies = towers.copies(variable)
-    differ = role_of(variable) in (Role.PARTIAL, Role.PARTITION)
+    differ = role_of(variable, towers.batch_invariant_random) is not Role.SAME
     return [[copy] for copy in copies] if differ else [copies]
 
 

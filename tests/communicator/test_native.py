@@ -181,3 +181,16 @@ def test_errors_have_one_root():
     """One except clause catches all that is ncclsync's own."""
     assert issubclass(NcclError, NcclSyncError)
     assert issubclass(NcclUnavailableError, NcclSyncError)
+
+
+@pytest.mark.parametrize(
+    "of_each, share",
+    [([{0, 1}], 2), ([{0, 1}, {0, 1}], 1), ([{0, 1}] * 5, 1), ([{0, 1, 2, 3, 4, 5}] * 3, 2), ([{0, 1}, {2, 3}], 2)],
+)
+def test_share_of_cores(monkeypatch, of_each, share):
+    """Processes that may use the same cores share them; those that are bound to others do not; at least one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: of_each[0])
+    monkeypatch.setattr(native, "_share", 0)
+    assert native.usable_cores() == len(of_each[0])
+    native.share_cores(of_each)
+    assert native.usable_cores() == share

@@ -1,5 +1,6 @@
 """Ops that only enqueue, on CPU towers with the stand-in NCCL: they block there, and do all else as on GPUs."""
 
+import concurrent.futures
 import itertools
 import os
 import time
@@ -201,6 +202,28 @@ def test_a_group_that_takes_long_is_warned_of(standin, monkeypatch, caplog):
     words = record.getMessage()
     assert words.startswith("all-reduce 2 (a sum) of 24 bytes (6 × float32) has been pending for 0 s: "), words
     assert "rank 1 (GPU 0) arrived, waiting" in words and words.endswith("it is given up after 5 s"), words
+
+
+def test_a_launch_that_takes_long_is_warned_of(standin, monkeypatch, caplog):
+    """While it goes on, although it keeps the launcher to itself."""
+    monkeypatch.setattr(timeouts, "WARN_AFTER_S", 0.2)
+    sent = [unique("float32", tower) for tower in range(2)]
+    with NcclCommunicator([4, 0], timeout_s=30.0, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+        step = all_reduce(communicator)
+        step(*sent)
+        standin.fail("launching:1:0")
+        with caplog.at_level("WARNING", "ncclsync"), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            results = pool.submit(step, *sent)
+            until = time.monotonic() + 10
+            while not caplog.records and time.monotonic() < until:
+                time.sleep(0.01)
+            standin.fail("")
+            np.testing.assert_array_equal(results.result()[0], sum(sent))
+    (record,) = caplog.records
+    words = record.getMessage()
+    assert words.startswith("all-reduce 2 (a sum) of 24 bytes (6 × float32) has been pending for 0 s: "), words
+    assert "rank 0 (GPU 4), rank 1 (GPU 0) not arrived" in words, words
 
 
 def test_towers_that_send_other_sizes_are_told(joined):

@@ -1,6 +1,7 @@
 """Where a traced step is cut: into how many segments, what lies in which, and that it is traced once."""
 
 import collections
+import dataclasses
 
 import keras
 import numpy as np
@@ -55,6 +56,19 @@ def test_plain_step_is_two_segments(py_ops):
     sums = exchanges(program.segments[0])
     assert all(e.collective.op == "sum" for e in sums)
     assert sorted(e.shape.num_elements() for e in sums if e.shape.rank) == [5, 16, 5 * 16, 12 * 16]
+
+
+def test_back_propagation_is_not_for_a_branch_alone(py_ops):
+    """A tower without samples sends zeros, by a branch. TensorFlow moves into it what nobody else needs, where
+    oneDNN does not know a pooling's gradient from the pooling that it belongs to.
+    """
+    graph = program_of(trained(mlp)).segments[0].function.graph
+    taken = [tensor.op for op in graph.get_operations() if op.type in ("If", "StatelessIf") for tensor in op.inputs]
+    assert taken
+    token = graph.outputs[-1].op
+    while token.inputs:
+        token = token.inputs[0].op
+    assert {"MatMul", "BiasAddGrad"} <= {op.type for op in token.control_inputs}
 
 
 @pytest.mark.parametrize("factory", [gan, two_parts])
@@ -234,3 +248,13 @@ def test_rows_of_a_table_are_not_taken_from_a_copy():
     words[3, 1] = 50
     with pytest.raises(tf.errors.InvalidArgumentError, match="50 is not in"):
         model.fit(words, Y, batch_size=10, verbose=0, shuffle=False)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_segments_on_gpus_meet_in_the_step(shares_memory):
+    """They have ops of the host's; CPU towers have none, and two of them may stand on one device."""
+    model = on_towers(mlp, 2)
+    model.towers.target = dataclasses.replace(model.towers.target, shares_memory=shares_memory, passes=())
+    model.train_on_batch(X, Y)
+    functions = [segment.function.function_def for segment in program_of(model).segments]
+    assert {function.attr["shared_rendezvous"].b for function in functions} == {not shares_memory}

@@ -5,6 +5,7 @@ find each other.
 """
 
 import ctypes
+import os
 import pathlib
 import shutil
 import subprocess
@@ -64,3 +65,15 @@ class Standin:
         while self.alive() != expected and time.monotonic() < until:
             time.sleep(0.001)
         return self.alive()
+
+
+class Loaded(Standin):
+    """The libraries of this process on virtual GPUs, where TensorFlow has streams, events and memory of its own."""
+
+    def __init__(self) -> None:
+        self.nccl, self.cudart = os.environ["NCCLSYNC_NCCL_LIBRARY"], os.environ["NCCLSYNC_CUDART_LIBRARY"]
+        self.environment = {}
+
+    def alive(self) -> dict[str, int]:
+        """Return how many communicators there are, in this process."""
+        return {"comm": ctypes.CDLL(self.cudart).standin_alive(b"comm")}

@@ -1,6 +1,7 @@
 """Training by NcclCommunicator: `fit` as on one device, and what becomes of it when a collective fails.
 
 The towers stand on CPU devices and are joined by the stand-in NCCL, whose GPUs' memory is the host's.
+On virtual GPUs these are the towers. `emergency_checkpoint` has their steps wait: a failure then leaves weights there.
 """
 
 import gc
@@ -10,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import weakref
 
@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
+from virtual_host import command
 
 from ncclsync import BackupAndRestore, NcclError, NcclSyncError, NcclTimeoutError, Timeline, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator, nvls
 from ncclsync.communicator.buffers import CUDA, HOST
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import gpu_streams
 from ncclsync.ops.group_ops import group_all_reduce
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,7 +36,8 @@ X, Y = data(61)
 @pytest.fixture
 def nccl(standin, monkeypatch):
     """The stand-in, to whose communicators TensorFlow's tensors in host memory may be given."""
-    monkeypatch.setattr(NcclCommunicator, "memory", {**CUDA, **HOST})
+    if not tf.config.list_logical_devices("GPU"):
+        monkeypatch.setattr(NcclCommunicator, "memory", {**CUDA, **HOST})
     return standin
 
 
@@ -153,13 +156,15 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
     model.towers.close()
 
 
-def test_buckets_travel_in_one_group(nccl):
+def test_buckets_travel_in_one_group(nccl, tmp_path):
     """All that meets after one part of a step is one NCCL group; an error names the bucket it was in."""
-    model = on_towers(mlp, 2, backend="nccl", shard_optimizer=True)
+    emergency = {"emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    model = on_towers(mlp, 2, backend="nccl", shard_optimizer=True, **emergency)
     model.train_on_batch(X, Y)
     nccl.count("ncclGroupEnd", "ncclReduceScatter", "cuCtxRecordEvent")
     model.train_on_batch(X, Y)
-    assert nccl.counted() == [2, 2 * 4, 2 * 2]  # the other group is what they gather
+    by_streams = tf.config.list_logical_devices("GPU") and gpu_streams.find()
+    assert nccl.counted() == [2, 2 * 4, 0 if by_streams else 2 * 2]  # the other group is what they gather
     before = arrays(model)
     nccl.fail("ncclReduceScatter:4=5")
     with pytest.raises(NcclError, match=r"ncclInvalidUsage \(5\).*\(bucket 3 of 5\) of \d+ bytes"):
@@ -217,12 +222,13 @@ def clipped_embedding():
     ],
     ids=["mlp", "embedding"],
 )
-def test_divided_optimizer(nccl, factory, towers, fails):
+def test_divided_optimizer(nccl, tmp_path, factory, towers, fails):
     """As on one device; by NCCL's own collectives each tower gets its part of the gradients, and all parts of
     the weights, with two launches. A step in which one of them fails leaves no trace.
     """
     x = np.abs(X).astype("int32") if factory is clipped_embedding else X
-    model = on_towers(factory, towers, backend="nccl", shard_optimizer=True, timeout_s=0.5)
+    options = {"timeout_s": 0.5, "emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    model = on_towers(factory, towers, backend="nccl", shard_optimizer=True, **options)
     alone = factory()
     assert_close(*([fit(one, x=x), arrays(one)] for one in (model, alone)))
     assert_towers_agree(model)
@@ -384,10 +390,12 @@ finally:
 
 
 @pytest.mark.slow
-def test_ctrl_c_within_fit(built_standin):
+def test_ctrl_c_within_fit(built_standin, tmp_path):
     """TensorFlow's main thread waits in native code; still Ctrl-C ends a collective that hangs."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
     program = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED],
+        command(script),
         cwd=os.path.dirname(__file__),
         env={**os.environ, **built_standin.environment, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
@@ -404,9 +412,10 @@ def test_ctrl_c_within_fit(built_standin):
 
 
 @pytest.mark.slow
-def test_random_faults_within_fit(nccl):
+def test_random_faults_within_fit(nccl, tmp_path):
     """20 of them: `fit` ends or raises, tower 0's weights are never lost, and the next `fit` goes on."""
-    model = on_towers(mlp, 3, backend="nccl", timeout_s=0.1)
+    options = {"timeout_s": 0.1, "emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    model = on_towers(mlp, 3, backend="nccl", **options)
     fit(model, epochs=1)
     calls = ("ncclAllReduce", "ncclGroupStart", "ncclGroupEnd", "ncclCommGetAsyncError", "cudaStreamQuery")
     failed = 0

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import keras
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 from models import two_parts
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
+from virtual_host import command
 
 from ncclsync import NcclSyncError, ops
 from ncclsync.compat import keras as keras_compat
@@ -334,9 +334,10 @@ def test_keyboard_interrupt_in_a_callback():
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_fit_within_seconds():
+def test_ctrl_c_ends_fit_within_seconds(tmp_path):
     """SIGINT in the middle of `fit` ends the process with a KeyboardInterrupt, no hang, no crash."""
-    code = (
+    script = tmp_path / "training.py"
+    script.write_text(
         "import keras, signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores\n"
         "from parity import data, mlp, on_towers\n"
@@ -347,7 +348,7 @@ def test_ctrl_c_ends_fit_within_seconds():
         "model.fit(x, y, batch_size=20, epochs=1000, verbose=0)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        command(script),
         cwd=os.path.dirname(__file__),
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from virtual_host import command
 
 CODE = """
 import tensorflow as tf
@@ -31,10 +32,12 @@ print("trained")
 
 
 @pytest.mark.slow
-def test_eight_towers_on_one_thread():
+def test_eight_towers_on_one_thread(tmp_path):
     """With one inter-op and one intra-op thread eight towers give one device's numbers; they do not hang."""
+    script = tmp_path / "training.py"
+    script.write_text(CODE)
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
+        command(script),
         cwd=os.path.dirname(__file__),
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,

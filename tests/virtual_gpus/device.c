@@ -17,6 +17,7 @@ enum { BY_POINTERS = 4, NON_BLOCKING = 1, WITHOUT_TIMING = 2 };
   X(const char*, cudaGetErrorString, (cudaError_t))                                       \
   X(int, cuCtxGetCurrent, (void**))                                                       \
   X(int, cuCtxSetCurrent, (void*))                                                        \
+  X(cudaError_t, cudaGetDeviceCount, (int*))                                              \
   X(cudaError_t, cudaMalloc, (void**, size_t))                                            \
   X(cudaError_t, cudaFree, (void*))                                                       \
   X(cudaError_t, cudaMallocHost, (void**, size_t))                                        \
@@ -432,6 +433,9 @@ void SE_InitPlugin(SE_PlatformRegistrationParams* params, TF_Status* status) {
 }
 
 int virtual_gpu_count(void) {
-  const char* count = getenv("VIRTUAL_GPUS");
-  return count == NULL ? 4 : atoi(count);
+  const char* given = getenv("VIRTUAL_GPUS");
+  const int most = given == NULL ? 4 : atoi(given);
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  return count < most ? count : most;
 }

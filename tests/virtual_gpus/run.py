@@ -16,6 +16,7 @@ import importlib.util
 import os
 import pathlib
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,9 @@ def load(folder, options):
 def main(arguments):
     """Run the command, with the options before it."""
     options = parse(arguments)
+    given = arguments[: len(arguments) - len(options.command)]
+    # By which a process that this one starts is on the same GPUs.
+    os.environ["VIRTUAL_COMMAND"] = shlex.join([str(HERE / "run.py"), *(one for one in given if one != "-m")])
     load(build(), options)
     sys.argv = options.command
     if options.module:

@@ -38,6 +38,7 @@ def test_devices_copies_and_kernels(on_virtual_gpus, options):
     assert printed.split("\n") == ["out of memory", "all is well", ""]
 
 
+@pytest.mark.slow
 def test_host_runs_ahead(on_virtual_gpus):
     """A call returns before its kernels have run, and a buffer that is let go too early is read as another one."""
     options = ["--ahead", "--kernel-ms", "20", "--gpus", "1"]
@@ -89,6 +90,7 @@ def test_copies_lie_beside_computation(on_virtual_gpus, tmp_path):
     assert len(named["segment_1"]) == 12 and beside >= 7, named
 
 
+@pytest.mark.slow
 def test_module_and_arguments(on_virtual_gpus):
     """`-m` runs a module; what follows is its own."""
     assert "usage: python -m ncclsync bench" in on_virtual_gpus("--gpus", "2", "-m", "ncclsync", "bench", "--help")

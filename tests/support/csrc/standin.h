@@ -18,13 +18,16 @@ typedef struct CUevent_st* cudaEvent_t;
 typedef int cudaError_t;
 
 enum { STANDIN_DEVICES = 8 };
+#define STANDIN_UUID "GPU-00000000-0000-0000-0000-00000000000" /* and the device's number */
 enum {
   INVALID_VALUE = 1,
   NO_MEMORY = 2,
+  NO_DEVICE = 100,
   NO_SUCH_DEVICE = 101,
   NO_CONTEXT = 201,
   BAD_HANDLE = 400,
   NOT_READY = 600,
+  LOST_DEVICE = 719,
   UNSUPPORTED_IN_CAPTURE = 900,
   INVALID_CAPTURE = 901,
   WRONG_THREAD = 908,
@@ -83,11 +86,14 @@ int* standin_depth(void);
  *   ncclAllReduce:2=6    the 2nd call of that name returns 6 (default: the 1st; its library's usual error)
  *   stuck:1:3            rank 1 never launches its 3rd collective from now (default: the 1st; 0: any)
  *   slow:1:3=50          its stream reaches it 50 ms late
+ *   launching:1:0        NCCL's own part of rank 1's launch goes on, until told otherwise
  *   async:1:3=6          an asynchronous error 6 on rank 1 after the launch; the collective never ends
  *   late:1=6             the collective ends, and its end brings the error
  *   working:4=50         what is queued on device 4 now ends 50 ms later (default: never, until told otherwise)
  *   stuck_init:1         rank 1's creation never ends; async_init:1=1 ends it with an error
- *   corrupt:0:2          what goes from rank 0 to rank 2 is changed */
+ *   corrupt:0:2          what goes from rank 0 to rank 2 is changed
+ * A device is lost, to this process and to those that start later, when its number, without CUDA_VISIBLE_DEVICES, is in
+ * the file that STANDIN_LOST names. */
 void standin_fail(const char* instructions);
 /* How often the index-th instruction was asked for: so a call is counted that is told to fail, but never will. */
 int standin_seen(int index);

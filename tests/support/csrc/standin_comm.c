@@ -164,10 +164,11 @@ static int launch(ncclComm_t comm) {
 
 int ncclCommGetAsyncError(ncclComm_t comm, int* error) {
   const int was_busy = standin_occupy(comm);
-  int status, told = ncclSystemError;
+  int status, told = ncclSystemError, ignored;
   standin_lock();
   status = standin_check(comm, was_busy, 0);
-  if (status == 0 && comm->state == ncclInProgress && comm->is_asked++ > 0 && !comm->is_stuck) {
+  if (status == 0 && comm->state == ncclInProgress && comm->is_asked++ > 0 && !comm->is_stuck &&
+      !standin_is_told("launching", comm->rank, &ignored)) {
     const clique* all = comm->clique;
     if (all != NULL && standin_announced(all, "joined", all->n_joined) == all->n &&
         (!comm->is_finalized || standin_announced(all, "ended", all->n_finalized) == all->n)) {

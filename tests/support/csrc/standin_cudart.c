@@ -1,17 +1,63 @@
 /* A libcudart (and the calls of libcuda in use) over host memory: 8 devices and their contexts. Streams and events are
  * in standin_streams.c, memory is in standin_memory.c. See standin.h. What CUDA would answer by undefined behaviour,
  * such as a handle that was destroyed, is an error. */
+#define _POSIX_C_SOURCE 200809L
+
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "standin.h"
 
 static __thread int context = 6; /* 1 + the current context's device; not 1, so that what is not restored shows */
 static __thread int depth;
 
+/* The devices that CUDA_VISIBLE_DEVICES leaves, by the numbers that they have without it. */
+static int visible[STANDIN_DEVICES], n_visible;
+static const char* lost_path;
+
 int standin_current_device(void) { return context > 0 ? context - 1 : 0; }
 int standin_has_context(void) { return context != 0; }
 int* standin_depth(void) { return &depth; }
+
+/* Whether the file of lost devices has a device's number. */
+static int is_in_file(int number) {
+  char text[STANDIN_DEVICES + 1] = "";
+  FILE* file = lost_path != NULL ? fopen(lost_path, "r") : NULL;
+  if (file == NULL) return 0;
+  text[fread(text, 1, STANDIN_DEVICES, file)] = 0;
+  fclose(file);
+  return strchr(text, '0' + number) != NULL;
+}
+
+static int is_lost(int device) { return device < n_visible && is_in_file(visible[device]); }
+
+static int fails_by_loss(void) { return standin_has_context() && is_lost(standin_current_device()); }
+
+/* As CUDA: what is lost is not counted, so that the others' numbers change, and the list ends at what is not there. */
+__attribute__((constructor)) static void begin(void) {
+  const char* given = getenv("CUDA_VISIBLE_DEVICES");
+  char copy[512] = "", *rest = NULL;
+  int present[STANDIN_DEVICES], n_present = 0;
+  lost_path = getenv("STANDIN_LOST");
+  for (int i = 0; i < STANDIN_DEVICES; ++i)
+    if (!is_in_file(i)) present[n_present++] = i;
+  memcpy(visible, present, sizeof(visible));
+  n_visible = n_present;
+  if (given == NULL) return;
+  n_visible = 0;
+  snprintf(copy, sizeof(copy), "%s", given);
+  for (char* one = strtok_r(copy, ",", &rest); one != NULL; one = strtok_r(NULL, ",", &rest)) {
+    const int by_uuid = strncmp(one, STANDIN_UUID, strlen(STANDIN_UUID)) == 0;
+    int found = -1;
+    for (int i = 0; i < n_present; ++i)
+      if (by_uuid ? present[i] == atoi(one + strlen(STANDIN_UUID)) : one[0] >= '0' && one[0] <= '9' && atoi(one) == i)
+        found = present[i];
+    if (found < 0 || n_visible == STANDIN_DEVICES) break;
+    visible[n_visible++] = found;
+  }
+}
 
 cudaError_t standin_enter_cuda(const char* name, int value) {
   char text[16];
@@ -19,6 +65,7 @@ cudaError_t standin_enter_cuda(const char* name, int value) {
   standin_lock();
   snprintf(text, sizeof(text), "%d", value);
   standin_log(name, text);
+  if (fails_by_loss() && strcmp(name, "cudaSetDevice") != 0) return LOST_DEVICE;
   return standin_is_told(name, -1, &error) ? error : 0;
 }
 
@@ -26,6 +73,7 @@ cudaError_t standin_ask_cuda(const char* name) {
   int error = FAILURE;
   standin_lock();
   if (standin_is_told(name, -1, &error)) return error;
+  if (fails_by_loss()) return LOST_DEVICE;
   return context == 0 ? NO_CONTEXT : 0;
 }
 
@@ -49,6 +97,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case INVALID_CAPTURE: return "operation failed due to a previous error during capture";
     case WRONG_THREAD: return "attempt to terminate a thread-local capture sequence from another thread";
     case OPEN_GROUP: return "a group of NCCL calls is open";
+    case LOST_DEVICE: return "unspecified launch failure";
     case FAILURE: return "told to fail";
     default: return "unrecognized error code";
   }
@@ -71,15 +120,37 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaGetDeviceCount(int* count) {
   int error = FAILURE;
   standin_lock();
-  *count = STANDIN_DEVICES;
+  *count = n_visible;
   return standin_leave_cuda(standin_is_told("cudaGetDeviceCount", -1, &error) ? error : 0);
 }
 
 cudaError_t cudaSetDevice(int device) {
   cudaError_t error = standin_enter_cuda("cudaSetDevice", device);
-  if (error == 0 && (device < 0 || device >= STANDIN_DEVICES)) error = NO_SUCH_DEVICE;
+  if (error == 0 && (device < 0 || device >= n_visible)) error = NO_SUCH_DEVICE;
+  if (error == 0 && is_lost(device)) error = LOST_DEVICE;
   if (error == 0) context = device + 1;
   return standin_leave_cuda(error);
+}
+
+int cuInit(unsigned flags) {
+  (void)flags;
+  return n_visible > 0 ? 0 : NO_DEVICE;
+}
+
+int cuDeviceGetCount(int* count) {
+  *count = n_visible;
+  return 0;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal < n_visible ? 0 : NO_SUCH_DEVICE;
+}
+
+int cuDeviceGetUuid(unsigned char* uuid, int device) {
+  memset(uuid, 0, 15);
+  uuid[15] = (unsigned char)visible[device];
+  return 0;
 }
 
 int cuCtxGetCurrent(void** current) {

@@ -91,30 +91,33 @@ def check_fault(name):
 
 
 def check_keeps_weights():
-    """With an emergency checkpoint a step waits before it writes: weights are those before it, and saved."""
-    path = pathlib.Path(tempfile.mkdtemp(), "emergency.weights.h5")
-    model = nccl_parallel(towers=3, timeout_s=0.5, emergency_checkpoint=path)(build)()
-    fit(model, epochs=1)
-    good = state(model)
-    fail("stuck:1")
-    raised(lambda: fit(model, epochs=1), NcclTimeoutError)
-    fail("")
-    for a, b in zip(state(model), good, strict=True):
-        np.testing.assert_array_equal(a, b)
-    saved = build()
-    saved.load_weights(path)
-    for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    fit(model, epochs=1)
-    assert model.towers.divergence() == 0.0
-    model.towers.close()
+    """With an emergency checkpoint a step waits before each of its writes: all is as before it, and saved."""
+    scattered = {"shard_optimizer": True}  # which writes its state before the weights are gathered
+    for options, instructions in (({}, "stuck:1"), (scattered, "stuck:1"), (scattered, "slow:1:1=300,ncclAllGather=5")):
+        path = pathlib.Path(tempfile.mkdtemp(), "emergency.weights.h5")
+        model = nccl_parallel(towers=3, timeout_s=0.5, emergency_checkpoint=path, **options)(build)()
+        fit(model, epochs=1)
+        good = state(model)
+        fail(instructions)
+        raised(lambda model=model: fit(model, epochs=1), NcclError)
+        fail("")
+        for a, b in zip(state(model), good, strict=True):
+            np.testing.assert_array_equal(a, b)
+        saved = build()
+        saved.load_weights(path)
+        for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        fit(model, epochs=1)
+        assert model.towers.divergence() == 0.0
+        model.towers.close()
 
 
 def check_own_loop():
-    """`Towers.run` returns before the failure; the next call raises it, or a read of a weight does."""
+    """`Towers.run` returns before the failure; a read of its result raises it, of a weight, or the next call."""
     with tf.device("/GPU:0"):
         weight = tf.Variable(tf.ones([4]))
-    for reads in (False, True):
+    reads_of = {"the next call": None, "a weight": lambda _: weight.numpy(), "its result": lambda mean: mean.numpy()}
+    for whose, read in reads_of.items():
         with Towers(2, timeout_s=0.5) as towers:
 
             def step(batch, towers=towers):
@@ -124,18 +127,28 @@ def check_own_loop():
                 weight.assign_add(mean)
                 return mean
 
-            towers.run(step, X[:8, :4])
+            good = towers.run(step, X[:8, :4])
             weight.numpy()
-            fail("async:1=6")
+            fail("slow:1:1=100000" if whose == "its result" else "async:1=6")
+            results = []
 
-            def go_on(towers=towers, step=step, reads=reads):
-                for _ in range(1 if reads else 100):
-                    towers.run(step, X[:8, :4])
-                weight.numpy() if reads else None
+            def go_on(towers=towers, step=step, read=read, results=results):
+                for _ in range(1 if read else 100):
+                    results.append(towers.run(step, X[:8, :4]))
+                if read:
+                    read(results[0])
 
             error = raised(go_on, NcclError)
-            assert "ncclRemoteError" in str(error), error
             fail("")
+            if whose == "its result":
+                assert "rank 1 (GPU 1) arrived, waiting" in str(error), error
+                for use in (results[0].numpy, results[0].__str__, lambda: tf.get_static_value(results[0])):  # noqa: B023
+                    assert raised(use, NcclError) is error
+                # Whoever swallows that is told again.
+                assert raised(lambda towers=towers, step=step: towers.run(step, X[:8, :4]), NcclError) is error
+            else:
+                assert "ncclRemoteError" in str(error), (whose, error)
+            np.testing.assert_allclose(good, X[:8, :4].mean(0), rtol=1e-5)
             if towers.in_flight.lost:
                 raised(weight.numpy, NcclSyncError)
             weight.assign(tf.ones([4]))

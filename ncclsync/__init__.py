@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclTimeoutError as NcclTimeoutError
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.errors import NonFiniteError as NonFiniteError
+    from ncclsync.errors import ProcessError as ProcessError
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.tools.verify.verification import verify as verify
     from ncclsync.towers.cross_device_ops import CrossDeviceOps as CrossDeviceOps
@@ -44,6 +45,7 @@ _HOMES = {
     "NoiseScale": "training.callbacks.noise_scale",
     "NonFiniteError": "errors",
     "plot_history": "training.callbacks.history",
+    "ProcessError": "errors",
     "Shuffled": "training.callbacks.shuffled",
     "Throughput": "training.callbacks.throughput",
     "Timeline": "training.callbacks.timeline",

@@ -1,8 +1,8 @@
-"""Join N ranks of this process, by NCCL or by C.
+"""Join N ranks, by NCCL, by C, or by MPI and C.
 
-``CpuCommunicator`` works on host memory by the C library's own all-reduce, ``NcclCommunicator`` on GPUs by
-NCCL; both take the same calls. A collective has happened when it returns, or it raises. How a buffer is read
-is in ``buffers``. Nothing here imports TensorFlow.
+``CpuCommunicator`` works on host memory by the C library's own all-reduce, ``MpiCommunicator`` on that of several
+processes, ``NcclCommunicator`` on GPUs by NCCL; all take the same calls. A collective has happened when it returns, or
+it raises. How a buffer is read is in ``buffers``. Nothing here imports TensorFlow.
 """
 
 from ncclsync.communicator.base import AllGather as AllGather
@@ -13,4 +13,5 @@ from ncclsync.communicator.base import Communicator as Communicator
 from ncclsync.communicator.base import ReduceScatter as ReduceScatter
 from ncclsync.communicator.buffers import empty_aligned as empty_aligned
 from ncclsync.communicator.cpu import CpuCommunicator as CpuCommunicator
+from ncclsync.communicator.mpi import MpiCommunicator as MpiCommunicator
 from ncclsync.communicator.nccl import NcclCommunicator as NcclCommunicator

@@ -90,19 +90,23 @@ class Communicator(abc.ABC):
 
     Attributes:
         size: number of ranks of this process.
+        ranks: [size] their numbers among those of all processes.
         world_size: number of ranks in all processes.
         memory: the DLPack device types that its buffers may lie on.
         repeatable: whether sums have equal bits in every call and every run.
         failure: what ended it, if a failed collective did.
+        waits: whether a collective may wait for another process or a GPU, and Ctrl-C is to end that.
         enqueues: whether ops launch collectives on it without anybody waiting for their ends.
         failed_group: the number of the first launched group that the last failure has ended, from 1.
         was_delivered: whether somebody may have computed with what such groups should have brought.
     """
 
     size: int
+    ranks: Sequence[int]
     memory: Mapping[int, str]
     repeatable: bool = True
     failure: BaseException | None = None
+    waits: bool = False
     enqueues: bool = False
     failed_group: int = 0
     was_delivered: bool = False
@@ -236,6 +240,39 @@ class Communicator(abc.ABC):
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""
         return 0, 0
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives, any object that can be pickled. Collective.
+
+        Args:
+            value: this process'.
+            what: it is, for messages.
+
+        Raises:
+            ProcessError, NcclTimeoutError: another process does something else, or nothing.
+        """
+        return [value]
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
+        return self.ranks[0] == 0
+
+    def note(self, words: str) -> None:
+        """Let messages in other processes say this of this one, too."""
+        return
+
+    def take_error(self) -> Exception | None:
+        """Return what another process has made the last collective raise, once; None if none has."""
+        return None
+
+    def tell_of_failure(self, error: BaseException) -> None:
+        """Let the other processes' next collective raise that something of this one's own has failed."""
+        return
+
+    def interrupt(self) -> None:
+        """Let a collective that waits end soon; somebody has pressed Ctrl-C. Nothing to do where none waits."""
+        return
 
     def wait(self) -> None:
         """Wait until all launched groups have ended.

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ncclsync.communicator import native, nccl_calls, nvls, timeouts
 from ncclsync.communicator.base import (
@@ -28,10 +28,10 @@ from ncclsync.communicator.base import (
 from ncclsync.communicator.buffers import CUDA, Buffers
 from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
 from ncclsync.communicator.nccl_calls import Progress
+from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
-from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
+from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
 
-_DTYPE_NAMES = {code: name for name, code in native.DTYPES.items()}
 # The C library's kind of each collective, and what it is called in messages.
 KINDS: dict[type, tuple[int, str]] = {
     AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
@@ -58,9 +58,13 @@ class NcclCommunicator(Communicator):
         ranks, devices: this process' ranks, and the CUDA ordinal of each.
         timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
         repeatable: whether sums must have equal bits in every call and every run.
+        peers: the other processes, if they were joined by `from_peers`.
     """
 
+    waits = True
     memory = CUDA
+    peers: Peers | None = None
+    _told_of: BaseException | None = None
 
     def __init__(
         self,
@@ -130,6 +134,58 @@ class NcclCommunicator(Communicator):
         self._handle = None
         self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight, repeatable)
         return self
+
+    @classmethod
+    def from_peers(
+        cls,
+        peers: Peers,
+        devices: Sequence[int],
+        *,
+        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
+        preflight: bool = True,
+        repeatable: bool = False,
+    ) -> NcclCommunicator:
+        """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
+
+        Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
+        others wait for by an error that names it. After a failure `reopen` joins all anew.
+
+        Args:
+            peers: the processes.
+            devices: CUDA ordinals of this one's.
+            timeout_s, preflight, repeatable: as of `from_unique_id`.
+
+        Raises:
+            ProcessError: another process has failed, ended or gone silent.
+            As the class does.
+        """
+        ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
+        self = cls.__new__(cls)
+        self._handle, self.peers, self.timeout_s = None, peers, timeout_s
+        self.devices, self._preflight, self.repeatable = tuple(ordinals), preflight, repeatable
+        begin, *sizes = self._meet()
+        world_size = sum(sizes)
+        ranks = range(begin, begin + len(ordinals))
+        self._set_up(self._joined_by, world_size, ranks, ordinals, timeout_s, preflight, repeatable)
+        return self
+
+    def _meet(self) -> list[int]:
+        """Agree with the other processes on a unique id; return this one's first rank, and the number of each's."""
+        assert self.peers is not None
+        peers, made = self.peers, b""
+        try:
+            made = self.unique_id() if peers.rank == 0 else b""
+        except NcclSyncError as error:
+            peers.tell(f"{type(error).__name__}: {error}")
+            raise
+        text = f"the joining of GPUs, preflight={self._preflight}, repeatable={self.repeatable}"
+        given = len(self.devices), made, list(peers.failures)
+        each = peers.exchange(given, text, self.timeout_s, heeds=False)
+        peers.agree_on_failures([failures for _, _, failures in each])
+        self._failures_before = list(peers.failures)
+        self._joined_by: bytes | None = each[0][1]
+        sizes = [size for size, _, _ in each]
+        return [sum(sizes[: peers.rank]), *sizes]
 
     @staticmethod
     def unique_id() -> bytes:
@@ -301,15 +357,17 @@ class NcclCommunicator(Communicator):
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
 
         Raises:
-            NcclSyncError: it was closed, or spans several processes: these have to agree upon a new one.
+            NcclSyncError: it was closed, or was joined by a unique id: its processes have to agree upon a new one.
+            ProcessError: another process has failed since, which nobody was told yet.
             NcclUnavailableError, NcclError: as when it was created.
         """
         with self._lock:
+            self._heed()
             if not self.closed:
                 return
             if self._is_closed:
                 self.raise_closed()
-            if self._joined_by is not None:
+            if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
                     "Join all processes anew, by a new unique id."
@@ -319,7 +377,46 @@ class NcclCommunicator(Communicator):
                 self._aborting = None
             if self._launcher is not None:
                 self._wait_for_abort(self._launcher.wait_for_abort)
+            if self.peers is not None:
+                self._meet()
             self._join()
+
+    def _heed(self) -> None:
+        """Abort the communicator if a process has failed since it was joined: its ranks are not to be waited for.
+
+        Raises:
+            ProcessError: another one has, and nobody was told yet.
+        """
+        if self.peers is None or self._is_closed:
+            return
+        try:
+            self.peers.check("the next step")
+        finally:
+            handle = self._handle
+            if handle is not None and (self.peers.failure or self.peers.failures != self._failures_before):
+                self._handle = None
+                self._abort(handle, self.peers.failure)
+
+    def raise_closed(self) -> NoReturn:
+        """Raise what has ended the agreement of the processes, if something has."""
+        if self.peers is not None and self.peers.failure is not None:
+            raise self.peers.failure
+        super().raise_closed()
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives; see `Communicator.exchange`."""
+        return [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s)
+
+    def note(self, words: str) -> None:
+        """Say it in messages of other processes, too."""
+        if self.peers is not None:
+            self.peers.note = f"; {words}"
+
+    def tell_of_failure(self, error: BaseException) -> None:
+        """Let the other processes, whatever they wait for, raise that something of this one's own has failed."""
+        if self.peers is not None and not isinstance(error, ProcessError) and error is not self._told_of:
+            self._told_of = error
+            self.peers.tell(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
@@ -336,9 +433,11 @@ class NcclCommunicator(Communicator):
                 nccl_calls.finalize(handle)
                 return nccl_calls.wait(handle, slice_s)
 
-            with self._aborted_on_error(handle):
-                self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
-            nccl_calls.destroy(handle)
+            # Another process that has ended, or failed, leaves nothing to be ended in order.
+            with contextlib.suppress(ProcessError):
+                with self._aborted_on_error(handle):
+                    self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
+                nccl_calls.destroy(handle)
 
     def _join(self) -> None:
         self._check_different()
@@ -418,6 +517,7 @@ class NcclCommunicator(Communicator):
                 what=what,
                 timeout_s=self.timeout_s,
                 arrived=arrived or functools.partial(self._progress_of_ranks, handle),
+                check=None if self.peers is None else self.peers.check,
             )
         except NcclError as error:
             if error.during:
@@ -434,9 +534,10 @@ class NcclCommunicator(Communicator):
             if self._launcher is not None:
                 self._launcher.close(getattr(error, "status", 0) or native.INVALID_USAGE)
             self._abort(handle, error)
+            self.tell_of_failure(error)
             raise
 
-    def _abort(self, handle: Any, cause: BaseException) -> None:
+    def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
         aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
         try:
@@ -532,7 +633,7 @@ def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
     size_bytes = count * native.DTYPE_SIZES[dtype]
     return (
         f"{KINDS[kind][1]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
-        f"({count} × {_DTYPE_NAMES[dtype]})"
+        f"({count} × {native.DTYPE_NAMES[dtype]})"
     )
 
 

@@ -1,14 +1,17 @@
 """Wrap the interfaces that Keras does not promise to keep, those of its optimizers aside."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.models import functional as keras_functional
 from keras.src.ops import numpy as keras_numpy
+from keras.src.saving import saving_lib
 
 from ncclsync.compat import tensorflow as tf_compat
 
@@ -52,6 +55,29 @@ def paths_of(model: keras.Model) -> dict[int, str]:
     named = [(variable, variable.path) for variable in variables]
     named += [(state, f"{metric.name}/{state.name}") for metric in metrics_of(model) for state in metric.variables]
     return {id(tf_compat.backend_variable(variable)): name for variable, name in named}
+
+
+_WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
+
+
+def write_models_if(decide: Callable[[Any], bool]) -> None:
+    """Let Keras write a model's file, also by `keras.saving.save_model`, only if `decide(model)` is true.
+
+    For the rest of the process; a second call with the same function changes nothing.
+    """
+    for module, name in _WRITERS:
+        write = getattr(module, name)
+        if getattr(write, "decide", None) is not decide:
+            setattr(module, name, _deciding(write, decide))
+
+
+def _deciding(write: Callable[..., Any], decide: Callable[[Any], bool]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def write_if(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return write(model, *args, **kwargs) if decide(model) else None
+
+    write_if.decide = decide  # type: ignore[attr-defined]
+    return write_if
 
 
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
@@ -138,3 +164,13 @@ def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, 
     Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
     """
     return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path
+
+
+def first_epoch(model: keras.Model) -> int | None:
+    """Return the epoch at which a `fit` begins that has restored a backup; None if it has not."""
+    return model._initial_epoch
+
+
+def begin_at(model: keras.Model, epoch: int | None) -> None:
+    """Let `fit` begin at an epoch, as a restored backup does; None: at that which it is given."""
+    model._initial_epoch = epoch

@@ -11,9 +11,8 @@ import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
 
-# How many processes were started: by horovodrun, by Open MPI's mpirun, by those of MPICH and Intel. Not
-# SLURM_NTASKS: sbatch sets that in the batch script, of which there is one.
-PROCESS_COUNTS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# How many processes were started: by horovodrun, by the mpirun of MPICH and Intel, whose variables do not tell enough.
+PROCESS_COUNTS = ("HOROVOD_SIZE", "PMI_SIZE")
 
 OTHER_WAY = (
     "ncclsync places the replicas itself. To stay with a strategy, and have its gradients all-reduced by "
@@ -56,7 +55,7 @@ def check_not_horovods(wrapped: Any) -> None:
 
 
 def check_one_process() -> None:
-    """Raise NcclSyncError in one of several processes that horovodrun or mpirun have started.
+    """Raise NcclSyncError in one of several processes that cannot be joined: of horovodrun, or another mpirun.
 
     Each would take the same devices, and train by itself.
     """
@@ -64,7 +63,7 @@ def check_one_process() -> None:
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
             raise NcclSyncError(
-                "Expected one process, started without horovodrun or mpirun: it drives all GPUs of the host. "
-                f"Received: {name}={count}. For processes that are to train apart from each other, name the "
-                "devices of each, as in devices=['GPU:0']."
+                "Expected one process, which drives all GPUs of the host, or several that Open MPI's mpirun, srun or "
+                f"torchrun have started. Received: {name}={count}. For processes that are to train apart from each "
+                "other, write processes=False, and name the devices of each, as in devices=['GPU:0']."
             )

@@ -237,7 +237,8 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     """
 
     def on_components(*components: tf.Tensor) -> Any:
-        return body(*tf.nest.pack_sequence_as(signature, components, expand_composites=True))
+        with tf.name_scope("caller"):  # of functions that share its rendezvous, see `shared_function`
+            return body(*tf.nest.pack_sequence_as(signature, components, expand_composites=True))
 
     function = tf.compat.v1.wrap_function(on_components, tf.nest.flatten(signature, expand_composites=True))
     return lambda *given: function(*tf.nest.flatten(given, expand_composites=True))
@@ -377,12 +378,30 @@ def untrack(variable: tf.Variable) -> None:
         vars(variable).pop(name, None)
 
 
+def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
+    """Call `after` whenever an eager tensor's numbers have come to the host; what it raises, the read raises.
+
+    By any method of the tensor: `numpy()`, `float()`, `str()`. NumPy's own `np.asarray(tensor)` calls none, nor do ops.
+    """
+    held = weakref.ref(tensor)  # a tensor that held itself would keep its memory until Python looks for cycles
+
+    def read() -> Any:
+        own: Any = held()
+        numbers = type(own)._numpy_internal(own)
+        after()
+        return numbers
+
+    tensor._numpy_internal = read
+
+
 def function_class() -> type:
     """Return the class of what `tf.function` returns."""
     return type(tf.function(lambda: None))
 
 
-def shared_function(body: Callable, signature: Sequence[tf.TensorSpec], jit_compile: bool) -> Any:
+def shared_function(
+    body: Callable, signature: Sequence[tf.TensorSpec], jit_compile: bool, *, meets_in_caller: bool = False
+) -> Any:
     """Return `body` as a ConcreteFunction that TensorFlow optimises once, for all of its callers.
 
     If it inlined the function, or made it special for the constants that one caller passes and the results
@@ -390,24 +409,38 @@ def shared_function(body: Callable, signature: Sequence[tf.TensorSpec], jit_comp
     apart by the last bit. `tf.function` does not offer "_nospecialize", which TensorFlow's optimiser reads.
     Source: tensorflow/core/grappler/optimizers/function_optimizer.cc.
 
+    Where a function's ops are on several devices, its tensors go from one to another by a rendezvous of its own, which
+    ends with it. If another call of the same graph fails at that moment, TensorFlow still uses that rendezvous: the
+    process crashes, or hangs. The caller's ends with the whole graph.
+    Source: tensorflow/core/framework/local_rendezvous.cc, RecvAsync: what is called at a cancellation owns nothing.
+
     Args:
         body: a function of tensors.
         signature: their specs.
         jit_compile: whether XLA compiles it.
+        meets_in_caller: whether its tensors go from device to device by its caller's rendezvous. There a tensor is
+            known by its devices and the op that makes it: two calls on the same devices must not run at once.
     """
+    attributes = {"_noinline": True, "_nospecialize": True}
+    if meets_in_caller:
+        attributes["shared_rendezvous"] = True
 
     def allow(known: Any) -> Any:
-        return known | {"_nospecialize"}
+        return known | attributes.keys()
+
+    def named(*args: Any) -> Any:
+        with tf.name_scope("called"):  # no tensor of the caller's is to have a name of this one's
+            return body(*args)
 
     with contextlib.ExitStack() as stack:
         for name in [name for name in vars(function_attributes) if name.endswith("_ALLOWLIST")]:
             stack.enter_context(methods_wrapped([function_attributes], name, allow))
         return tf.function(
-            body,
+            named if meets_in_caller else body,
             input_signature=signature,
             autograph=False,
             jit_compile=jit_compile or None,
-            experimental_attributes={"_noinline": True, "_nospecialize": True},
+            experimental_attributes=attributes,
         ).get_concrete_function()
 
 

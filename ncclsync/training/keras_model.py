@@ -60,7 +60,7 @@ def attach(
     # whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
-    plain = towers.on_nonfinite.mode is None
+    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
     if plain and len(towers) == 1 and towers.devices[0] == default_device():
         return  # plain Keras: nothing to add, and not a microsecond
 

@@ -6,11 +6,13 @@ import functools
 import os
 import subprocess
 import sys
+import weakref
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import gen_sendrecv_ops
 
 from ncclsync.compat import distribute, keras_optimizers
 from ncclsync.compat import keras as keras_compat
@@ -120,6 +122,7 @@ def test_is_profiling(tmp_path):
     assert [*states, tf_compat.is_profiling()] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_is_op_determinism_enabled():
     """TensorFlow's own switch, and the variable that turns it on from the start."""
     script = """
@@ -470,6 +473,31 @@ def test_track_reads(read, tmp_path, monkeypatch):
     assert not seen
 
 
+@pytest.mark.parametrize("read", [lambda t: t.numpy(), float, str, tf.get_static_value, lambda t: f"{t:.1f}", bool])
+def test_call_after_read(read):
+    """Every method that reads an eager tensor's numbers gives them, and calls; what is raised then is raised."""
+    plain, tensor, calls = tf.constant(1.5), tf.constant(1.5), []
+    tf_compat.call_after_read(tensor, lambda: calls.append(1))
+    assert str(read(tensor)) == str(read(plain))
+    assert calls
+
+    def fail():
+        raise ValueError("asked to")
+
+    tf_compat.call_after_read(tensor, fail)
+    with pytest.raises(ValueError, match="asked to"):
+        read(tensor)
+
+
+def test_a_watched_tensor_is_let_go():
+    """As soon as nobody has it: its memory on a GPU does not wait for the garbage collector."""
+    tensor = tf.constant(1.5)
+    tf_compat.call_after_read(tensor, lambda: None)
+    held = weakref.ref(tensor)
+    del tensor
+    assert held() is None
+
+
 def test_reduction_axes():
     """Of a built BatchNormalization: all but its own axis; and `_moments` is what computes them."""
     layer = keras.layers.BatchNormalization(axis=1)
@@ -487,6 +515,77 @@ def test_shared_function():
     assert attributes["_noinline"].b and attributes["_nospecialize"].b
     with pytest.raises(ValueError, match="nospecialize"):  # if not: no need for the private way any more
         tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
+
+
+def test_shared_function_that_meets_in_its_caller():
+    """What it sends, its caller receives: TensorFlow keeps that attribute, too, and heeds it."""
+    device = tf.config.list_logical_devices("CPU")[0].name
+    key = {"tensor_name": "sent", "send_device": device, "send_device_incarnation": 1, "recv_device": device}
+
+    def send(x):
+        gen_sendrecv_ops.send(x + 1.0, **key)
+        return [x]
+
+    function = tf_compat.shared_function(send, [tf.TensorSpec([])], False, meets_in_caller=True)
+
+    def caller(x):
+        with tf.control_dependencies(function(x)):
+            return gen_sendrecv_ops.recv(tf.float32, **key)
+
+    assert float(tf.function(caller)(tf.constant(1.0))) == 2.0
+    assert "called/add" in [node.name for node in function.function_def.node_def]
+
+
+ONE_CALL_FAILS = """
+import random, time
+import numpy as np
+import tensorflow as tf
+from ncclsync.compat import tensorflow as tf_compat
+
+CALLS = 12
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * (CALLS + 1))
+tf.config.threading.set_inter_op_parallelism_threads(CALLS + 4)
+
+def late(x):
+    time.sleep(0.005 + 0.004 * random.random())
+    if x < 0:
+        raise ValueError("told to fail")
+    return x
+
+def body(x):
+    with tf.device("/CPU:0"):  # the caller's is another: a tensor goes there and back
+        y = tf.ensure_shape(tf.numpy_function(late, [x], tf.float32, stateful=False), [])
+    return [y + 1.0]
+
+function = tf_compat.shared_function(body, [tf.TensorSpec([])], False, meets_in_caller=True)
+
+@tf.function(autograph=False)
+def step(x):
+    results = []
+    for i in range(CALLS):
+        with tf.device(f"/CPU:{i + 1}"):
+            results += function(x[i])
+    return results
+
+good = np.arange(CALLS, dtype="float32")
+for attempt in range(60):
+    given = good.copy()
+    given[attempt % CALLS] = -1
+    try:
+        step(tf.constant(given))
+    except tf.errors.InvalidArgumentError as error:
+        assert "told to fail" in str(error)
+np.testing.assert_array_equal(step(tf.constant(good)), good + 1)
+print("went on")
+"""
+
+
+@pytest.mark.slow
+def test_shared_function_while_another_call_fails():
+    """All goes on. With a rendezvous for each call TensorFlow uses one that has ended: it hangs, or crashes."""
+    done = subprocess.run([sys.executable, "-c", ONE_CALL_FAILS], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr[-3000:]
 
 
 def test_is_jit_compiled():
@@ -872,3 +971,26 @@ def test_function_of_moments():
     with tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", counting):
         keras.ops.moments(tf.ones([3, 2]), axes=[0], synchronized=True)
     assert calls == ["_compute_moments_sync"]
+
+
+def test_write_models_if(monkeypatch, tmp_path):
+    """Each of Keras' functions, and the methods, write the models that they are let; a second call adds nothing."""
+    for module, name in keras_compat._WRITERS:
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be undone
+    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
+    asked = []
+
+    def is_first(model):
+        asked.append(model)
+        return model is models[0]
+
+    for _ in range(2):
+        keras_compat.write_models_if(is_first)
+    for i, model in enumerate(models):
+        for name in ("function.keras", "function.h5"):
+            keras.saving.save_model(model, tmp_path / f"{i}.{name}")
+        model.save(tmp_path / f"{i}.method.keras")
+        model.save_weights(tmp_path / f"{i}.weights.h5")
+    assert len(asked) == 8
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"0.function.keras", "0.function.h5", "0.method.keras", "0.weights.h5"}

@@ -5,6 +5,7 @@ for each row; `examples/compare_parity.py` runs the same tables through other li
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,7 +86,10 @@ def mlp(optimizer=None, **compile_arguments):
 
 
 def on_towers(factory, towers, **arguments):
-    """Build a factory's model on CPU towers."""
+    """Build a factory's model on CPU towers, each with as many shards as the environment says."""
+    shards = int(os.environ.get("NCCLSYNC_SHARDS", "0"))
+    if shards and not arguments.keys() & {"shards", "shard_optimizer", "on_oom"}:
+        arguments["shards"] = shards * towers
     return nccl_parallel(towers=towers, **arguments)(factory)()
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers, state
 
 from ncclsync import Shuffled, Towers
+from ncclsync.semantics.shards import shard_sizes
 
 X, Y = data(rows=61)
 
@@ -50,6 +51,66 @@ def test_batches_are_the_order_cut():
             np.testing.assert_array_equal(np.concatenate([pick(x) for x, _, _ in batches]), expected)
         np.testing.assert_array_equal(np.concatenate([y for _, y, _ in batches]), 2 * expected)
         assert one.position == one.upcoming == (epoch + 1, 0)
+
+
+def as_given(*parts):
+    """What `load` gets."""
+    return parts
+
+
+def loading(read, rows=11, batch_size=5):
+    """Indices, of which each is noted in `read` when it is loaded; and arrays that are what is loaded."""
+
+    def load(index, weight):
+        noted = tf.numpy_function(lambda one: read.append(int(one)) or one, [index], tf.int64)
+        return {"a": tf.ensure_shape(noted, []) * 10}, weight
+
+    numbers = np.arange(rows)
+    options = {"batch_size": batch_size, "seed": 3}
+    return Shuffled(numbers, -numbers, **options, load=load), Shuffled({"a": 10 * numbers}, -numbers, **options)
+
+
+def test_loaded_samples_are_batched():
+    """In the order, each once a pass; from any place; a copy loads, too."""
+    read = []
+    one, expected = loading(read)
+    for place in ((0, 0), (1, 0), (2, 3)):
+        read.clear()
+        one.seek(*place)
+        expected.seek(*place)
+        for (x, y), (other_x, other_y) in zip(one, expected, strict=True):
+            np.testing.assert_array_equal(x["a"], other_x["a"])
+            np.testing.assert_array_equal(y, other_y)
+        assert sorted(read) == sorted(one.order(place[0])[place[1] :])
+        assert one.position == expected.position
+    (batch,) = Shuffled(np.arange(4), batch_size=4, seed=0, load=tf.square)
+    assert sorted(batch[0].numpy()) == [0, 1, 4, 9]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("towers, batch_size", [(4, 5), (4, 8), (3, 11), (4, 2), (2, 1)])
+def test_rows_of_some_towers(loads, towers, batch_size):
+    """Each tower's rows are those of the whole batch, and no row is read for two; the place is the source's."""
+    read = []
+    whole, plain = loading(read, batch_size=batch_size)
+    batches = list(plain)
+    stand_ins = 0
+    for first, last in [(0, 1), (1, towers - 1), (towers - 1, towers)]:
+        if first == last:
+            continue
+        source = whole if loads else plain
+        source.seek(0)
+        for (x, y), (given_x, given_y) in zip(source.of_towers(first, last, towers), batches, strict=True):
+            assert len(y) == len(x["a"]) == len(given_y)
+            sizes = shard_sizes(len(given_y), towers)
+            own = slice(sum(sizes[:first]), sum(sizes[:last]))
+            stand_ins += own.start == own.stop
+            np.testing.assert_array_equal(x["a"][own], given_x["a"][own])
+            np.testing.assert_array_equal(y[own], given_y[own])
+        assert source.position == (1, 0)
+    if loads:
+        assert len(read) == 11 + stand_ins
+        assert set(read) == set(range(11))
 
 
 def test_position_is_what_was_handed_out():
@@ -150,11 +211,13 @@ def test_no_such_place():
     [lambda data: pickle.loads(pickle.dumps(data)), copy.deepcopy, copy.copy],
     ids=["pickle", "deepcopy", "copy"],
 )
-def test_duplicates_stand_where_it_stands(duplicate):
+@pytest.mark.parametrize("load", [None, as_given])
+def test_duplicates_stand_where_it_stands(duplicate, load):
     """Also in the middle of a pass; then each goes on by itself."""
     numbers = np.arange(10, dtype="float32")
     words = np.array([str(number) for number in range(10)])
-    data = Shuffled({"a": numbers, "b": [words]}, numbers, numbers / 2, batch_size=4, seed=3)
+    arrays = {"a": numbers, "b": [words]}, numbers, numbers / 2
+    data = Shuffled(*arrays, batch_size=4, seed=3, load=load)
     list(data)
     iterator = iter(data)
     next(iterator)

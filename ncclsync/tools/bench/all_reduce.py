@@ -8,33 +8,43 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 import argparse
 import contextlib
 import functools
+import glob
 import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from ncclsync.communicator.processes import Process, find_process
+from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
 PEERS = ("gloo", "mpi", "tensorflow", "numpy")
+TOWERS = (2, 4, 8)
 _TURN_S = 0.05  # of one side, so that small collectives are timed by the hundred
 _MOST_ITERATIONS = 2000
 
 
-def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time every number of towers and every size.
+def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+    """Time every number of towers and every size; between the processes of a launcher, one tower of each.
 
     Args:
-        given: `towers`, `sizes` (in bytes), `against`, `dtype`, `backend`, `rounds`.
+        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: that of the
+            machine), `rounds`.
         show: shows the user what is being done.
+
+    Returns:
+        What was found; None in all processes of a launcher but the first.
 
     Raises:
         BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.
     """
+    process = find_process()
+    if process is not None:
+        return _between_processes(given, show, process)
+    given.backend = given.backend or ("nccl" if glob.glob("/dev/nvidia[0-9]*") else "cpu")
     rows, notes = [], dict.fromkeys(missing(given))
-    for towers in given.towers:
+    for towers in given.towers or TOWERS:
         with contextlib.ExitStack() as stack:
             sides = []
             for start in _starts(given, towers):
@@ -54,6 +64,27 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
+def _between_processes(given: argparse.Namespace, show: Callable[[str], None], process: Process) -> Result | None:
+    if given.towers or given.backend == "nccl":
+        raise BenchError(
+            f"Expected neither --towers nor --backend nccl by {process.launcher}: each of the {process.size} processes "
+            f"has one tower, in host memory. Received: --towers {given.towers}, --backend {given.backend}"
+        )
+    with ProcessSide(process, grpc="tensorflow" in given.against) as side:
+        if process.rank > 0:
+            side.follow()
+            return None
+        rows: list[Row] = []
+        for size in given.sizes:
+            rows += _time_case(
+                given, process.size, size, [side], functools.partial(_show_case, show, process.size, size)
+            )
+    notes = [f"{side.description}: one tower of each."]
+    if side.left_out:
+        notes.append(f"Left out: {side.left_out}")
+    return Result("all-reduce", "s", tuple(rows), tuple(notes))
+
+
 def _show_case(show: Callable[[str], None], towers: int, size: int, text: str) -> None:
     show(f"{towers} towers, {size_text(size)}: {text}")
 
@@ -65,10 +96,8 @@ def missing(given: argparse.Namespace) -> Iterator[str]:
             yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
         elif peer == "gloo" and importlib.util.find_spec("torch") is None:
             yield "gloo is left out: PyTorch, which has it, is not installed (pip install torch)."
-        elif peer == "mpi" and importlib.util.find_spec("mpi4py") is None:
-            yield "mpi is left out: mpi4py is not installed (pip install mpi4py)."
-        elif peer == "mpi" and shutil.which("mpirun") is None:
-            yield "mpi is left out: no mpirun is found; Debian has it in openmpi-bin."
+        elif peer == "mpi" and missing_mpi():
+            yield f"mpi is left out: {missing_mpi()}."
 
 
 def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Side]]:
@@ -82,23 +111,19 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
         yield functools.partial(Side, "tensorflow", "tensorflow", arguments)
     if "gloo" in given.against and importlib.util.find_spec("torch"):
         yield functools.partial(Side, "gloo", "gloo", arguments)
-    if "mpi" in given.against and importlib.util.find_spec("mpi4py") and shutil.which("mpirun"):
-        launcher = ["mpirun", "-n", str(towers), "--oversubscribe", "--bind-to", "none"]
-        # More ranks than cores is what this compares, whoever runs it.
-        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        environment = allowed if os.geteuid() == 0 else {}
-        yield functools.partial(Side, "mpi", "mpi", arguments, launcher, environment)
+    if "mpi" in given.against and not missing_mpi():
+        yield functools.partial(Side, "mpi", "mpi", arguments, *launched(towers))
 
 
 def _time_case(
-    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side], show: Callable[[str], None]
+    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side | ProcessSide], show: Callable[[str], None]
 ) -> list[Row]:
     count = max(1, size // _item_bytes(given.dtype))
     timers: dict[str, Callable[[], float]] = {}
-    owners: dict[str, Side] = {}
+    owners: dict[str, Side | ProcessSide] = {}
     for side in sides:
         for library in side.ask("prepare", count=count, dtype=given.dtype)["libraries"]:
-            if library == "numpy" and "numpy" not in given.against:
+            if library in PEERS and library not in given.against:
                 continue
             show(f"warming up {library}")
             owners[library] = side
@@ -112,8 +137,8 @@ def _time_case(
     rows = []
     for library, samples in seconds.items():
         spread = Spread.of(samples)
-        beside: list[str] = [other for other in ("memcpy", "ncclsync") if other in seconds and other != library]
-        ratios = {other: ratio(samples, seconds[other]) for other in beside if other != library}
+        beside: list[str] = [other for other in ("memcpy", "mpi", "ncclsync") if other in seconds and other != library]
+        ratios = {other: ratio(samples, seconds[other]) for other in beside}
         more: dict[str, float] = {"wrong": wrong[library]}
         if library != "memcpy":  # which copies every rank's bytes and reduces nothing
             algbw = actual / spread.median / 1e9
@@ -122,14 +147,14 @@ def _time_case(
     return rows
 
 
-def _iterations(side: Side, library: str) -> int:
+def _iterations(side: Side | ProcessSide, library: str) -> int:
     """Return how many collectives fill a turn; after one that warms up."""
     side.ask("run", library=library, iterations=1)
     once = side.ask("run", library=library, iterations=1)["seconds"]
     return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))
 
 
-def _turn(side: Side, library: str, iterations: int) -> float:
+def _turn(side: Side | ProcessSide, library: str, iterations: int) -> float:
     return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
 
 
@@ -150,6 +175,7 @@ def listings() -> list[Listing]:
         Column("busbw\nGB/s", _number("busbw_gb_s")),
         Column("#wrong", lambda row: str(row.more["wrong"])),
         Column("time ÷\nmemcpy's", _ratio_to("memcpy")),
+        Column("time ÷\nMPI's", _ratio_to("mpi")),
         Column("time ÷\nncclsync's", _ratio_to("ncclsync")),
     ]
     return [Listing(columns)]

@@ -12,30 +12,33 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
 from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.ranks import RankRequests
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import Requests
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 
-# shard: plain Keras on what one tower gets of the batch; sharded: ncclsync with shard_optimizer.
-LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded")
+# shard: plain Keras on what one tower gets of the batch; sharded: ncclsync with shard_optimizer; processes: ncclsync
+# in one of several processes.
+LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("constant", "tf.data", "numpy", "generator")
 
 _BATCHES = {"resnet50": 8}  # of an epoch
 _BATCHES_ELSE = 240  # as many as MNIST has of 250 rows: what an epoch begins with is a small part of it
 
 
-def build(library: str, model: str, towers: int) -> keras.Model:
+def build(library: str, model: str, towers: int, shards: int | None = None) -> keras.Model:
     """Build a model on towers, under MirroredStrategy or on a single device; once per process.
 
     Args:
         library: one of `LIBRARIES`.
         model: one of `MODELS`.
-        towers: or replicas.
+        towers: of this process; or replicas.
+        shards: of ncclsync's; None: one for each tower.
     """
     factory = MODELS[model].build
-    if library in ("ncclsync", "sharded"):
-        return nccl_parallel(towers=towers, shard_optimizer=library == "sharded")(factory)()
+    if library in ("ncclsync", "sharded", "processes"):
+        return nccl_parallel(towers=towers, shards=shards, shard_optimizer=library == "sharded")(factory)()
     scope: Any = contextlib.nullcontext()
     if library == "mirrored":
         kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
@@ -47,7 +50,9 @@ def build(library: str, model: str, towers: int) -> keras.Model:
         return factory()
 
 
-def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed: str) -> None:
+def fit_in_turns(
+    requests: Requests, library: str, model: str, towers: int, feed: str, shards: int | None = None
+) -> None:
     """Train by `fit` as long as there are requests.
 
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
@@ -56,12 +61,12 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
     cores worked for it.
     """
     keras.utils.set_random_seed(0)
-    trained = build(library, model, towers)
+    trained = build(library, model, towers, shards)
     batches = _BATCHES.get(model, _BATCHES_ELSE)
     batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
     x, y = MODELS[model].data(batches)
     batch = tf.constant(x[:batch_size]), tf.constant(y[:batch_size])
-    turns = _Turns(requests, trained, batch)
+    turns = _Turns(RankRequests(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
         trained.fit(x, y, batch_size=batch_size, **arguments)
@@ -79,7 +84,7 @@ def fit_in_turns(requests: Requests, library: str, model: str, towers: int, feed
 class _Turns(keras.callbacks.Callback):
     """Hold `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
 
-    def __init__(self, requests: Requests, model: keras.Model, batch: Any) -> None:
+    def __init__(self, requests: Requests | RankRequests, model: keras.Model, batch: Any) -> None:
         super().__init__()
         self._requests = requests
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None

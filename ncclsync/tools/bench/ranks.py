@@ -1,6 +1,8 @@
-"""Run libraries that all-reduce between processes, one per rank, for `bench all-reduce` to compare with."""
+"""Run libraries that all-reduce between processes, one per rank: ncclsync's own, and what it is compared with."""
 
 import abc
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +11,41 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern
+from ncclsync.communicator import MpiCommunicator, empty_aligned
+from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern, timed
+from ncclsync.tools.bench.turns import Requests
+
+
+class RankRequests:
+    """Let all processes of mpirun have the requests of a driver, which process 0 receives; see `turns.Requests`."""
+
+    def __init__(self, requests: Requests) -> None:
+        """Join the others."""
+        from mpi4py import MPI
+
+        self._requests, self._world = requests, MPI.COMM_WORLD
+
+    def next(self) -> dict[str, Any]:
+        """Return the next request."""
+        return share(self._world, self._requests.next() if self._world.Get_rank() == 0 else None)
+
+    def answer(self, **values: float) -> None:
+        """Answer the last request: the longest time, and the sum of what all processes' cores have worked."""
+        each = self._world.allgather(values)
+        if self._world.Get_rank() == 0:
+            found = {name: [one[name] for one in each] for name in values}
+            self._requests.answer(**{name: sum(all_) if "cpu" in name else max(all_) for name, all_ in found.items()})
+
+
+def share(world: Any, request: dict[str, Any] | None) -> dict[str, Any]:
+    """Give rank 0's request to all ranks of MPI, which waits by looking again and again: sleep between two looks."""
+    if request is not None:
+        for other in range(1, world.Get_size()):
+            world.send(request, dest=other)
+        return request
+    while not world.iprobe(source=0):
+        time.sleep(0.001)
+    return world.recv(source=0)
 
 
 class RankReducer(Reducer):
@@ -118,7 +154,7 @@ class GlooReducer(RankReducer):
 class MpiReducer(RankReducer):
     """Run MPI by mpi4py, started by mpirun."""
 
-    libraries = ("mpi",)
+    libraries: tuple[str, ...] = ("mpi",)
 
     def __init__(self, towers: int) -> None:
         """Join."""
@@ -129,14 +165,8 @@ class MpiReducer(RankReducer):
         self.rank = self._world.Get_rank()
 
     def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """See `RankReducer.share`. MPI waits by looking again and again, so this sleeps between two looks."""
-        if request is not None:
-            for other in range(1, self.towers):
-                self._world.send(request, dest=other)
-            return request
-        while not self._world.iprobe(source=0):
-            time.sleep(0.001)
-        return self._world.recv(source=0)
+        """See `RankReducer.share`."""
+        return share(self._world, request)
 
     def barrier(self) -> None:
         """See `RankReducer.barrier`."""
@@ -155,3 +185,122 @@ class MpiReducer(RankReducer):
     def total(self, number: int) -> int:
         """See `RankReducer.total`."""
         return self._world.allreduce(number)
+
+
+class ProcessReducer(MpiReducer):
+    """Run ncclsync between the processes that mpirun has started, MPI's own all-reduce, and a copy of the buffers.
+
+    All three work on the same buffers, in the same processes.
+    """
+
+    libraries = ("ncclsync", "memcpy", "mpi")
+
+    def __init__(self, towers: int) -> None:
+        """Join the others. Collective."""
+        super().__init__(towers)
+        self._communicator = MpiCommunicator(1)
+        self._library = "ncclsync"
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """See `Reducer.prepare`."""
+        self._count, self._dtype = count, dtype
+        self._send, self._recv = empty_aligned(count, dtype), empty_aligned(count, dtype)
+        self._send[:], self._recv[:] = pattern(self.rank, count, dtype), 99
+
+    def run(self, library: str, iterations: int) -> float:
+        """See `Reducer.run`."""
+        self._library = library
+        return super().run(library, iterations)
+
+    def wrong(self, library: str) -> int:
+        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
+        self._library = library
+        self._recv[:] = 99
+        if library == "memcpy":
+            return self.total(int(np.count_nonzero(self.reduce() != self._send)))
+        return self.total(count_wrong([self.reduce()], self.towers))
+
+    def reduce(self) -> np.ndarray:
+        """See `RankReducer.reduce`."""
+        if self._library == "ncclsync":
+            self._communicator.all_reduce([self._send], [self._recv])
+        elif self._library == "mpi":
+            self._world.Allreduce(self._send, self._recv)
+        else:
+            np.copyto(self._recv, self._send)
+        return self._recv
+
+
+class GrpcReducer(Reducer):
+    """Run a rank of TensorFlow's own collectives between processes, `CollectiveReduceV2` over gRPC.
+
+    Each rank is driven by itself; all are to be asked for the same at the same time.
+    """
+
+    libraries = ("tf grpc",)
+
+    def __init__(self, towers: int, rank: int, addresses: list[str]) -> None:
+        """Join; returns when all ranks have joined.
+
+        Args:
+            towers: number of ranks.
+            rank: this one's.
+            addresses: [towers] "host:port", where each is reached.
+        """
+        super().__init__(towers)
+        self._rank = rank
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(cluster)
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        ring = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        )
+        self._tf = tf
+        # It starts the server, and lets the others in.
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+        self._device = f"/job:worker/task:{rank}/device:CPU:0"
+        self._instance = 10_000  # above those that the strategy takes
+        self._meet = self._graph([1], "float32")
+        self._one = self._on_device(np.ones(1, "float32"))
+
+    def _on_device(self, array: np.ndarray) -> Any:
+        with self._tf.device(self._device):
+            return self._tf.identity(self._tf.constant(array))
+
+    def _graph(self, shape: list[int], dtype: str) -> Any:
+        """Return a function of a rank's tensor that returns the sum, [count]."""
+        tf = self._tf
+        self._instance += 1
+        instance = self._instance
+
+        def reduce(tensor):
+            with tf.device(self._device):
+                return tf.raw_ops.CollectiveReduceV2(
+                    input=tensor,
+                    group_size=self.towers,
+                    group_key=10_000,
+                    instance_key=instance,  # keeps to one shape
+                    ordering_token=[],
+                    merge_op="Add",
+                    final_op="Id",
+                    communication_hint="ring",
+                    timeout_seconds=60,
+                )
+
+        return tf.function(reduce, input_signature=[tf.TensorSpec(shape, dtype)], autograph=False)
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """See `Reducer.prepare`."""
+        self._reduce = self._graph([count], dtype)
+        self._send = self._on_device(pattern(self._rank, count, dtype))
+
+    def run(self, library: str, iterations: int) -> float:
+        """See `Reducer.run`; the ranks meet before."""
+        self._meet(self._one).numpy()
+        return timed(lambda: self._reduce(self._send).numpy(), iterations)
+
+    def wrong(self, library: str) -> int:
+        """See `Reducer.wrong`; of this rank's result."""
+        return count_wrong([self._reduce(self._send).numpy()], self.towers)

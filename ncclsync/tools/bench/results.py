@@ -109,7 +109,8 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
     `value`), `notes` (what was left out, and why) and `rows`, the fields of `Row`. A spread is an object with
     `median`, `q1`, `q3` and `samples`. A row's `more` holds
 
-        all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second)
+        all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second); between
+                    processes each of the case's towers is one of a process
         exchange    wrong (elements)
         overlap     without_s, exchange_s, hidden (a share), called_s and ended_s, spreads: a step without its
                     exchanges, these alone, what is hidden of them, and when the call of a step has returned

@@ -67,6 +67,7 @@ class Side:
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         module: str = "ncclsync.tools.bench.worker",
+        drop: tuple[str, ...] = (),
     ) -> None:
         """Start the process; it is ready when its first answer comes.
 
@@ -77,16 +78,18 @@ class Side:
             launcher: a command to run the process by, such as mpirun's.
             environment: variables that it gets beside those of this process.
             module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
+            drop: beginnings of variables' names that it does not get.
         """
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         worker = [sys.executable, "-m", module, kind, json.dumps(dict(arguments))]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
         self._process = subprocess.Popen(
             [*launcher, *worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **(environment or {})},
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **inherited, **(environment or {})},
             text=True,
         )
 

@@ -16,6 +16,7 @@ REDUCERS = {
     "tensorflow": "reducers.TensorFlowReducer",
     "gloo": "ranks.GlooReducer",
     "mpi": "ranks.MpiReducer",
+    "grpc": "ranks.GrpcReducer",
 }
 
 

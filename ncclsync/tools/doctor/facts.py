@@ -290,13 +290,46 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProcessFacts:
+    """Hold what a process has found that a launcher has started as one of several.
+
+    Attributes:
+        rank: its number.
+        host: name of the machine that it runs on.
+        backend, devices: what `@nccl_parallel` would choose there; see `Choice`.
+        versions: by component; None where there is none.
+        settings: values of variables that must be alike in all processes, by name.
+        problems: that it has by itself.
+    """
+
+    rank: int
+    host: str
+    backend: str | None
+    devices: tuple[str, ...]
+    versions: dict[str, str | None]
+    settings: dict[str, str]
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
-    """Hold what doctor found, judged."""
+    """Hold what doctor found, judged.
+
+    Attributes:
+        host: this one.
+        versions: of this process.
+        problems: of all processes.
+        summary: the verdict in words.
+        processes: all that a launcher has started, if they are joined; else ().
+        joint: an all-reduce over all of them.
+    """
 
     host: Host
     versions: tuple[Version, ...]
     problems: tuple[Problem, ...]
     summary: str
+    processes: tuple[ProcessFacts, ...] = ()
+    joint: AllReduce | None = None
 
     @property
     def healthy(self) -> bool:
@@ -315,6 +348,8 @@ class Report:
             "links": driver.pop("links"),
             "backend": host.pop("choice"),
             "all_reduce": host.pop("all_reduce"),
+            "processes": [dataclasses.asdict(one) for one in self.processes],
+            "joint_all_reduce": None if self.joint is None else dataclasses.asdict(self.joint),
             "variables": host.pop("variables"),
             "problems": [dataclasses.asdict(one) for one in self.problems],
             "driver": driver,

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
-_PATTERN = 251  # prime: no element is right by being shifted by a block
+PATTERN = 251  # prime: no element is right by being shifted by a block
 _LINES = 40  # of a probe's output, the last ones
 
 
@@ -155,14 +156,20 @@ def _frameworks(facts: _Facts, _: Any) -> None:
     facts.add(stage="importing ncclsync")
     try:
         from ncclsync.communicator import nvls
+        from ncclsync.communicator.processes import find_process
         from ncclsync.compat import tensorflow as tf_compat
+        from ncclsync.errors import NcclSyncError
         from ncclsync.towers.placement import choose_placement
 
         found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
         words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
         facts.add(nvls=words, nvls_variable=found.variable)
         facts.add(stage="choosing devices")
-        chosen = choose_placement(None, None, None)
+        try:
+            process = find_process()
+        except NcclSyncError:  # told by itself
+            process = None
+        chosen = choose_placement(None, None, None, process)
         facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
     except Exception as error:  # a broken package may raise anything
         facts.add(ncclsync_error=_words(error))
@@ -180,10 +187,10 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
 
     backend, devices = arguments["backend"], arguments["devices"]
     n = len(devices)
-    pattern = (np.arange(COUNT) % _PATTERN).astype(np.float32)
+    pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
     sends = [(rank + 1) * pattern for rank in range(n)]
     recvs = [np.full(COUNT, -1, np.float32) for _ in range(n)]
-    memory: _HostMemory | _DeviceMemory = _HostMemory()
+    memory: HostMemory | DeviceMemory = HostMemory()
     try:
         # Only here: it raises where the C extension is missing.
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
@@ -193,7 +200,7 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"]) if backend == "nccl" else CpuCommunicator(n)
         with comm:
             if backend == "nccl":
-                memory = _DeviceMemory(devices)
+                memory = DeviceMemory(devices)
             facts.add(stage="copying to the GPUs")
             buffers = [memory.put(rank, array) for rank, array in enumerate([*sends, *recvs])]
             facts.add(stage="reducing")
@@ -203,7 +210,7 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
             facts.add(stage="copying from the GPUs")
             for rank in range(n):
                 memory.get(buffers[n + rank], recvs[rank])
-            facts.add(seconds=seconds, wrong=_first_wrong(recvs, n * (n + 1) / 2 * pattern))
+            facts.add(seconds=seconds, wrong=first_wrong(recvs, n * (n + 1) / 2 * pattern))
             facts.add(stage="ending the communicator")
     except NcclPreflightError as error:
         facts.add(wrong=str(error))
@@ -214,7 +221,53 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
     facts.add(stage="done")
 
 
-def _first_wrong(recvs: Sequence[Any], expected: Any) -> str:
+def _gpus(facts: _Facts, _: Any) -> None:
+    """Ask CUDA for the UUIDs of the GPUs that it shows, in its order."""
+    from ncclsync.communicator.native import cuda_paths
+
+    facts.add(stage="asking CUDA for its GPUs", gpus=[])
+    try:
+        cuda = ctypes.CDLL(cuda_paths()[1])
+    except OSError as error:  # no driver
+        facts.add(error=str(error))
+        return
+    count, device, found = ctypes.c_int(), ctypes.c_int(), []
+    whole, part = (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return  # no GPU
+    for ordinal in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
+            return
+        name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
+        # Of a part of a GPU (MIG) the newer call has another answer: the part's own.
+        is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
+        if is_new and bytes(part) != bytes(whole):
+            name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
+        found.append(name)
+    facts.add(gpus=found, stage="done")
+
+
+def _copies(facts: _Facts, _: Any) -> None:
+    """Copy known numbers to the first GPU and back."""
+    import numpy as np
+
+    sent = (np.arange(COUNT) % PATTERN).astype(np.float32)
+    received = np.full(COUNT, -1, np.float32)
+    try:
+        facts.add(stage="taking memory of the GPU")
+        memory = DeviceMemory([0])
+        facts.add(stage="copying to the GPU")
+        there = memory.put(0, sent)
+        facts.add(stage="copying from the GPU")
+        memory.get(there, received)
+        facts.add(wrong=first_wrong([received], sent))
+    except OSError as error:
+        facts.add(error=str(error))
+    facts.add(stage="done")
+
+
+def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
+    """Return what the first wrong element of ranks' results, [count] each, is in words; "" if there is none."""
     for rank, recv in enumerate(recvs):
         wrong = (recv != expected).nonzero()[0]
         if len(wrong):
@@ -226,28 +279,31 @@ def _first_wrong(recvs: Sequence[Any], expected: Any) -> str:
     return ""
 
 
-class _HostMemory:
+class HostMemory:
     """Hold buffers that a CpuCommunicator takes: the arrays themselves."""
 
     def put(self, rank: int, array: Any) -> Any:
+        """Return a buffer of that rank with the array's elements."""
         return array
 
     def get(self, buffer: Any, array: Any) -> None:
-        pass
+        """Copy a buffer into an array; here it is the array."""
 
 
-class _DeviceMemory:
+class DeviceMemory:
     """Hold buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for them."""
 
     def __init__(self, devices: Sequence[int]) -> None:
+        from ncclsync.communicator.native import cuda_paths
         from ncclsync.tools.doctor.libraries import mapped
 
-        # The communicator has loaded it.
-        path = os.environ.get("NCCLSYNC_CUDART_LIBRARY") or mapped("libcudart") or "libcudart.so.12"
-        self._cuda, self._path = ctypes.CDLL(path), path
+        # The communicator may have loaded it.
+        loaded = None if os.environ.get("NCCLSYNC_CUDART_LIBRARY") else mapped("libcudart")
+        self._cuda, self._path = _load([loaded] if loaded else cuda_paths()[0])
         self._devices = devices
 
     def put(self, rank: int, array: Any) -> tuple[int, int, str]:
+        """Return a buffer on that rank's GPU with the array's elements."""
         self._call("cudaSetDevice", ctypes.c_int(self._devices[rank % len(self._devices)]))
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(array.nbytes))
@@ -255,6 +311,7 @@ class _DeviceMemory:
         return pointer.value or 0, array.size, array.dtype.name
 
     def get(self, buffer: tuple[int, int, str], array: Any) -> None:
+        """Copy a buffer into an array."""
         self._copy(array.ctypes.data, buffer[0], array.nbytes)
 
     def _copy(self, to: int, source: int, size_bytes: int) -> None:
@@ -270,6 +327,14 @@ class _DeviceMemory:
             words = self._cuda.cudaGetErrorString
             words.restype = ctypes.c_char_p
             raise OSError(f"{name} returned {status}: {(words(status) or b'').decode()}")
+
+
+def _load(paths: Sequence[str]) -> tuple[ctypes.CDLL, str]:
+    """Return the first library that can be loaded, and its path. Raises OSError if none can."""
+    for path in paths[:-1]:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path), path
+    return ctypes.CDLL(paths[-1]), paths[-1]
 
 
 def _configured_backend() -> str:
@@ -311,6 +376,8 @@ PROBES: dict[str, Callable[[_Facts, Any], None]] = {
     "libraries": _libraries,
     "frameworks": _frameworks,
     "all_reduce": _all_reduce,
+    "gpus": _gpus,
+    "copies": _copies,
 }
 
 if __name__ == "__main__":

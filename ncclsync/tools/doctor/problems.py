@@ -4,7 +4,7 @@ Each rule is a small generator over `Host`. Rules about GPUs themselves and abou
 `hardware` and `settings`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ncclsync.tools.doctor import hardware, settings
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
@@ -18,8 +18,12 @@ _REINSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda
 
 def find_problems(host: Host) -> list[Problem]:
     """Return what is wrong, errors first. The order is otherwise that of the rules."""
-    found = [problem for rule in (*_RULES, *hardware.RULES, *settings.RULES) for problem in rule(host)]
-    return sorted(found, key=lambda problem: problem.severity != ERROR)
+    return by_severity([problem for rule in (*_RULES, *hardware.RULES, *settings.RULES) for problem in rule(host)])
+
+
+def by_severity(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems with the errors first, else in their order."""
+    return sorted(problems, key=lambda problem: problem.severity != ERROR)
 
 
 def summarize(host: Host, problems: tuple[Problem, ...]) -> str:

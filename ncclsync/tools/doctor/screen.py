@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ncclsync.tools.doctor.facts import ERROR, Gpu, Report
+from ncclsync.tools.doctor.facts import ERROR, AllReduce, Gpu, Report
 
 _FAILURES = {"wrong": "wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
 _LONGEST = 60  # characters of a variable's value
@@ -22,7 +22,7 @@ def render(report: Report) -> Group:
     """Return the report as rich prints it: the verdict, the facts, and the problems with their remedies."""
     style = "bold green" if report.healthy and not report.problems else "bold yellow"
     parts: list[Any] = [Text(report.summary, style=style if report.healthy else "bold red")]
-    parts += [Text(""), _versions(report), *_gpus(report), *_links(report)]
+    parts += [Text(""), _versions(report), *_processes(report), *_gpus(report), *_links(report)]
     parts += [Text(""), *_checks(report), *_variables(report), *_problems(report)]
     return Group(*parts)
 
@@ -39,6 +39,20 @@ def _versions(report: Report) -> Table:
     for one in report.versions:
         table.add_row(one.component, Text(one.version or "-"), Text(one.source))
     return table
+
+
+def _processes(report: Report) -> Iterator[Any]:
+    """Yield a table of all processes that a launcher has started."""
+    if not report.processes:
+        return
+    table = _table("process", "host", "devices", "versions")
+    for one in report.processes:
+        versions = (
+            version if name in version else f"{name} {version}" for name, version in one.versions.items() if version
+        )
+        table.add_row(str(one.rank), Text(one.host), Text(", ".join(one.devices) or "none"), Text(", ".join(versions)))
+    yield Text("")
+    yield table
 
 
 def _gpus(report: Report) -> Iterator[Any]:
@@ -91,16 +105,21 @@ def _checks(report: Report) -> Iterator[Text]:
     choice, found = report.host.choice, report.host.all_reduce
     yield Text(f"@nccl_parallel: {choice.reason}")
     if found is not None:
-        ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} float32"
-        what = f"Known-answer all-reduce, {found.backend} backend, {ranks}: "
-        if found.ok:
-            yield Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
-        else:
-            yield Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")
+        yield _outcome(f"Known-answer all-reduce, {found.backend} backend", found)
+    if report.joint is not None:
+        way = "NCCL" if report.joint.backend == "nccl" else "MPI"
+        yield _outcome(f"Known-answer all-reduce over all {len(report.processes)} processes, by {way}", report.joint)
     if report.host.frameworks.nvls and (choice.backend == "nccl" or report.host.gpu_count):
         yield Text(f"NVLS, sums within the NVSwitch that differ from call to call: {report.host.frameworks.nvls}")
     size, free = map(_gibibytes, (report.host.shm_bytes, report.host.shm_free_bytes))
     yield Text(f"/dev/shm: {size}, {free} of it free. Cores: {report.host.cores}")
+
+
+def _outcome(what: str, found: AllReduce) -> Text:
+    what += f", {found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} float32: "
+    if found.ok:
+        return Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
+    return Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")
 
 
 def _variables(report: Report) -> Iterator[Any]:

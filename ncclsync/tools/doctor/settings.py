@@ -101,8 +101,8 @@ def _tensorflow(host: Host) -> Iterator[Problem]:
             yield _problem(
                 WARNING,
                 "TF_CONFIG",
-                f"TF_CONFIG describes {workers} tasks; ncclsync joins the GPUs of one host only.",
-                "Unset TF_CONFIG, and train on one host.",
+                f"TF_CONFIG describes {workers} tasks; towers wait for all of them.",
+                "Start all tasks. To train in this process alone: Unset TF_CONFIG, or write processes=False.",
             )
     value = host.variable("TF_XLA_FLAGS") or ""
     if "tf_xla_auto_jit" in value and not value.rstrip().endswith(("=0", "=-1")):

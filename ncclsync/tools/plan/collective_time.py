@@ -21,11 +21,14 @@ class Estimate:
         seconds: latency and transfer.
         latency_s: what an empty message would take by the same algorithm.
         algorithm: "ring" or "tree".
+        crossing_bytes: what leaves a host meanwhile, and as much enters it; of a GPU, where a host has one. 0: all
+            GPUs are on one host.
     """
 
     seconds: float
     latency_s: float
     algorithm: str
+    crossing_bytes: float
 
 
 def ring_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
@@ -39,8 +42,8 @@ def ring_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
     that hops count by kind of link is from NCCL, `ncclTopoTuneModel` in src/graph/tuning.cc.
     """
     latency_s = _ring_latency(2, gpus, cluster)
-    transfers = 2 * (gpus - 1) / gpus
-    return Estimate(latency_s + transfers * size_bytes / cluster.narrowest(gpus), latency_s, "ring")
+    sent = 2 * (gpus - 1) / gpus * size_bytes
+    return Estimate(latency_s + sent / cluster.narrowest(gpus), latency_s, "ring", _crossing(sent, gpus, cluster))
 
 
 def tree_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
@@ -58,14 +61,15 @@ def tree_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
     levels = math.ceil(math.log2(hosts))
     latency_s = 2 * _tree_latency(gpus, cluster)
     chunk_bytes = min(TREE_CHUNK_BYTES, size_bytes / 2)
-    within_s = between_s = fill_s = 0.0
+    within_s = between_s = fill_s = sent = 0.0
     if cluster.within is not None:
         within_s = min(2, chain) * size_bytes / cluster.within.bandwidth
         fill_s = 2 * chain * chunk_bytes / cluster.within.bandwidth
     if hosts > 1:
-        between_s = min(2, hosts / 2) * size_bytes / cluster.between.bandwidth
+        sent = min(2, hosts / 2) * size_bytes
+        between_s = sent / cluster.between.bandwidth
         fill_s += 2 * levels * chunk_bytes / cluster.between.bandwidth
-    return Estimate(latency_s + max(within_s, between_s) + fill_s, latency_s, "tree")
+    return Estimate(latency_s + max(within_s, between_s) + fill_s, latency_s, "tree", sent)
 
 
 def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
@@ -88,9 +92,15 @@ def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Est
         return min(both, key=lambda estimate: estimate.seconds)
     if kind in ("all_gather", "stack"):
         latency_s = _ring_latency(1, gpus, cluster)
-        return Estimate(latency_s + (gpus - 1) * size_bytes / cluster.narrowest(gpus), latency_s, "ring")
-    latency_s = _tree_latency(gpus, cluster)
-    return Estimate(latency_s + size_bytes / cluster.narrowest(gpus), latency_s, "tree")
+        sent = (gpus - 1) * size_bytes
+        return Estimate(latency_s + sent / cluster.narrowest(gpus), latency_s, "ring", _crossing(sent, gpus, cluster))
+    latency_s, crossing = _tree_latency(gpus, cluster), _crossing(size_bytes, gpus, cluster)
+    return Estimate(latency_s + size_bytes / cluster.narrowest(gpus), latency_s, "tree", crossing)
+
+
+def _crossing(size_bytes: float, gpus: int, cluster: Cluster) -> float:
+    """Return what leaves a host where each GPU sends so many bytes on: those of the last GPU of a host."""
+    return size_bytes if cluster.hosts(gpus) > 1 else 0.0
 
 
 def _ring_latency(rounds: int, gpus: int, cluster: Cluster) -> float:

@@ -7,10 +7,12 @@ when its stage has ended. Measured systems lie between the two: the tests hold t
 - Horovod's 512 GPUs: Sergeev and Del Balso, arXiv:1802.05799, and docs/benchmarks.rst of horovod/horovod;
 - ImageNet in an hour, 8 to 256 GPUs: Goyal et al., arXiv:1706.02677;
 - TensorFlow on 8 GPUs: tensorflow/docs_src/performance/benchmarks.md, 2017;
+- ResNet-50 from 8 to 32 GPUs: Oneflow-Inc/DLPerf, 2020: two of six frameworks, the others lose up to 9 points more;
 - bus bandwidths over several hosts: NVIDIA/nccl issue 412, NVIDIA/nccl-tests issue 29.
 
 The host launches ahead of its GPUs, so that launching costs nothing until it takes longer than all else. Not counted:
-GPUs that wait for a slower one, feeding, and what communication takes away from compute.
+GPUs that wait for a slower one, feeding, and what communication takes away from compute; on 8 GPUs by NVLink that is 3
+to 8 points of the efficiency: NVIDIA/DeepLearningExamples, ResNet-50.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ class Prediction:
         launching_s: what the host needs to launch them; no step is shorter.
         overlapped: share of that which happens during compute, with overlap.
         algorithms: of the messages, the one that takes longest first.
+        crossing_bytes: what leaves each host in a step, and as much enters it; 0 on one host.
         efficiency: one GPU's step over `step_s`: 1 is linear scaling.
         sequential_efficiency: without overlap.
         good_batch: the smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None: there is none.
@@ -50,6 +53,7 @@ class Prediction:
     launching_s: float
     overlapped: float
     algorithms: tuple[str, ...]
+    crossing_bytes: float
     efficiency: float
     sequential_efficiency: float
     good_batch: int | None
@@ -95,6 +99,7 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
         cluster.launching_s(len(estimates), gpus),
         max(0.0, 1 - exposed_s / communication_s) if communication_s else 1.0,
         tuple(dict.fromkeys(estimate.algorithm for estimate in estimates)),
+        sum(estimate.crossing_bytes for estimate in estimates),
         efficiency(batch),
         compute.of(batch) / sequential_s,
         _smallest(lambda size: efficiency(size) >= GOOD_EFFICIENCY),

@@ -1,8 +1,9 @@
 """Show what `plan` predicts: a row for each number of GPUs, what they rest on in words, and when not to."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, significant, size_text, time_text
@@ -99,6 +100,7 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
         parts = f"{_ms(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
     notes.append(f"Compute: {found.origin}. A step on one GPU takes {parts}.")
     notes.append(f"Links: {cluster_text(cluster)}.")
+    notes += _crossings(cluster, found, predictions)
     notes.append(
         "Overlap: a bucket leaves as soon as back-propagation has made it. Without: when its part of the "
         f"step has ended. Launching takes the host {cluster.launch_s * 1e6:g} µs for each bucket and GPU of it, ahead "
@@ -109,8 +111,36 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
     if found.conditional:
         notes.append("Some buckets travel in certain steps only (as with accumulation); here in every one.")
     if any(cluster.hosts(one.gpus) > 1 for one in predictions):
-        notes.append("ncclsync trains on the GPUs of one host: on more, this is what the links would allow.")
+        notes.append("Between hosts ncclsync waits for its GPUs at each exchange: this is what the links would allow.")
     return notes
+
+
+def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) -> Iterator[str]:
+    """Yield what crosses hosts and how, as NCCL arranges it."""
+    crossing = [one for one in predictions if one.crossing_bytes]
+    if not crossing:
+        return
+    messages = [message for stage in found.stages for message in stage.messages]
+    exchanged = size_text(sum(message.bytes_of(found.batch_size) for message in messages))
+    kinds = collections.Counter(message.kind.replace("_", "-") for message in messages)
+    what = " and ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
+    yield f"What crosses hosts in a step: {what} of {exchanged} in all."
+    for one in crossing:
+        crossing_s = one.crossing_bytes / cluster.between.bandwidth
+        yield (
+            f"{one.gpus} GPUs are {cluster.hosts(one.gpus)} hosts: {size_text(one.crossing_bytes)} leave each, and as "
+            f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {_ms(crossing_s)}; "
+            f"by {' and '.join(one.algorithms)}."
+        )
+    if cluster.within is None:
+        ways = {"ring": "a ring through all hosts", "tree": "two binary trees, whose nodes are the hosts"}
+    else:
+        ways = {
+            "ring": "a ring passes through all GPUs of a host before it goes on to the next host",
+            "tree": "the GPUs of a host are a chain, at whose end it is a node of two binary trees of hosts",
+        }
+    named = [way for name, way in ways.items() if any(name in one.algorithms for one in crossing)]
+    yield f"How, by NCCL{'' if cluster.within is None else ', hierarchically'}: {'; '.join(named)}."
 
 
 def listings() -> list[Listing]:
@@ -121,6 +151,7 @@ def listings() -> list[Listing]:
         Column("buckets", _more("buckets", str)),
         Column("exchange", _more("communication_s", _ms)),
         Column("by", _more("algorithms", " ".join), "left"),
+        Column("leaves\na host", _more("crossing_bytes", lambda size: size_text(size) if size else "nothing")),
         Column("over-\nlapped", _more("overlapped", _percent)),
         Column("step", lambda row: _ms(row.value.median) if row.value.samples == 1 else time_text(row.value)),
         Column("without\noverlap", _more("sequential_s", _ms)),

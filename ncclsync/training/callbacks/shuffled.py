@@ -4,6 +4,7 @@ It knows where it stands, to the sample; `backup.py` stores that and brings it b
 """
 
 import contextlib
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.semantics.shards import digest_of_rows, shard_sizes
 from ncclsync.towers.feeding import CountingDataset
 
 
@@ -37,17 +39,36 @@ class Shuffled(CountingDataset):
     that pass again, where that had begun. So `fit` trains a pass per epoch, and a second `fit` goes on with
     the next pass; `seek` goes to any other. It can be iterated by one consumer at a time.
 
-    Arrays are held in memory, as TensorFlow's tensors. Changes to the batches belong into the
-    model, or into `data.map(...)`, which keeps the order, but cannot be resumed in the middle of a pass; nor
-    can `fit(class_weight=...)`, in whose place `sample_weight` can be given here. Data that do not fit into
-    memory: let `x` be indices or file names, and read what they mean in `map`.
+    Arrays are held in memory, as TensorFlow's tensors. Data that do not fit into memory: let `x` be indices or file
+    names, and let `load` read what a sample's mean:
+
+    ```python
+    def load(name, label):
+        return tf.image.decode_jpeg(tf.io.read_file(name)), label
+
+    data = ncclsync.Shuffled(names, labels, batch_size=256, seed=1, load=load)
+    ```
+
+    Of several processes that train together, each then loads the rows of its own towers alone. Other changes to the
+    batches belong into the model, or into `data.map(...)`, which keeps the order, but has each process make the whole
+    batch, and cannot be resumed in the middle of a pass; nor can `fit(class_weight=...)`, in whose place
+    `sample_weight` can be given here.
 
     Attributes:
         batch_size, seed: as given.
         rows: how many samples there are.
     """
 
-    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int,
+        seed: int,
+        load: Callable[..., Any] | None = None,
+    ) -> None:
         """Take the arrays.
 
         Args:
@@ -56,6 +77,9 @@ class Shuffled(CountingDataset):
                 A batch is `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             batch_size: samples of a batch; the global batch, if there are towers.
             seed: a whole number from 0.
+            load: of a sample's `x`, `y` and `sample_weight`, as many as there are, each without the first dimension:
+                returns what is to be batched in their place, `x` or a tuple such as `(x, y)`. It is called in a graph,
+                for several samples at once; of equal shapes for all, or they cannot be batched.
 
         Raises:
             TypeError: `batch_size` or `seed` is no whole number.
@@ -82,13 +106,13 @@ class Shuffled(CountingDataset):
             self._feeder: object = None
             self._fetching: object = None
             self._lock = threading.Lock()
-            super().__init__(self._pipeline(arrays))
-        self._arrays = arrays
+            self._arrays, self._load = arrays, load
+            super().__init__(self._pipeline(0, 1, 1))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
         arrays = tf.nest.map_structure(lambda array: array.numpy(), self._arrays)
-        return _restored, (type(self), arrays, self.batch_size, self.seed, self._place())
+        return _restored, (type(self), arrays, self.batch_size, self.seed, self._load, self._place())
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
@@ -161,17 +185,73 @@ class Shuffled(CountingDataset):
     def _normalised(self, epoch: int, seen: int) -> Position:
         return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
 
-    def _pipeline(self, arrays: Any) -> tf.data.Dataset:
+    def of_towers(self, first: int, last: int, towers: int) -> "OwnRows":
+        """Return the same batches, at the same place, of which only the rows of some towers are read.
+
+        Args:
+            first, last: the numbers of the first one of them, and after the last.
+            towers: how many divide each batch.
+        """
+        with tf.device("/CPU:0"):
+            return OwnRows(self, self._pipeline(first, last, towers))
+
+    def digest_of_place(self) -> bytes:
+        """Return what is equal in processes that run the same pass: a digest of some rows, the seed, where it began.
+
+        Not how far it has come: what follows these batches, as for `class_weight`, may be ahead of the step.
+        """
+        epoch, first, _ = self._place()
+        place = repr((self.batch_size, self.seed, epoch, first)).encode()
+        return hashlib.blake2b(digest_of_rows(self._arrays) + place, digest_size=16).digest()
+
+    def _pipeline(self, first: int, last: int, towers: int) -> tf.data.Dataset:
+        """Return the batches of a pass. Other rows than those of the towers from `first` to `last` are stand-ins."""
+
         def rest_of_pass(_):
             order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
             order, begun = tf.ensure_shape(order, [None]), tf.ensure_shape(begun, [])
+            total = tf.size(order, tf.int64)
 
-            def batch_of(begin):
-                indices = order[begin : begin + self.batch_size]
-                return begun, _map_arrays(lambda array: tf.gather(array, indices), arrays)
+            def rows_read(begin):
+                """Return the first row of a batch that is read, the one after the last, and how many there are."""
+                rows = tf.minimum(total - begin, self.batch_size)
+                share, rest = rows // towers, rows % towers
+                own, end = (share * tower + tf.minimum(rest, tower) for tower in (first, last))
+                has_none = own == end  # towers without rows, which compute on the first
+                return tf.where(has_none, tf.zeros_like(own), own), tf.where(has_none, tf.ones_like(end), end), rows
 
-            begins = tf.data.Dataset.range(0, tf.size(order, tf.int64), self.batch_size)
-            return begins.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
+            def stand_ins(begin):
+                """Return for each row of a batch the nearest that is read."""
+                own, end, rows = rows_read(begin)
+                return tf.clip_by_value(tf.range(rows), own, end - 1)
+
+            def taken(indices):
+                return _map_arrays(lambda array: tf.gather(array, indices), self._arrays)
+
+            begins, load = tf.data.Dataset.range(0, total, self.batch_size), self._load
+            if load is None:
+
+                def batch_of(begin):
+                    return begun, taken(tf.gather(order, begin + stand_ins(begin)))
+
+                return begins.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
+
+            def samples_of(begin):
+                own, end, _ = rows_read(begin)
+                return tf.data.Dataset.from_tensor_slices(order[begin + own : begin + end])
+
+            def loaded(index):
+                batch = keras.tree.lists_to_tuples(load(*taken(index)))
+                return batch if isinstance(batch, tuple) else (batch,)
+
+            def completed(begin, batch):
+                places = stand_ins(begin) - rows_read(begin)[0]
+                return begun, _map_arrays(lambda array: tf.gather(array, places), batch)
+
+            # All batches but the last have as many rows that are read, and the last has no more.
+            rows = sum(shard_sizes(self.batch_size, towers)[first:last])
+            samples = begins.flat_map(samples_of).map(loaded, num_parallel_calls=tf.data.AUTOTUNE)
+            return tf.data.Dataset.zip(begins, samples.batch(max(1, rows))).map(completed)
 
         def counted(begun, batch):
             rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
@@ -210,11 +290,45 @@ def _arrays_of(structure: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
 
 
+class OwnRows(CountingDataset):
+    """Give the batches of a `Shuffled`, of which only the rows of some towers are read; it knows their place."""
+
+    def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
+        """Give these batches."""
+        super().__init__(batches)
+        self._data = data
+
+    def cardinality(self) -> tf.Tensor:
+        """Return how many batches a whole pass has; see `Shuffled`."""
+        return self._data.cardinality()
+
+    def digest(self) -> bytes:
+        """Return what stands for a batch where processes compare theirs, of which each has other rows."""
+        return self._data.digest_of_place()
+
+    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:
+        """Let `feeder` fetch a batch within, alone; see `CountingDataset`."""
+        return self._data.fetching(feeder)
+
+    def fetched(self) -> tuple[int, int, int]:
+        """Return the place after what was fetched last."""
+        return self._data.fetched()
+
+    def take(self, place: tuple[int, int, int]) -> None:
+        """Let a place be what counts, until another iterator begins."""
+        self._data.take(place)
+
+
 def _restored(
-    cls: type[Shuffled], arrays: tuple[Any, ...], batch_size: int, seed: int, place: tuple[int, int, int]
+    cls: type[Shuffled],
+    arrays: tuple[Any, ...],
+    batch_size: int,
+    seed: int,
+    load: Callable[..., Any] | None,
+    place: tuple[int, int, int],
 ) -> Shuffled:
     """Return what was pickled, where it stood."""
-    data = cls(*arrays, batch_size=batch_size, seed=seed)
+    data = cls(*arrays, batch_size=batch_size, seed=seed, load=load)
     data._epoch, data._first, seen = place
     data._seen.assign(seen)
     return data

@@ -1,0 +1,78 @@
+"""Start a training program on the hosts of a Ray cluster: a worker on each, which drives all GPUs of its host.
+
+    python ray_cluster.py several_hosts.py --hosts 2 --gpus 8
+
+Needs Ray, on all hosts, and the program at the same path there. It is started unchanged: the variables that torchrun
+would set tell ncclsync that the process is one of several.
+"""
+
+import argparse
+import os
+import pathlib
+import runpy
+import socket
+import sys
+
+
+def find_address() -> tuple[str, int]:
+    """Return the address by which the other hosts reach this one, and a port that is free there."""
+    import ray
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+def variables_of(rank: int, size: int, address: tuple[str, int]) -> dict[str, str]:
+    """Return what a launcher tells process `rank` of `size`, each alone on its host."""
+    host, port = address
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def run_program(program: str, variables: dict[str, str]) -> None:
+    """Run a program in this process, as if it had been started so."""
+    os.environ.update(variables)
+    sys.argv = [program]
+    runpy.run_path(program, run_name="__main__")
+
+
+def main() -> None:
+    """Reserve the hosts, and run the program on all of them."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("program", type=pathlib.Path)
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True, help="of each host")
+    options = parser.parse_args()
+
+    ray.init()
+    bundles = [{"CPU": 1, "GPU": options.gpus}] * options.hosts
+    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+
+    def on_host(function, rank, **resources):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        return ray.remote(scheduling_strategy=strategy, **resources)(function)
+
+    address = ray.get(on_host(find_address, 0, num_cpus=0).remote())
+    program = str(options.program.resolve())
+    workers = [
+        on_host(run_program, rank, num_gpus=options.gpus, max_calls=1).remote(
+            program, variables_of(rank, options.hosts, address)
+        )
+        for rank in range(options.hosts)
+    ]
+    ray.get(workers)  # raises what a worker has raised
+
+
+if __name__ == "__main__":
+    main()

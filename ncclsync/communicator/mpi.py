@@ -1,0 +1,570 @@
+"""Join the ranks of several processes in host memory: MPI carries bytes, the C library adds them up in rank order.
+
+Every process receives, of its part of a buffer, what all ranks have there, adds it up in the order of the ranks, and
+gives the sum to all: bit for bit what `CpuCommunicator` computes for as many ranks in one process. Of a small buffer
+it receives all of it, and adds all of it up: the same bits, by one message less to wait for.
+
+All processes tell each other what they are about to do, and send what it begins with along with that; nobody takes it
+before all have agreed. So one that does something else, has failed or has ended is an error in all, which names it; and
+a thread hears that the others are alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from ncclsync.communicator import native, timeouts
+from ncclsync.communicator.base import (
+    AllGather,
+    AllReduce,
+    AnyCollective,
+    Broadcast,
+    Communicator,
+    ReduceScatter,
+    read_buffers,
+)
+from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
+from ncclsync.communicator.native import ffi
+from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Peers, end_with_process
+from ncclsync.communicator.processes import Process
+from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
+
+_BEAT_S = 1.0
+_END_S = 60.0  # that an ended process waits for the others to hear of it
+_LEAVE_S = 8.0  # that an ended process gives the others to end, too, where one is silent
+_LEFT = -1  # a number of collectives, of a process that ends
+_SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of them
+_LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
+_BYTES = ffi.typeof("char*")
+
+# What a process is about to do: run a collective, tell that something of its own has failed, or end.
+_RUN, _FAILED, _ENDED = range(3)
+_LENGTH = struct.Struct("<q")
+_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
+_HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
+
+# [size] lists of what each process is sent; what this one would send itself is left out.
+Messages: TypeAlias = list[list[np.ndarray]]
+# A collective yields first what it sends, then, when all processes have agreed, requests for what it receives, and when
+# that is there, requests for the rest. It is complete when it ends.
+Stages: TypeAlias = Iterator[Any]
+_BEAT = struct.Struct(f"<qqq{MOST_TEXT}s")  # collectives begun, failures, whether it has ended, words
+
+
+class MpiPeers(Peers):
+    """Know the processes of an `mpirun`, agree with them on each collective, and hear whether they are alive.
+
+    There is one in a Python process; see `peers`.
+
+    Attributes:
+        others: the numbers of all processes but this one.
+    """
+
+    def __init__(self) -> None:
+        """Join the others. Collective.
+
+        Raises:
+            NcclUnavailableError: mpi4py cannot be used.
+        """
+        self._mpi = MPI = _mpi()
+        super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+        found = MPI.COMM_WORLD.allgather((socket.gethostname(), os.sched_getaffinity(0)))
+        self.hosts = [host for host, _ in found]
+        native.share_cores([cores for host, cores in found if host == self.hosts[self.rank]])
+        self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+        self.lock = threading.RLock()
+        self.others = [i for i in range(self.size) if i != self.rank]
+        self._begun = 0  # collectives
+        self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
+        self._telling = (0, 0, b"")  # failures, whether this process has ended, words
+        self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
+        self._stop, self._now = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._thread.start()
+
+    def agree(
+        self,
+        text: str,
+        what: bytes = b"",
+        timeout_s: float | None = None,
+        kind: int = _RUN,
+        *,
+        data: Messages | None = None,
+        heeds: bool = False,
+    ) -> list[Any]:
+        """Tell the others what is done next, and see that they do the same. Collective; holds `lock`.
+
+        Args:
+            text: what it is, for messages.
+            what: all that must be equal in all processes.
+            timeout_s: see `timeouts.wait`.
+            kind: one of the numbers above.
+            data: is sent at once, to be received when all have agreed.
+            heeds: see `wait`.
+
+        Returns:
+            Requests that end when `data` has been received.
+
+        Raises:
+            ProcessError: another process fails, ends, or does something else.
+            NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
+        """
+        # At its end a process meets the others whatever it has heard, unless a call has failed that all were in.
+        if self.failure is not None and not (kind == _ENDED and self.by_notice):
+            raise self.failure
+        self._begun += 1
+        digest = hashlib.blake2b(what + text.encode(), digest_size=16).digest()
+        if self.size == 1:
+            return []
+        given = {i: data[i] if data else [] for i in self.others}
+        own = kind, digest, _cut_off(text + self.note)
+        received = [bytearray(_HEADER.pack(*own, 0, 0)) for _ in range(self.size)]
+        waited = [self.receive(received[i], i, _HEADERS) for i in self.others]
+        sent = []
+        for i, messages in given.items():
+            most = max((message.nbytes for message in messages), default=0)
+            sent.append(self.send(_HEADER.pack(*own, len(messages), most), i, _HEADERS))
+            sent += [self.send(message, i) for message in messages]
+        self._stranded = [waited, sent]
+        self.wait(waited, text, timeout_s, heeds=heeds)
+        headers = [_HEADER.unpack(header) for header in received]
+        if all(header[:2] == headers[0][:2] for header in headers):
+            return sent
+        # Nobody takes what came along: each process waits until its own has arrived, and so goes on in step.
+        sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
+        self.wait([*sent, *(self.receive(bytearray(most), i) for i, most in sizes)], text, timeout_s)
+        said = [
+            f"{self.name(i)}: {words.rstrip(bytes(1)).decode(errors='replace')}"
+            for i, (_, _, words, *_) in enumerate(headers)
+        ]
+        failed = [one for one, header in zip(said, headers, strict=True) if header[0] == _FAILED]
+        if failed and all(header[0] != _ENDED for header in headers):
+            # All come to know of it here: they may go on together.
+            self.raised = ProcessError(f"Expected all processes to make this step. Received: {'; '.join(failed)}")
+            raise self.raised
+        self.lost = {i for i, header in enumerate(headers) if header[0] == _ENDED}
+        ended = [said[i] for i in sorted(self.lost)]
+        self.fail(f"Expected all processes to do the same. Received: {'; '.join(ended or said)}")
+
+    def send(self, message: Any, to: int, kind: int = _DATA) -> Any:
+        """Return a request of a message to a process: bytes, which nobody changes until it has ended."""
+        return self.comm.Isend([message, self._mpi.BYTE], to, kind)
+
+    def receive(self, message: Any, source: int, kind: int = _DATA) -> Any:
+        """Return a request of the next message of a kind from a process, which may be shorter."""
+        return self.comm.Irecv([message, self._mpi.BYTE], source, kind)
+
+    def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
+        """Wait for requests of mpi4py's.
+
+        Args:
+            requests: what to wait for.
+            what: it is, for messages.
+            timeout_s: see `timeouts.wait`.
+            heeds: whether a process that tells of a failure of its own ends this.
+
+        Raises:
+            ProcessError: another process is silent.
+            NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
+        """
+
+        def poll(slice_s: float) -> bool:
+            began = time.monotonic()
+            while not self._mpi.Request.Testall(requests):
+                waited_s = time.monotonic() - began
+                if waited_s >= slice_s:
+                    self.check_silence(what)
+                    if heeds and self.failures != self.told:
+                        self.check(what)
+                    return False
+                if waited_s > 5e-5:  # another process may need this core
+                    time.sleep(min(waited_s / 8, _LONGEST_NAP_S))
+            return True
+
+        try:
+            timeouts.wait(poll, poll, call="MPI", what=lambda: what, timeout_s=timeout_s, arrived=self._missing)
+        except NcclSyncError as error:
+            if self.failure is None:
+                self.failure = ProcessError(str(error))
+            raise
+
+    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+        """Return [size] what each process gives; see `Peers.exchange`."""
+        with self.lock:
+            sent = self.agree(text, timeout_s=timeout_s, heeds=heeds)
+            own = pickle.dumps(value)
+            lengths = self._swap(sent, _LENGTH.pack(len(own)), [_LENGTH.size] * self.size, text, timeout_s)
+            sizes = [_LENGTH.unpack(length)[0] for length in lengths]
+            return [pickle.loads(found) for found in self._swap([], own, sizes, text, timeout_s)]
+
+    def _swap(
+        self, begun: list[Any], own: bytes, sizes: Sequence[int], text: str, timeout_s: float | None
+    ) -> list[bytes]:
+        """Return [size] messages of so many bytes from all processes, each of which is sent this one's; see `wait`."""
+        found = [bytearray(size) for size in sizes]
+        requests = [
+            *begun,
+            *(self.receive(found[i], i) for i in self.others),
+            *(self.send(own, i) for i in self.others),
+        ]
+        self._stranded = requests
+        self.wait(requests, text, timeout_s)
+        found[self.rank][:] = own
+        return [bytes(message) for message in found]
+
+    def tell_of_failure(self, words: str, timeout_s: float | None) -> None:
+        """Tell the others that something of this process' own has failed, at their next collective."""
+        with self.lock, contextlib.suppress(NcclSyncError):
+            self.agree(words, timeout_s=timeout_s, kind=_FAILED)
+        self.raised = None
+
+    def end(self, words: str) -> None:
+        """Tell the others that this process ends, and wait until they have heard of it."""
+        self._tell(words, True)
+        with self.lock:
+            with contextlib.suppress(NcclSyncError):
+                self.agree(words, timeout_s=_END_S, kind=_ENDED)
+            silent = self._silent()
+            if silent:  # MPI ends when it aborts, and with it the others, who may save what they have
+                self._begun = _LEFT
+                end = time.monotonic() + _LEAVE_S
+                while time.monotonic() < end and not self._have_others_left():
+                    time.sleep(_BEAT_S / 4)
+            self._stop.set()
+            if self._thread.ident is not None:
+                self._thread.join(5 * _BEAT_S)
+            if silent:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                self._mpi.COMM_WORLD.Abort(1)  # else MPI would wait for them
+
+    def _tell(self, words: str, ended: bool) -> None:
+        self._telling = self.failures[self.rank], int(ended), _cut_off(words)
+        self._now.set()
+
+    def _missing(self) -> str:
+        late = [self.name(i) for i, (_, begun) in enumerate(self._heard) if i != self.rank and begun < self._begun]
+        return f"{', '.join(late)} not arrived" if late else "all processes have arrived"
+
+    def _silent(self) -> list[int]:
+        if self._thread.ident is None:
+            return []
+        now = time.monotonic()
+        return [i for i, (at, _) in enumerate(self._heard) if i != self.rank and now - at > SILENCE_S]
+
+    def _have_others_left(self) -> bool:
+        silent = {*self._silent(), self.rank}
+        return all(begun == _LEFT for i, (_, begun) in enumerate(self._heard) if i not in silent)
+
+    def _beat(self) -> None:
+        """Tell the others, once a second, that this process is alive, and hear it of them: a thread's work."""
+        byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(_BEAT.size)
+        sent: dict[int, tuple[Any, bytes, float]] = {}
+        while not self._stop.is_set():
+            tells_now = self._now.wait(_BEAT_S / 4)
+            self._now.clear()
+            while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
+                self._beats.Recv([received, byte], source=status.Get_source())
+                begun, failures, ended, text = _BEAT.unpack(received)
+                words = text.rstrip(bytes(1)).decode(errors="replace")
+                self._heard[status.Get_source()] = time.monotonic(), begun
+                self.hear(status.Get_source(), failures, "" if ended else words, words if ended else "")
+            now = time.monotonic()
+            for other in range(self.size):
+                request, _, at = sent.get(other, (None, b"", -math.inf))
+                is_due = tells_now or now - at >= _BEAT_S
+                if other != self.rank and is_due and (request is None or request.Test()):
+                    message = _BEAT.pack(self._begun, *self._telling)
+                    sent[other] = self._beats.Isend([message, byte], dest=other), message, now
+
+
+def _cut_off(text: str) -> bytes:
+    data = text.encode()
+    return data if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3] + b"..."
+
+
+_peers: MpiPeers | None = None
+
+
+def check_joins(process: Process) -> None:
+    """Raise NcclUnavailableError unless MPI joins the processes that a launcher has started."""
+    world, library = _mpi().COMM_WORLD, _mpi().Get_library_version().partition(",")[0]
+    if (world.Get_rank(), world.Get_size()) != (process.rank, process.size):
+        raise NcclUnavailableError(
+            f"Expected MPI to join the {process.size} processes that {process.launcher} has started "
+            f"({process.reason}), since they are to have CPU towers. Received: process {world.Get_rank()} of "
+            f"{world.Get_size()}, by {library}. Start them by: {process.by_mpi}"
+        )
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise NcclUnavailableError(
+            "Expected mpi4py, by which processes of CPU towers are joined. "
+            f"Received: {error}. Install it by: pip install 'ncclsync[hosts]'"
+        ) from None
+    return MPI
+
+
+def peers() -> MpiPeers:
+    """Return what this process knows of the others; joins them when it is first called, which is collective."""
+    global _peers
+    if _peers is None:
+        _peers = MpiPeers()
+        end_with_process(_peers.end)  # before mpi4py's own end, which is older
+    return _peers
+
+
+class MpiCommunicator(Communicator):
+    """Join ranks of several processes in host memory. Processes' ranks follow each other: 0 and 1 of the first.
+
+    Collectives of all communicators of a process happen one after another, in the same order in all processes.
+
+    Attributes:
+        ranks: this process', a range.
+        timeout_s: how long a collective may wait for the other processes.
+    """
+
+    memory = HOST
+    waits = True
+
+    def __init__(self, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
+        """Join the ranks of all processes. Collective.
+
+        Args:
+            size: number of ranks of this process.
+            timeout_s: None for no limit. A process that says nothing for 15 s is an error in any case.
+
+        Raises:
+            TypeError, ValueError: bad arguments.
+            NcclUnavailableError: mpi4py cannot be used.
+            ProcessError, NcclTimeoutError: the others cannot be joined.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
+        timeouts.check_timeout(timeout_s)
+        self.peers, self.timeout_s = peers(), timeout_s
+        sizes = self.peers.exchange(size, "the joining of ranks")
+        begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
+        self.size, self.ranks = size, self._ranges[self.peers.rank]
+        self._closed = False
+        self._stranded: list[Any] = []  # memory that MPI may still write to after a failure
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in all processes."""
+        return self._ranges[-1].stop
+
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called, or another process has failed for good."""
+        return self._closed or self.peers.failure is not None
+
+    @property
+    def failure(self) -> BaseException | None:  # type: ignore[override]
+        """Return what has ended the agreement of the processes."""
+        return self.peers.failure
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives; see `Communicator.exchange`."""
+        if self.closed:
+            self.raise_closed()
+        return self.peers.exchange(value, what)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process writes files; see `Communicator.leads`."""
+        return self.peers.lost.issuperset(range(self.peers.rank))
+
+    def note(self, words: str) -> None:
+        """Say it in messages of other processes, too."""
+        self.peers.note = f"; {words}"
+
+    def take_error(self) -> ProcessError | None:
+        """Return what another process has made a collective raise, once; see `Communicator.take_error`."""
+        error, self.peers.raised = self.peers.raised, None
+        return error
+
+    def tell_of_failure(self, error: BaseException) -> None:
+        """Tell the others; see `Communicator.tell_of_failure`."""
+        if not self.closed:
+            self.peers.tell_of_failure(f"{type(error).__name__}: {error}", self.timeout_s)
+
+    def close(self) -> None:
+        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+        self._closed = True
+
+    def reopen(self) -> None:
+        """Raise what has failed: processes cannot be joined again.
+
+        Raises:
+            ProcessError: it.
+        """
+        if self.peers.failure is not None:
+            raise self.peers.failure
+
+    def raise_closed(self) -> NoReturn:
+        """Raise the failure, if there is one."""
+        self.reopen()
+        super().raise_closed()
+
+    def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
+        """Run collectives side by side: all send at once, and sums as soon as they are made."""
+        runs = [read_buffers(collective, HOST, self.world_size) for collective in collectives]
+        what = [_described(collective, writes) for collective, (_, writes) in zip(collectives, runs, strict=True)]
+        text = what[0] if len(what) == 1 else f"{what[0]}, and {len(what) - 1} more"
+        with self.peers.lock:
+            stages = [self._stages(collective, *run) for collective, run in zip(collectives, runs, strict=True)]
+            each = [next(one) for one in stages]
+            data = [[message for messages in each for message in messages[i]] for i in range(self.peers.size)]
+            kept = [collectives, runs, stages]
+            try:
+                sent = self.peers.agree(text, repr(what).encode(), self.timeout_s, data=data)
+                arriving = [next(one) for one in stages]
+                kept += [sent, arriving]
+                for one, requests, label in zip(stages, arriving, what, strict=True):
+                    self.peers.wait(requests, label, self.timeout_s)
+                    sent += next(one)
+                self.peers.wait(sent, text, self.timeout_s)
+            except BaseException:
+                self._stranded += kept
+                raise
+            for one in stages:
+                next(one, None)
+
+    def _stages(self, collective: AnyCollective, reads: Buffers, writes: Buffers) -> Stages:
+        if isinstance(collective, Broadcast):
+            return self._broadcast(writes, collective.root)
+        sends = [_view(pointer, reads) for pointer in reads.pointers]
+        if isinstance(collective, AllGather):
+            return self._all_gather(sends, writes)
+        if isinstance(collective, ReduceScatter):
+            return self._reduce_scatter(sends, writes, native.OPS[collective.op])
+        return self._all_reduce(sends, writes, native.OPS[collective.op])
+
+    def _broadcast(self, writes: Buffers, root: int) -> Stages:
+        source = next(i for i, ranks in enumerate(self._ranges) if root in ranks)
+        is_here = source == self.peers.rank
+        own = root - self.ranks[0] if is_here else 0
+        buffer = _view(writes.pointers[own], writes)
+        yield [[buffer] if is_here else [] for _ in self._ranges]
+        yield [] if is_here else [self.peers.receive(buffer, source)]
+        yield []
+        _copy(buffer, [pointer for i, pointer in enumerate(writes.pointers) if i != own], writes)
+
+    def _all_gather(self, sends: list[np.ndarray], writes: Buffers) -> Stages:
+        gathered = _view(writes.pointers[0], writes)
+        sends = _apart(sends, gathered)
+        yield [sends for _ in self._ranges]
+        blocks = gathered.reshape(self.world_size, sends[0].size)
+        requests = [self.peers.receive(blocks[rank], i) for i in self.peers.others for rank in self._ranges[i]]
+        blocks[self.ranks] = sends
+        yield requests
+        yield []
+        _copy(gathered, writes.pointers[1:], writes)
+
+    def _all_reduce(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
+        width, total = _width(writes), _view(writes.pointers[0], writes)
+        sends = _apart(sends, total)
+        if self.world_size * total.size <= _SMALL:
+            parts = [slice(0, total.size)] * self.peers.size
+        else:
+            ends = [width * (writes.count * (i + 1) // self.peers.size) for i in range(self.peers.size)]
+            parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        own = parts[self.peers.rank]
+        yield self._cut(sends, parts)
+        received, requests = self._receive_all([send[own] for send in sends])
+        yield requests
+        _add_up(received, total[own], writes.dtype, op)
+        if own.stop - own.start == total.size:
+            yield []
+        else:
+            summed = [self.peers.receive(total[parts[i]], i, _SUMS) for i in self.peers.others]
+            yield summed + [self.peers.send(total[own], i, _SUMS) for i in self.peers.others]
+        _copy(total, writes.pointers[1:], writes)
+
+    def _reduce_scatter(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
+        block = writes.count * _width(writes)
+        parts = [slice(ranks.start * block, ranks.stop * block) for ranks in self._ranges]
+        yield self._cut(sends, parts)
+        # Of its own part a copy: each rank may receive its block in place of it.
+        received, requests = self._receive_all([send[parts[self.peers.rank]].copy() for send in sends])
+        yield requests
+        for i, pointer in enumerate(writes.pointers):
+            blocks = [each[i * block : (i + 1) * block] for each in received]
+            _add_up(blocks, _view(pointer, writes), writes.dtype, op)
+        yield []
+
+    def _cut(self, sends: Sequence[np.ndarray], parts: Sequence[slice]) -> Messages:
+        """Return what each process is to be sent: its part of each of this process' buffers."""
+        return [[send[part] for send in sends] for part in parts]
+
+    def _receive_all(self, own: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
+        """Return [world_size] buffers, one for each rank, those of this process as given; and requests for the rest."""
+        received: list[np.ndarray] = []
+        requests: list[Any] = []
+        for i, ranks in enumerate(self._ranges):
+            if i == self.peers.rank:
+                received += own
+                continue
+            buffers = [empty_aligned(own[0].size, np.uint8) for _ in ranks]
+            received += buffers
+            requests += [self.peers.receive(buffer, i) for buffer in buffers]
+        return received, requests
+
+
+def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) -> None:
+    """Reduce what all ranks have sent, in the order of the ranks."""
+    if not into.size:
+        return
+    pointers = [ffi.from_buffer("char*", send) for send in sends]
+    target = ffi.from_buffer("char*", into, require_writable=True)
+    count = into.size // native.DTYPE_SIZES[dtype]
+    status = native.cpu_all_reduce(native.process_pool(), pointers, [target] * len(sends), count, dtype, op)
+    native.check(status, "ncs_cpu_all_reduce")
+
+
+def _apart(sends: list[np.ndarray], written: np.ndarray) -> list[np.ndarray]:
+    """Return copies of those that are written while they may still be on their way."""
+    return [send.copy() if np.shares_memory(send, written) else send for send in sends]
+
+
+def _described(collective: AnyCollective, writes: Buffers) -> str:
+    kind = {AllReduce: "all-reduce", Broadcast: "broadcast", ReduceScatter: "reduce-scatter", AllGather: "all-gather"}
+    op = getattr(collective, "op", getattr(collective, "root", ""))
+    about = f" ({collective.label})" if collective.label else ""
+    return f"{kind[type(collective)]}{about} of {writes.count} × {native.DTYPE_NAMES[writes.dtype]}, {op}".rstrip(", ")
+
+
+def _width(buffers: Buffers) -> int:
+    return native.DTYPE_SIZES[buffers.dtype]
+
+
+def _view(pointer: Any, buffers: Buffers) -> np.ndarray:
+    """Return the bytes of a buffer."""
+    return np.frombuffer(ffi.buffer(ffi.cast(_BYTES, pointer), buffers.count * _width(buffers)), np.uint8)
+
+
+def _copy(source: np.ndarray, pointers: Sequence[Any], buffers: Buffers) -> None:
+    for pointer in pointers:
+        target = _view(pointer, buffers)
+        if target.ctypes.data != source.ctypes.data:
+            np.copyto(target, source)

@@ -1,0 +1,357 @@
+"""Know the other processes: exchange Python objects with them, and hear of those that fail, end or go silent.
+
+`Peers` is what communicators use; `MpiPeers` of `mpi` has MPI below it, `ServicePeers` a service of keys and values.
+"""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import base64
+import contextlib
+import functools
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+from ncclsync.communicator import timeouts
+from ncclsync.errors import NcclSyncError, ProcessError
+
+SILENCE_S = 15.0  # after which a process that says nothing counts as dead
+HEARTBEAT_S = 10.0  # the same, where a service tells
+MOST_TEXT = 600  # bytes of what is told
+_PULSE_S = 1.0
+_LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
+_ALIVE = "ncclsync/alive"
+_END_S = 5.0  # that a process waits for the service to take what it tells, and process 0 for each other to hear its end
+
+
+class Peers(abc.ABC):
+    """Know the processes that train together.
+
+    A process that has failed tells the others, who raise that once; then all may join anew. One that has ended, or is
+    silent, ends the agreement for good.
+
+    Attributes:
+        rank: this process' number.
+        size: how many there are.
+        hosts: [size] their names.
+        failure: what has ended the agreement, for good.
+        raised: an error of another process that nobody may have seen yet.
+        lost: numbers of the processes that have ended or are silent.
+        note: what else a message about this process is to say.
+        failures: [size] how often each process is known to have failed.
+        told: [size] how many of these have been raised here.
+        by_notice: whether `failure` is of what was heard, and not of a call that all processes were in.
+        silence_s: after which a process that says nothing counts as dead.
+        by_notice: whether a notice has ended the agreement, and not a call that all processes were in.
+    """
+
+    silence_s = SILENCE_S
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.hosts = [""] * size
+        self.failure: ProcessError | None = None
+        self.raised: ProcessError | None = None
+        self.lost: set[int] = set()
+        self.note = ""
+        self.failures, self.told = [0] * size, [0] * size
+        self._words = [""] * size  # of the last failure
+        self._ended = [""] * size  # of those that have, why
+        self.by_notice = False
+
+    @abc.abstractmethod
+    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+        """Return [size] what each process gives, any object that can be pickled. Collective.
+
+        Args:
+            value: this process'.
+            text: what it is, for messages; equal in all processes.
+            timeout_s: see `timeouts.wait`.
+            heeds: whether a process that has failed ends this.
+
+        Raises:
+            ProcessError: another process fails, ends, is silent or does something else.
+            NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
+        """
+
+    @abc.abstractmethod
+    def end(self, words: str) -> None:
+        """Tell the others that this process ends, and why; wait until they have heard of it."""
+
+    @abc.abstractmethod
+    def _tell(self, words: str, ended: bool) -> None:
+        """Let the others hear that this process has failed, or ended. Waits for nobody."""
+
+    @abc.abstractmethod
+    def _silent(self) -> list[int]:
+        """Return the processes that have not been heard of for too long."""
+
+    def fail(self, words: str, *, by_notice: bool = False) -> NoReturn:
+        """Raise what ends the agreement."""
+        self.raised = self.failure = ProcessError(words)
+        self.by_notice = by_notice
+        raise self.failure
+
+    def name(self, rank: int) -> str:
+        """Return what messages call a process."""
+        return f"process {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"process {rank}"
+
+    def tell(self, words: str) -> None:
+        """Let the others raise, whatever they wait for, that something of this process' own has failed."""
+        self.failures[self.rank] += 1
+        self.told[self.rank] += 1
+        with contextlib.suppress(NcclSyncError):
+            self._tell(words, False)
+
+    def check(self, what: str) -> None:
+        """Raise what makes it vain to wait for the others, if there is something; a failure once.
+
+        Args:
+            what: is waited for, for messages.
+
+        Raises:
+            ProcessError: another process has failed, ended or gone silent.
+        """
+        if self.failure is not None:
+            raise self.failure
+        ended = [f"{self.name(i)} {words}" for i, words in enumerate(self._ended) if words and i != self.rank]
+        if ended:
+            self.lost = {i for i, words in enumerate(self._ended) if words and i != self.rank}
+            self.fail(f"Expected {what} to end. Received: {', '.join(ended)}", by_notice=True)
+        self.check_silence(what)
+        failed = [i for i, (n, told) in enumerate(zip(self.failures, self.told, strict=True)) if n > told]
+        if failed:
+            self.told = list(self.failures)
+            said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
+            self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
+            raise self.raised
+
+    def check_silence(self, what: str) -> None:
+        """Raise ProcessError, for good, if a process is silent; see `check`."""
+        silent = self._silent()
+        if silent:
+            self.lost = set(silent)
+            self.fail(
+                f"Expected {what} to end. Received: nothing for {self.silence_s:g} s from "
+                f"{', '.join(map(self.name, silent))}, which is stopped, killed or cut off",
+                by_notice=True,
+            )
+
+    def agree_on_failures(self, each: Sequence[Sequence[int]]) -> None:
+        """Take over [size][size] what each process knows of failures: all of them have been raised."""
+        self.failures = [max(column) for column in zip(*each, strict=True)]
+        self.told = list(self.failures)
+
+    def hear(self, rank: int, failures: int, words: str, ended: str) -> None:
+        """Take over what a process has told."""
+        if ended:
+            self._ended[rank] = ended
+        if failures > self.failures[rank]:
+            self._words[rank] = words
+            self.failures[rank] = failures
+
+
+class Service(Protocol):
+    """Declare a service of keys and values; see `compat.coordination`."""
+
+    def put(self, key: str, value: str) -> bool:
+        """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
+
+    def get(self, key: str, wait_s: float) -> str | None:
+        """Return a key's value as soon as there is one; None after so many seconds. Raises NcclSyncError."""
+
+    def delete(self, key: str) -> None:
+        """Forget a key."""
+
+    def alive(self) -> list[bool]:
+        """Return [size] whether each process is. Raises NcclSyncError."""
+
+
+class ServicePeers(Peers):
+    """Know the other processes by a service that process 0 runs.
+
+    What processes tell has one order for all: the n-th notice has the key n, which only one of them can set.
+    """
+
+    silence_s = HEARTBEAT_S
+
+    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None) -> None:
+        """Learn the others' names. Collective.
+
+        Args:
+            service: that has joined them.
+            rank: this process' number.
+            size: how many there are.
+            timeout_s: how long that may take.
+        """
+        super().__init__(rank, size)
+        self._service = service
+        self._lock = threading.Lock()
+        self._exchanged = 0
+        self._notices = 0  # that were heard
+        self._heard = time.monotonic()  # from process 0
+        self._dead: set[int] = set()
+        self._stop = threading.Event()
+        if rank == 0:
+            service.put(_ALIVE, "")
+        for task in (self._listen, self._watch):
+            threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
+        self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
+
+    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+        """Return [size] what each process gives; see `Peers.exchange`."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._exchanged += 1
+            number = self._exchanged
+            given = base64.b85encode(pickle.dumps((text, self.note, value))).decode()
+            received: list[Any] = []
+
+            def run() -> None:
+                self._service.put(f"ncclsync/{number}/{self.rank}", given)
+                for i in range(self.size):
+                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S)
+                    if found is None:
+                        return
+                    received.append(pickle.loads(base64.b85decode(found)))
+                if number > 1:  # whoever has come here has read that
+                    self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
+
+            def missing() -> str:
+                return f"{self.name(len(received))} not arrived" if len(received) < self.size else "all have arrived"
+
+            waiting = self._waiting(run, text, heeds)
+            try:
+                timeouts.wait(
+                    waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
+                )
+            except NcclSyncError as error:
+                if self.failure is None:  # this process' number of exchanges is another than that of the rest
+                    self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
+                raise
+            if len({one[0] for one in received}) > 1:
+                said = [f"{self.name(i)}: {text}{note}" for i, (text, note, _) in enumerate(received)]
+                self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
+            return [one[2] for one in received]
+
+    def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
+        """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""
+        task: list[timeouts.Aside] = []
+
+        def wait(slice_s: float) -> bool:
+            if not task:
+                task.append(timeouts.Aside(run, "ncclsync exchange"))
+            try:
+                if task[0].wait(slice_s):
+                    return True
+            except NcclSyncError as error:  # the service is not reached: process 0 tells why, or is silent
+                task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
+            if heeds:
+                self.check(text)
+            elif self.failure is not None or any(self._ended) or self._silent():
+                self.told = list(self.failures)
+                self.check(text)
+            return False
+
+        return wait
+
+    def _lost(self, error: NcclSyncError) -> None:
+        """Raise an error when there has been time to hear of a better one."""
+        if not self._stop.wait(self.silence_s + 2 * _PULSE_S):
+            raise error
+
+    def _tell(self, words: str, ended: bool) -> None:
+        told = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
+        notice = {"rank": self.rank, "failures": self.failures[self.rank], **told}
+        # A process 0 that is stopped takes nothing: nobody waits for that.
+        timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
+
+    def _post(self, notice: dict[str, Any]) -> None:
+        number, text = self._notices, json.dumps(notice)
+        while not self._service.put(f"ncclsync/notice/{number}", text):
+            number += 1
+
+    def _listen(self) -> None:
+        """Hear what processes tell: a thread's task."""
+        while not self._stop.is_set():
+            try:
+                text = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
+            except NcclSyncError:
+                self._stop.wait(_PULSE_S)
+                continue
+            if text is None:
+                continue
+            self._notices += 1
+            notice = json.loads(text)
+            self._dead.update(notice.pop("dead", ()))
+            if not notice:
+                continue
+            self.hear(**notice)
+            if notice["ended"] and notice["rank"] == 0 != self.rank:
+                with contextlib.suppress(NcclSyncError):
+                    self._service.put(f"ncclsync/heard/{self.rank}", "")
+
+    def _watch(self) -> None:
+        """Process 0 asks who is alive, and tells; the others ask whether process 0 answers: a thread's task.
+
+        Where process 0 is stopped, what the others ask of it may never end, and some calls keep all Python waiting.
+        """
+        while not self._stop.wait(_PULSE_S):
+            with contextlib.suppress(NcclSyncError):
+                if self.rank > 0:
+                    if self._service.get(_ALIVE, self.silence_s) is not None:
+                        self._heard = time.monotonic()
+                    continue
+                dead = {i for i, alive in enumerate(self._service.alive()) if not alive}
+                if not dead <= self._dead:
+                    self._post({"dead": sorted(dead)})
+
+    def _silent(self) -> list[int]:
+        if self.rank > 0 and time.monotonic() - self._heard > self.silence_s:
+            return [0]
+        return sorted(self._dead - {self.rank})
+
+    def end(self, words: str) -> None:
+        """Tell the others that this process ends; process 0 waits until they have heard of it."""
+        with contextlib.suppress(NcclSyncError):
+            self._tell(words, True)
+            for i in range(1, self.size) if self.rank == 0 else ():
+                if not self._ended[i] and i not in self._dead:
+                    self._service.get(f"ncclsync/heard/{i}", _END_S)
+        self._stop.set()
+
+
+def _shortened(words: str) -> str:
+    data = words.encode()
+    return words if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
+
+
+_ended_by = ""  # an exception that nobody has caught
+
+
+def end_with_process(end: Callable[[str], None]) -> None:
+    """Call `end`, with words that say why, when this process ends."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        global _ended_by
+        _ended_by = f"{kind.__name__}: {error}"
+        usual(kind, error, traceback)
+
+    sys.excepthook = hook
+    pid = os.getpid()
+
+    def at_end() -> None:
+        if os.getpid() == pid:  # and not a forked child
+            end(f"has ended: {_ended_by}" if _ended_by else "has ended")
+
+    atexit.register(at_end)

@@ -1,0 +1,160 @@
+"""Find out whether a launcher has started this process as one of several.
+
+Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG tell each process its number
+and how many there are. The first of them that is set, in this order, counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+from ncclsync.errors import NcclSyncError
+
+# By launcher: the variables of the number, the count, and the number and the count on this host.
+_VARIABLES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+_APART = "For processes that are to train apart from each other, write processes=False"
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """Describe one of several processes.
+
+    Attributes:
+        launcher: "Open MPI", "Slurm", "torchrun" or "TF_CONFIG".
+        rank: its number.
+        size: how many there are.
+        local_rank: its number on this host.
+        local_size: how many there are on this host; None if the launcher does not tell.
+        address: "host:port", where process 0 can be reached; None if the launcher does not tell.
+        reason: the variables that say so.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+    address: str | None
+    reason: str
+
+    @property
+    def by_mpi(self) -> str:
+        """Return the command that starts as many processes so that MPI joins them, for messages."""
+        mpirun = f"mpirun -np {self.size} python train.py"
+        if self.launcher != "Slurm":
+            return mpirun
+        return f"srun --mpi=pmix python train.py, where srun --mpi=list has pmix; or, by sbatch or salloc, {mpirun}"
+
+
+def find_process(environment: Mapping[str, str] | None = None) -> Process | None:
+    """Return what a launcher tells this process; None if it is the only one.
+
+    Args:
+        environment: the variables; None: those of this process.
+
+    Raises:
+        NcclSyncError: variables are half set, or contradict each other.
+    """
+    given = os.environ if environment is None else environment
+    process = None
+    if any(name in given for name in _VARIABLES["Open MPI"][:2]):
+        process = _numbered("Open MPI", given)
+    # sbatch sets SLURM_PROCID in the batch script as well, of which there is one; srun alone sets the step's.
+    elif "SLURM_STEP_NUM_TASKS" in given and "SLURM_PROCID" in given:
+        process = _numbered("Slurm", given)
+    elif any(name in given for name in _VARIABLES["torchrun"][:2]):
+        process = _numbered("torchrun", given)
+    elif given.get("TF_CONFIG"):
+        process = _of_tf_config(given["TF_CONFIG"])
+    return None if process is None or process.size == 1 else process
+
+
+def _numbered(launcher: str, given: Mapping[str, str]) -> Process:
+    names = _VARIABLES[launcher]
+    rank, size = (_number(launcher, name, given) for name in names[:2])
+    local_rank = _number(launcher, names[2], given, 0 if launcher == "torchrun" else None)
+    local_size = _local_size(launcher, given)
+    if not 0 <= rank < size or not 0 <= local_rank < (local_size or size):
+        _raise(f"a rank below the number of processes from {launcher}", names, given)
+    address = None
+    if "MASTER_ADDR" in given or "MASTER_PORT" in given or launcher == "torchrun":
+        port = _number(launcher, "MASTER_PORT", given)
+        if not given.get("MASTER_ADDR") or not 0 < port < 1 << 16:
+            _raise("MASTER_ADDR and MASTER_PORT, where process 0 is reached,", ("MASTER_ADDR", "MASTER_PORT"), given)
+        # torchrun's own store listens on that port.
+        port += given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = f"{given['MASTER_ADDR']}:{port}"
+    elif launcher == "Slurm":
+        address = _address_of_step(given)
+    return Process(launcher, rank, size, local_rank, local_size, address, _words(names, given))
+
+
+def _local_size(launcher: str, given: Mapping[str, str]) -> int | None:
+    """Return how many processes there are on this host, None if the launcher does not tell."""
+    name = _VARIABLES[launcher][3]
+    if launcher == "Slurm":
+        parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in given.get(name, "").split(",")]  # "8(x2),1"
+        counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+        node = given.get("SLURM_NODEID", "")
+        return counts[int(node)] if node.isdecimal() and int(node) < len(counts) and all(parts) else None
+    if given.get(name):
+        return _number(launcher, name, given)
+    # Jobs of one process on each host may leave it out.
+    return 1 if launcher == "torchrun" and "LOCAL_RANK" not in given else None
+
+
+def _address_of_step(given: Mapping[str, str]) -> str | None:
+    """Return the first host of a step of Slurm's, and a port that depends on job and step."""
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", given.get("SLURM_STEP_NODELIST", ""))  # "gpu[07-09,12]"
+    job, step = given.get("SLURM_JOB_ID", ""), given.get("SLURM_STEP_ID", "")
+    if not (first and job.isdecimal() and step.isdecimal()):
+        return None
+    return f"{first[1]}{first[2] or ''}{first[3]}:{20000 + (16 * int(job) + int(step)) % 12000}"
+
+
+def _number(launcher: str, name: str, given: Mapping[str, str], default: int | None = None) -> int:
+    text = given.get(name, "")
+    if not text.isdecimal() and (text or default is None):
+        expected = f"{name} to be a number, since {launcher} sets others of its variables"
+        _raise(expected, [name, *_VARIABLES[launcher]], given)
+    return int(text) if text else int(default or 0)
+
+
+def _of_tf_config(text: str) -> Process | None:
+    expected = (
+        'TF_CONFIG to be JSON such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    )
+    try:
+        config = json.loads(text)
+        cluster, task = config["cluster"], config["task"]
+        workers = [(kind, i) for kind in ("chief", "worker") for i in range(len(cluster.get(kind, ())))]
+        addresses = [str(cluster[kind][i]) for kind, i in workers]
+        rank = workers.index((task["type"], int(task["index"])))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NcclSyncError(f"Expected {expected}. Received: {text} ({error}). {_APART}") from None
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    here = [i for i, host in enumerate(hosts) if host == hosts[rank]]
+    reason = f"TF_CONFIG names {len(workers)} workers"
+    return Process("TF_CONFIG", rank, len(workers), here.index(rank), len(here), addresses[0], reason)
+
+
+def _raise(expected: str, names: Iterable[str], given: Mapping[str, str]) -> None:
+    raise NcclSyncError(f"Expected {expected}. Received: {_words(names, given)}. {_APART}")
+
+
+def _words(names: Iterable[str], given: Mapping[str, str]) -> str:
+    unique = dict.fromkeys(names)
+    return ", ".join(f"{name}={given[name]}" if name in given else f"{name} not set" for name in unique)

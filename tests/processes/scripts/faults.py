@@ -1,0 +1,135 @@
+"""Fail in one of two processes, in the way that the argument names; print what each process comes to know."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import keras
+import numpy as np
+
+from ncclsync import Shuffled, nccl_parallel
+
+WAY = sys.argv[1]
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+LAST = int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1
+X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 5, 64)
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+class At(keras.callbacks.Callback):
+    """Call something after a batch, in the last process."""
+
+    def __init__(self, batch, call):
+        super().__init__()
+        self.batch, self.call, self.seen = batch, call, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if RANK == LAST and self.seen == self.batch:
+            self.call()
+
+
+class Random(keras.callbacks.Callback):
+    """Stop after an epoch, if a random number says so."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = random.Random(RANK).random() < 0.5 or RANK == LAST
+
+
+class RandomRate(keras.callbacks.Callback):
+    """Set another learning rate in each process."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.01 / (RANK + 1)
+
+
+class StopBetween(keras.callbacks.Callback):
+    """Stop within an epoch, in the last process."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == LAST and batch == 1:
+            self.model.stop_training = True
+
+
+def raise_error():
+    raise ValueError("told to fail")
+
+
+def fit(model, **options):
+    options = {"epochs": 3, "shuffle": False, "verbose": 0, **options}
+    return model.fit(options.pop("x", X), options.pop("y", Y), batch_size=16, **options)
+
+
+def told(call):
+    """Print what a call raises, and how long that took."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
+        return error
+    print(f"[{RANK}] nothing", flush=True)
+    return None
+
+
+model = nccl_parallel(towers=2, timeout_s=60)(build)()
+fit(model, epochs=1)
+if WAY == "raises":
+    error = told(lambda: fit(model, callbacks=[At(2, raise_error)]))
+    raise error
+if WAY == "ends":
+    if RANK == LAST:
+        sys.exit(0)
+    told(lambda: fit(model))
+    for variable in model.weights:
+        assert np.isfinite(variable.numpy()).all()
+if WAY == "callback":
+    told(lambda: fit(model, callbacks=[Random()]))
+if WAY == "rate":
+    told(lambda: fit(model, callbacks=[keras.callbacks.EarlyStopping("loss"), RandomRate()]))
+if WAY == "between":
+    told(lambda: fit(model, callbacks=[StopBetween()]))
+if WAY == "data":
+    told(lambda: fit(model, x=X if RANK == 0 else X[::-1]))
+if WAY == "seeds":
+    told(lambda: model.fit(Shuffled(X, Y, batch_size=16, seed=RANK), verbose=0))
+if WAY == "rows":
+    told(lambda: fit(model, x=X[: 40 + 3 * RANK], y=Y[: 40 + 3 * RANK]))
+if WAY == "label":
+    bad = Y.copy()
+    bad[31] = 99  # the last row of the second batch: the last tower's
+    told(lambda: fit(model, y=bad, epochs=1))
+    again = build()
+    fit(model, epochs=1)  # all go on together
+    assert model.towers.divergence() == 0.0
+    print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "stopped":
+    pid = os.getpid()
+    if RANK == LAST:
+        # Woken after a while, so that the test leaves nothing behind.
+        os.system(f"(sleep 60; kill -9 {pid}) > /dev/null 2>&1 &")
+    told(lambda: fit(model, callbacks=[At(2, lambda: os.kill(pid, signal.SIGSTOP))]))
+if WAY == "killed":
+    seconds = float(sys.argv[2])
+    if RANK == LAST:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    while True:
+        fit(model)
+if WAY == "cut":
+    print(f"[{RANK}] trains", flush=True)
+    told(lambda: fit(model, epochs=100_000))
+if WAY == "read alone":
+    if RANK == 0:
+        told(lambda: model.towers.divergence())
+    else:
+        told(lambda: fit(model))

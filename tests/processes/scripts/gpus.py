@@ -1,0 +1,144 @@
+"""Train on virtual GPUs of one process, or of several, and write losses and weights; or fail as the arguments say.
+
+    gpus.py OUT TOWERS [WAY]
+
+Process r writes OUT.r.npz. The last process fails.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ncclsync
+from ncclsync import nccl_parallel
+from ncclsync.communicator.processes import find_process
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+OUT, TOWERS, WAY = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or [""])[0]
+PROCESS = find_process()
+RANK, LAST = (0, 0) if PROCESS is None else (PROCESS.rank, PROCESS.size - 1)
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(61, 8, 8, 3)).astype("float32")
+LABELS = RNG.integers(0, 5, 61)
+FAILS = (0 if WAY.startswith("first") else LAST) == RANK
+
+
+class At(keras.callbacks.Callback):
+    """Call something after the third batch, in the process that fails."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.seen = call, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if FAILS and self.seen == 3:
+            self.call()
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()])
+    model.add(layers.Flatten())
+    model.add(layers.Dense(5))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def own_loop():
+    """A step that returns rows and a mean, with a variable that is made on the CPU."""
+    x = np.random.default_rng(1).normal(size=(30, 3)).astype("float32")
+    weight, found = tf.Variable(tf.ones([3, 2])), {}
+    with ncclsync.Towers(TOWERS) as towers:
+
+        @tf.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                predicted = tf.sin(batch @ weight)
+                loss = tf.reduce_mean(predicted**2)
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return predicted, loss, predicted > 0.1
+
+        for i, rows in enumerate((10, 7, 1, 12)):
+            for j, result in enumerate(towers.run(step, x[:rows])):
+                found[f"own loop {i} {j}"] = result.numpy()
+        assert towers.divergence() == 0.0
+    return {**found, "own loop weight": weight.numpy()}
+
+
+def train():
+    model = nccl_parallel(towers=TOWERS, sync_batch_norm=True, timeout_s=60, check_every=2)(build)()
+    options = {"batch_size": 16, "verbose": 2, "shuffle": False}
+    found = {"loss": model.fit(IMAGES, LABELS, epochs=2, validation_split=0.2, **options).history["loss"]}
+    found["evaluate"] = model.evaluate(IMAGES, LABELS, batch_size=16, verbose=0)
+    found["predict"] = model.predict(IMAGES, batch_size=16, verbose=0)
+    assert model.towers.divergence() == 0.0
+    found.update({f"weight {i}": value for i, value in enumerate(model.get_weights())})
+    print(model.towers, model.towers.explain())
+    np.savez(f"{OUT}.{RANK}.npz", **found, **own_loop())
+    print([device.name for device in tf.config.list_logical_devices()], tf.constant(1.0).device)
+
+
+def told(call):
+    """Print what a call raises, and how long that took."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
+        return error
+    print(f"[{RANK}] nothing", flush=True)
+    return None
+
+
+def fail():
+    model = nccl_parallel(towers=TOWERS, timeout_s=60)(build)()
+    options = {"batch_size": 16, "verbose": 0, "shuffle": False}
+    model.fit(IMAGES, LABELS, **options)
+    way = WAY.removeprefix("first ")
+    if way == "raises":
+
+        def call():
+            raise ValueError("told to fail")
+
+        raise told(lambda: model.fit(IMAGES, LABELS, epochs=2, callbacks=[At(call)], **options))
+    if way == "ends":
+        call = sys.exit if FAILS else lambda: model.fit(IMAGES, LABELS, epochs=2, **options)
+        told(call)
+    if way == "killed":
+        told(lambda: model.fit(IMAGES, LABELS, epochs=2, callbacks=[At(lambda: os.kill(os.getpid(), 9))], **options))
+    if way == "stopped":
+        pid = os.getpid()
+        if FAILS:  # killed after a while, so that the test leaves nothing behind
+            os.system(f"(sleep 50; kill -9 {pid}) > /dev/null 2>&1 &")
+        stop = At(lambda: os.kill(pid, signal.SIGSTOP))
+        told(lambda: model.fit(IMAGES, LABELS, epochs=2, callbacks=[stop], **options))
+    if way == "cut":
+        print(f"[{RANK}] trains", flush=True)
+        told(lambda: model.fit(IMAGES, LABELS, epochs=100_000, **options))
+    if way == "label":
+        other = nccl_parallel(towers=TOWERS, timeout_s=60)(build)()
+        other.compile("sgd", checked_loss)
+        labels = LABELS.copy()
+        labels[31] = 99  # the last row of the second batch: the last tower's
+        told(lambda: other.fit(IMAGES, labels, **options))
+        other.fit(IMAGES, LABELS, **options)
+        assert other.towers.divergence() == 0.0
+        print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in other.get_weights())), flush=True)
+
+
+def checked_loss(y_true, y_pred):
+    """The cross entropy, which a GPU computes of a label that is none, too."""
+    with tf.control_dependencies([tf.debugging.assert_less(y_true, tf.cast(5, y_true.dtype), "no such label")]):
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+
+fail() if WAY else train()

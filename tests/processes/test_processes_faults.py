@@ -1,0 +1,67 @@
+"""One of several processes fails, ends, stops, or does something else: the others end with an error that says so."""
+
+import re
+import time
+
+import pytest
+
+WORDS = {
+    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: has ended: ValueError: told to fail"),
+    "ends": (None, r"process 1 on \S+: has ended"),
+    "callback": ("the callback Random to decide the same", "the callback Random to decide the same"),
+    "rate": ("the callback RandomRate to decide .* learning rate 0.005 in process 1", "the callback RandomRate"),
+    "between": (
+        "process 1 on .* StopBetween has set stop_training",
+        "process 1 on .* StopBetween has set stop_training",
+    ),
+    "data": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
+    "seeds": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
+    "rows": ("a batch of 8 rows.*a batch of 11 rows", "a batch of 8 rows.*a batch of 11 rows"),
+    "read alone": ("process 0 on .*: divergence; process 1 on .*: all-reduce", "process 0 on .*: divergence"),
+}
+
+
+def lines_of(printed, rank):
+    """What a process has printed, in one line."""
+    return " ".join(line for line in printed.split("\n") if line.startswith(f"[{rank}]"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WORDS)
+def test_error_that_names_it(mpirun, way):
+    """Nobody hangs, and each process raises why."""
+    printed = mpirun(2, "faults.py", way, timeout_s=120).stdout
+    last, first = WORDS[way]
+    assert re.search(first, lines_of(printed, 0)), printed
+    assert last is None or re.search(last, lines_of(printed, 1)), printed
+
+
+@pytest.mark.slow
+def test_failed_step_in_one_process(mpirun):
+    """It raises its own error, the others that it has; then all go on together, equal."""
+    done = mpirun(2, "faults.py", "label", timeout_s=120)
+    first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
+    assert "InvalidArgumentError" in last, done.stdout + done.stderr
+    assert "ProcessError" in first and "process 1 on" in first, done.stdout
+    assert re.search("goes on (.*)", first)[1] == re.search("goes on (.*)", last)[1]
+
+
+@pytest.mark.slow
+def test_stopped_process(mpirun):
+    """A process that a signal has stopped is named within 30 s, and all end."""
+    began = time.monotonic()
+    done = mpirun(2, "faults.py", "stopped", timeout_s=120)
+    words = r"ProcessError after \d+ s: .*nothing for 15 s from process 1 on \S+, which is stopped, killed or cut off"
+    assert re.search(words, lines_of(done.stdout, 0)), done.stdout + done.stderr
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60  # with the start of two processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.05, 0.4, 1.1])
+def test_killed_process(mpirun, seconds):
+    """By kill -9, at any moment: mpirun ends the others, and says which."""
+    began = time.monotonic()
+    done = mpirun(2, "faults.py", "killed", seconds, timeout_s=120)
+    assert re.search(r"process rank 1 .*exited on\s+signal 9", done.stderr, re.DOTALL), done.stderr
+    assert time.monotonic() - began < 60

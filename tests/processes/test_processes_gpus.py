@@ -1,0 +1,173 @@
+"""Processes with two virtual GPUs each train as one process with four; one that fails ends the other by an error."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variables_of
+
+RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
+# By the way: what the message says of the process that fails.
+WORDS = {
+    "raises": "process {} on {} has ended: ValueError: told to fail",
+    "ends": "process {} on {} has ended",
+    "killed": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
+    "cut": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
+    "stopped": "nothing for 1[05] s from process {} on {}, which is stopped, killed or cut off",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A function that starts two processes by a launcher, and returns for each a Popen that prints into a file."""
+    if not (shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("virtual GPUs need a C++ compiler")
+    started = []
+
+    def command(gpus, *arguments):
+        return list(
+            map(str, [sys.executable, RUN, "--gpus", gpus, SCRIPTS / "gpus.py", tmp_path / "out", 2, *arguments])
+        )
+
+    def run(launcher, *arguments, hosts=None):
+        (tmp_path / "standin").mkdir()
+        common = environment(STANDIN_FOLDER=str(tmp_path / "standin"))
+        if launcher in LAUNCHERS:
+            # Both see all GPUs of the host, and take two each.
+            line = [*LAUNCHERS[launcher](2), *command(4, *arguments)]
+            started.append(_started(line, common, tmp_path / "log"))
+            return started
+        port = free_port()
+        for rank in range(2):  # as on two hosts
+            variables = {**common, **variables_of(launcher, rank, port, "left" if hosts else "localhost")}
+            line = command(2, *arguments)
+            line = hosts.on(rank, *line) if hosts else line
+            started.append(_started(line, variables, tmp_path / f"log{rank}"))
+        return started
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def _started(command, variables, log):
+    process = subprocess.Popen(command, env=variables, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    process.log = log
+    return process
+
+
+def said(process):
+    """What a process, or those of mpirun, have printed."""
+    return process.log.read_text(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The numbers of one process on four virtual GPUs."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    command = [sys.executable, RUN, "--gpus", "4", SCRIPTS / "gpus.py", out, "4"]
+    subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=170)
+    return dict(np.load(f"{out}.0.npz"))
+
+
+@pytest.mark.parametrize("launcher", ["RANK", "TF_CONFIG", *LAUNCHERS])
+def test_close_to_one_process(several, alone, tmp_path, launcher):
+    """Losses, weights and results are equal in both processes; no name of a device has a job."""
+    check_equal(several(launcher), alone, tmp_path)
+
+
+def check_equal(processes, alone, tmp_path):
+    """Both processes have ended well, with the same numbers, which are close to those of one."""
+    for process in processes:
+        assert process.wait(150) == 0, said(process)
+        assert "job:worker" not in said(process)
+    one, other = (dict(np.load(tmp_path / f"out.{rank}.npz")) for rank in range(2))
+    assert one.keys() == other.keys() == alone.keys()
+    for name, expected in alone.items():
+        assert one[name].tobytes() == other[name].tobytes(), name
+        np.testing.assert_allclose(one[name], expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_close_to_one_process_from_two_hosts(several, hosts, alone, tmp_path):
+    """The same from one host to the other."""
+    check_equal(several("RANK", hosts=hosts), alone, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["raises", "killed", "first ends", "first stopped"])
+def test_failing_process_ends_the_other(several, way):
+    """Within 30 s, by an error that names rank, host and reason."""
+    processes = several("RANK", way)
+    fails = 0 if way.startswith("first") else 1
+    other = processes[1 - fails]
+    other.wait(150)
+    check_told(said(other), way, fails)
+    if "stopped" in way:
+        processes[fails].send_signal(signal.SIGKILL)
+    status = processes[fails].wait(30)
+    assert status == {"raises": 1, "ends": 0}.get(way.split()[-1], -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", ["raises", "stopped"])
+def test_failing_process_of_mpirun_ends_the_other(several, way):
+    """The same by MPI."""
+    (mpirun,) = several("mpirun", way)
+    wait_for(lambda: "[0] " in said(mpirun) or mpirun.poll() is not None)
+    check_told(said(mpirun), way, 1)
+    if way != "stopped":  # else mpirun waits until it is killed
+        mpirun.wait(60)
+
+
+def test_killed_process_of_mpirun(several):
+    """By kill -9: mpirun ends the other at once, and says which."""
+    (mpirun,) = several("mpirun", "killed")
+    wait_for(lambda: "signal 9" in said(mpirun) or mpirun.poll() is not None)
+    mpirun.wait(30)
+    assert re.search(r"process rank 1 .*on node \S+ exited on\s+signal 9", said(mpirun), re.DOTALL), said(mpirun)
+
+
+@pytest.mark.parametrize("way", ["killed", "cut"])
+def test_failing_host_ends_the_other(several, hosts, way):
+    """A process on it that is killed, or its cable, which is pulled: each names the other, and its host."""
+    processes = several("RANK", way, hosts=hosts)
+    if way == "cut":
+        for rank, process in enumerate(processes):
+            wait_for(lambda p=process, r=rank: f"[{r}] trains" in said(p) or p.poll() is not None)
+        time.sleep(2)
+        hosts.pull_cable()
+    for rank in (0, 1) if way == "cut" else (0,):
+        processes[rank].wait(150)
+        check_told(said(processes[rank]), way, 1 - rank, ("left", "right")[1 - rank])
+
+
+def wait_for(condition, timeout_s=150):
+    """Wait until something holds."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it has not come"
+        time.sleep(0.2)
+
+
+def check_told(text, way, fails, host=None):
+    """The process that does not fail has printed an error, which came in time."""
+    words = WORDS[way.split()[-1]].format(fails, re.escape(host or socket.gethostname()))
+    found = re.search(rf"\[{1 - fails}\] ProcessError after (\d+) s: Expected .* to end. Received: {words}", text)
+    assert found and int(found[1]) <= 30, text
+
+
+def test_both_go_on_after_an_error_in_one(several):
+    """A step that fails in one process is an error in both, which then train on, joined anew."""
+    sums = set()
+    for process in several("RANK", "label"):
+        assert process.wait(150) == 0, said(process)
+        assert "Error after" in said(process)
+        sums.add(re.search(r"goes on (.*)", said(process))[1])
+    assert len(sums) == 1

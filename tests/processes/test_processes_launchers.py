@@ -1,0 +1,91 @@
+"""Other launchers than Open MPI's mpirun: what they start for real, what they end, and start again."""
+
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variables_of
+from standin import COMPILER
+
+RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
+PROGRAM = ROOT / "examples" / "several_hosts.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(*command, **more):
+    """What subprocess.run returns."""
+    words = list(map(str, command))
+    return subprocess.run(words, env=environment(**more), capture_output=True, text=True, timeout=170)
+
+
+def test_cpu_towers_by_srun():
+    """Where Slurm has PMIx they have the bits of one process; else an error says what to write."""
+    srun = LAUNCHERS["srun"](2)
+    has_pmix = "pmix" in run("srun", "--mpi=list").stderr + run("srun", "--mpi=list").stdout
+    if has_pmix:
+        done, alone = run(*srun, "--mpi=pmix", sys.executable, PROGRAM, 2), run(sys.executable, PROGRAM, 4)
+        (found,), (expected,) = (re.findall("4 towers: .*", text) for text in (done.stdout, alone.stdout))
+        assert found == expected
+    done = run(*srun, "--mpi=none", sys.executable, PROGRAM, 2)
+    assert done.returncode and "Start them by: srun --mpi=pmix python" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["RANK", "torchrun"])
+def test_cpu_towers_need_mpi(launcher):
+    """An error says how to start them, in each process, before anything is trained."""
+    command = [sys.executable, PROGRAM, 2]
+    if launcher == "torchrun":
+        done = run(*LAUNCHERS["torchrun"](2), *command)
+    else:
+        done = run(*command, **variables_of("RANK", 0, free_port()))
+    words = r"NcclUnavailableError: Expected MPI to join the 2 processes that torchrun has started \(RANK=\d"
+    assert re.search(words, done.stderr), done.stderr
+    assert "Start them by: mpirun -np 2 python train.py" in done.stderr
+    assert done.returncode and "Epoch" not in done.stdout
+
+
+def workers_of(started):
+    """The processes of the script that a launcher has started."""
+    found = psutil.Process(started.pid).children(recursive=True)
+    return [one for one in found if str(RUN) in one.cmdline()[:3]]
+
+
+def test_torchrun_starts_killed_process_again(tmp_path):
+    """All of them: they go on at the very sample, and end with the numbers of a run that nothing has ended."""
+    if not COMPILER:
+        pytest.skip("virtual GPUs need a C++ compiler")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed, tmp_path / "standin"):
+        folder.mkdir()
+    program = SCRIPTS / "interrupted.py"
+    torchrun = LAUNCHERS["torchrun"](2, "--standalone", "--max-restarts=1")
+    command = [*torchrun, sys.executable, RUN, "--gpus", 4, program, killed, 2, 0.1, 2]
+    log = (tmp_path / "log").open("w+")
+    variables = environment(STANDIN_FOLDER=str(tmp_path / "standin"))
+    started = subprocess.Popen(list(map(str, command)), env=variables, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + 170
+        while not (killed / "backup" / "latest.weights.h5").exists():
+            assert started.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        time.sleep(0.5)
+        workers_of(started)[1].kill()
+        assert started.wait(150) == 0, (tmp_path / "log").read_text()
+    finally:
+        for one in workers_of(started) if started.poll() is None else ():
+            one.kill()
+        started.kill()
+        started.wait()
+    assert "exitcode: -9" in (tmp_path / "log").read_text()
+    alone = run(sys.executable, RUN, "--gpus", 4, program, whole, 4, 0, 2)
+    expected = dict(np.load(whole / "end.0.npz"))
+    for rank in range(2):
+        found = dict(np.load(killed / f"end.{rank}.npz"))
+        assert found.keys() == expected.keys(), alone.stderr
+        for key in expected:
+            np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,70 @@
+"""Find what starts tests' programs as several processes: launchers, or variables alone."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "processes" / "scripts"
+
+
+def mpirun_path() -> str | None:
+    """The one beside this Python, or the machine's."""
+    beside = pathlib.Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def mpirun(count: int, *options: str) -> list[str]:
+    """A command that starts so many processes of what follows it; skips the test where there is none."""
+    pytest.importorskip("mpi4py", reason="pip install 'ncclsync[hosts]'")
+    path = mpirun_path() or pytest.skip("no mpirun: pip install 'ncclsync[hosts]'")
+    return [path, "-np", str(count), "--allow-run-as-root", "--oversubscribe", *options]
+
+
+def torchrun(count: int, *options: str) -> list[str]:
+    """The same by PyTorch's torchrun, whose program it is that follows."""
+    pytest.importorskip("torch", reason="no torchrun: pip install torch")
+    where = ["--standalone"] if not options else list(options)
+    return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={count}", "--no-python"]
+
+
+def srun(count: int, *options: str) -> list[str]:
+    """The same by Slurm's srun."""
+    if not shutil.which("srun"):
+        pytest.skip("no srun: needs a Slurm cluster")
+    try:
+        subprocess.run(["srun", "-n", str(count), "true"], capture_output=True, timeout=30, check=True)
+    except subprocess.SubprocessError:
+        pytest.skip("srun reaches no Slurm cluster")
+    return ["srun", f"--ntasks={count}", "--cpus-per-task=1", *options]
+
+
+LAUNCHERS = {"mpirun": mpirun, "torchrun": torchrun, "srun": srun}
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def variables_of(name: str, rank: int, port: int, host: str = "localhost") -> dict[str, str]:
+    """What a process of two is told, each alone on its host: by RANK and its like, or by TF_CONFIG."""
+    if name == "TF_CONFIG":
+        cluster = {"worker": [f"{host}:{port}", "other:1"]}
+        return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})}
+    own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**own, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Variables for a process that finds this source tree, on a machine that may have fewer cores than processes."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **more}

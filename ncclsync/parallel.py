@@ -19,6 +19,7 @@ from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow
 from ncclsync.training.keras_model import attach
 from ncclsync.training.loop import Towers
+from ncclsync.training.processes import keep_in_step
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -73,6 +74,7 @@ def nccl_parallel(
     devices: Sequence[str] | None = None,
     backend: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    shards: int | None = None,
     batch_invariant_random: bool = False,
     compression: str | None = None,
     shard_optimizer: bool = False,
@@ -81,7 +83,9 @@ def nccl_parallel(
     check_every: int | None = None,
     on_divergence: str = "raise",
     on_nonfinite: str | None = None,
+    on_oom: str | None = None,
     check_first_step: bool = False,
+    processes: bool = True,
     sync_batch_norm: bool = False,
     emergency_checkpoint: str | os.PathLike[str] | None = None,
     recipe: LargeBatch | None = None,
@@ -107,8 +111,8 @@ def nccl_parallel(factory=None, **options):
         TypeError, ValueError: bad arguments, here or when the factory is called; a factory that returns
             something else than a Keras model, or one made under `tf.distribute`, or with an optimizer that
             Horovod wraps.
-        NcclSyncError: Keras runs on another backend than TensorFlow; or horovodrun or mpirun have started
-            several processes, and no devices are named.
+        NcclSyncError: Keras runs on another backend than TensorFlow; or what a launcher of several processes has
+            set contradicts itself.
         NcclUnavailableError: NCCL was chosen and cannot be used.
     """
     if keras.backend.backend() != "tensorflow":
@@ -139,6 +143,8 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             replicas.close()
             raise
         attach(model, replicas, options.sync_batch_norm, options.emergency_checkpoint)
+        if replicas.meets_processes:
+            keep_in_step(model, replicas)
         if options.recipe is not None:
             follow(model, options.recipe)
         return model

@@ -57,28 +57,29 @@ class OnNonFinite:
         self.raised: NonFiniteError | None = None
         self._files = 0
 
-    def report(self, finite: np.ndarray, names: Sequence[str], batch: Any, towers: int) -> None:
-        """Save the rows of the towers that have such gradients; raise the error, or log it.
+    def report(self, finite: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int]) -> None:
+        """Save the rows of the shards that have such gradients; raise the error, or log it.
 
         Args:
-            finite: [towers with samples, gradients] bool.
+            finite: [shards with samples, gradients] bool.
             names: [gradients] of the variables.
             batch: nested structure of eager tensors.
-            towers: how many, those without samples too.
+            owners: the tower of each shard, those without samples too.
 
         Raises:
             NonFiniteError: unless the step is to be skipped.
         """
         rows = next(int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank)
-        ends = np.cumsum(shard_sizes(rows, towers))
+        ends = np.cumsum(shard_sizes(rows, len(owners)))
         found: dict[int, tuple[int, int, tuple[str, ...]]] = {}
         indices: list[int] = []
-        for tower, flags in enumerate(finite):
+        for shard, flags in enumerate(finite):
             if not flags.all():
-                begin, end = int(ends[tower - 1]) if tower else 0, int(ends[tower])
-                bad = tuple(dict.fromkeys(name for name, one in zip(names, flags, strict=True) if not one))
-                found[tower] = (begin, end, bad)
+                begin, end = int(ends[shard - 1]) if shard else 0, int(ends[shard])
                 indices.extend(range(begin, end))
+                bad = [name for name, one in zip(names, flags, strict=True) if not one]
+                first, _, before = found.get(owners[shard], (begin, end, ()))
+                found[owners[shard]] = (first, end, tuple(dict.fromkeys([*before, *bad])))
         error = NonFiniteError(found, *self._save(batch, np.array(indices)))
         if self.mode == "raise":
             self.raised = error

@@ -3,7 +3,7 @@
 An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -63,23 +63,40 @@ class Place(NamedTuple):
         return tf.reshape(flat, shape)
 
 
+class Processes(NamedTuple):
+    """Know which towers are of this process, where others have towers, too.
+
+    Attributes:
+        ranks: [n] their numbers.
+        gather: returns of [n, length] rows of these towers [N, length] of all; is given a name for messages.
+    """
+
+    ranks: Sequence[int]
+    gather: Callable[[tf.Tensor, str], tf.Tensor]
+
+
 class PartitionedSlot(Holder):
     """Hold one of an optimizer's own variables, of which the towers hold the parts.
 
     It takes memory only from when somebody reads or writes it until the next step.
     """
 
-    def __init__(self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable]) -> None:
+    def __init__(
+        self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes | None
+    ) -> None:
         """Take over a variable, with the value it has.
 
         Args:
             variable: the optimizer's, which is not kept alive.
             place: of its weight.
-            partitions: [N] the towers' variables.
+            partitions: [n] the variables of this process' towers.
+            processes: where others have towers, too; None: there are none.
         """
         super().__init__(variable)
         self._place = place
         self._partitions = partitions
+        self._ranks = range(len(partitions)) if processes is None else processes.ranks
+        self._gather = None if processes is None else processes.gather
         self._is_whole = self._is_written = True
         self.track_reads()
 
@@ -90,7 +107,7 @@ class PartitionedSlot(Holder):
             return
         if self._is_written:
             value = variable.value()
-            for tower, partition in enumerate(self._partitions):
+            for tower, partition in zip(self._ranks, self._partitions, strict=True):
                 with tf.device(partition.device):
                     part = self._place.part(tf.identity(value), tower)
                     before, after = partition[: self._place.begin], partition[self._place.end :]
@@ -102,7 +119,7 @@ class PartitionedSlot(Holder):
         self.mark_others_stale()  # who read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
-        """Let the optimizer's variable hold what the towers have."""
+        """Let the optimizer's variable hold what the towers have. Collective, where other processes have some."""
         variable = self.held
         if variable is None or self._is_whole:
             return
@@ -115,6 +132,8 @@ class PartitionedSlot(Holder):
         with tf.device(variable.device):
             held = [tf.identity(partition.value()) for partition in self._partitions]
             rows = tf.stack([partition[self._place.begin : self._place.end] for partition in held])
+            if self._gather is not None:
+                rows = self._gather(rows, variable.name)
             whole = self._place.whole(rows, variable.shape)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
         self._is_whole = True

@@ -20,7 +20,7 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.elementwise import find_coupling
-from ncclsync.gradients.partitions import PartitionedSlot, Place
+from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
 from ncclsync.ops import SCATTERED, Collective
 
 # Towers without samples have updated their part as well.
@@ -45,12 +45,12 @@ class _Sharded:
     """Hold one optimizer that is divided."""
 
     def __init__(
-        self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies, bucket_bytes: int, towers: int
+        self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies, sharding: "OptimizerSharding"
     ) -> None:
         self._dense = {id(weight) for weight in weights}
         _check(optimizer, weights)
         self.twin = keras_optimizers.twin_of(optimizer)
-        self.groups = _groups(optimizer, weights, bucket_bytes, towers)
+        self.groups = _groups(optimizer, weights, sharding.bucket_bytes, sharding.towers)
         kept = [group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.weights[0])]
         if kept:
             self.twin.exclude_from_weight_decay(var_list=[flat.value for flat in kept])
@@ -67,7 +67,7 @@ class _Sharded:
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
-                    self.slots.append(PartitionedSlot(whole, place, parts))
+                    self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes))
         for group in self.groups:
             tf_compat.set_flag(tf_compat.backend_variable(group.flat), "partitioned")
 
@@ -105,17 +105,23 @@ class _Sharded:
 
 
 class OptimizerSharding:
-    """Divide the state of a model's or a step's optimizers among its towers."""
+    """Divide the state of a model's or a step's optimizers among its towers.
 
-    def __init__(self, towers: int, bucket_bytes: int) -> None:
+    Attributes:
+        towers, bucket_bytes, processes: as given.
+    """
+
+    def __init__(self, towers: int, bucket_bytes: int, processes: Processes | None = None) -> None:
         """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
 
         Args:
             towers: how many.
             bucket_bytes: how large the weights of one flat variable may be together.
+            processes: see `PartitionedSlot`.
         """
-        self._towers = towers
-        self._bucket_bytes = bucket_bytes
+        self.towers = towers
+        self.bucket_bytes = bucket_bytes
+        self.processes = processes
         self._sharded: dict[int, _Sharded] = {}  # by id of the optimizer
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
@@ -170,6 +176,12 @@ class OptimizerSharding:
             for slot in sharded.slots:
                 slot.divide()
 
+    def make_whole(self) -> None:
+        """Let optimizers' variables hold what the towers have. Collective, where other processes have some."""
+        for sharded in self._sharded.values():
+            for slot in sharded.slots:
+                slot.make_whole()
+
     def release(self) -> None:
         """Give all optimizers their state back."""
         for sharded in self._sharded.values():
@@ -216,7 +228,7 @@ class OptimizerSharding:
         sharded = self._sharded.get(id(optimizer))
         if sharded is None:
             with tf.init_scope():
-                sharded = _Sharded(optimizer, weights, copies, self._bucket_bytes, self._towers)
+                sharded = _Sharded(optimizer, weights, copies, self)
             self._sharded[id(optimizer)] = sharded
             weakref.finalize(optimizer, self._sharded.pop, id(optimizer), None).atexit = False
         if not sharded.takes(weights):

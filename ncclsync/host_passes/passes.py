@@ -11,23 +11,24 @@ from ncclsync.program.program import Program, Segment
 from ncclsync.program.segment import Rewrite, SegmentPlan, needed_ops
 
 
-def improve(program: Program, *, crowded: bool) -> Program:
+def improve(program: Program, *, crowded: bool, joins: bool = True) -> Program:
     """Return a cheaper program with the same segments, buckets and results.
 
     Args:
         program: whose segments are not compiled yet.
         crowded: whether other towers keep all other cores busy.
+        joins: whether all towers are of this process, so that its ops can join their tensors as they are.
     """
-    segments = tuple(_improved(segment, crowded) for segment in program.segments)
+    segments = tuple(_improved(segment, crowded, joins) for segment in program.segments)
     return dataclasses.replace(program, segments=segments)
 
 
-def _improved(segment: Segment, crowded: bool) -> Segment:
+def _improved(segment: Segment, crowded: bool, joins: bool) -> Segment:
     plan: SegmentPlan = segment.plan
     return dataclasses.replace(
         segment,
-        incoming=tuple(map(unpacked, segment.incoming)),
-        outgoing=tuple(map(unpacked, segment.outgoing)),
+        incoming=tuple(map(unpacked, segment.incoming)) if joins else segment.incoming,
+        outgoing=tuple(map(unpacked, segment.outgoing)) if joins else segment.outgoing,
         plan=plan if plan.jit_compile else _rewritten(plan, needed_ops(segment), crowded),
     )
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import (
@@ -19,6 +20,7 @@ from ncclsync.communicator import (
     NcclCommunicator,
     ReduceScatter,
     empty_aligned,
+    native,
 )
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
@@ -28,8 +30,27 @@ from ncclsync.ops.device_ops import shape_received
 Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
+class Turns:
+    """Keep the order in which processes join tensors in one graph: each call takes a tensor of the call before.
+
+    A control dependency would not do: TensorFlow's optimiser drops those of ops that it folds away.
+
+    Attributes:
+        rows: of the batch, an int32 scalar; they must be as many in all processes.
+        last: a tensor of the last call, none before the first.
+    """
+
+    def __init__(self, rows: tf.Tensor) -> None:
+        """Begin."""
+        self.rows = rows
+        self.last: list[tf.Tensor] = []
+
+
 def group_exchange(
-    columns: Sequence[Sequence[tf.Tensor]], communicator: Communicator, collectives: Sequence[Joining]
+    columns: Sequence[Sequence[tf.Tensor]],
+    communicator: Communicator,
+    collectives: Sequence[Joining],
+    turns: Turns | None = None,
 ) -> list[list[tf.Tensor]]:
     """Join B tensors of each tower, in a graph, by ops that wait for nothing but their inputs.
 
@@ -39,6 +60,7 @@ def group_exchange(
             all-gather any number of rows: each tower receives N times as many.
         communicator: of N ranks. NCCL's runs all columns as one group.
         collectives: [B] what happens to each column; `sends` and `recvs` are filled in when it happens.
+        turns: where several processes are joined.
 
     Returns:
         [B][N] tensors on the same devices. Towers that share the host's memory, and receive the same, get
@@ -46,12 +68,12 @@ def group_exchange(
     """
     if not columns:
         return []
+    turns = turns if communicator.world_size > communicator.size else None
     if not isinstance(communicator, NcclCommunicator):
-        pairs = zip(columns, collectives, strict=True)
-        return [_join_on_host(column, communicator, collective) for column, collective in pairs]
+        return _join_on_host(columns, communicator, collectives, turns)
     if device_ops.takes(communicator):
         return _enqueued(columns, communicator, collectives)
-    return exchange_by_py_ops(columns, communicator, collectives)
+    return exchange_by_py_ops(columns, communicator, collectives, turns)
 
 
 def _enqueued(
@@ -74,12 +96,15 @@ def _enqueued(
 
 
 def exchange_by_py_ops(
-    columns: Sequence[Sequence[tf.Tensor]], communicator: Communicator, collectives: Sequence[Joining]
+    columns: Sequence[Sequence[tf.Tensor]],
+    communicator: Communicator,
+    collectives: Sequence[Joining],
+    turns: Turns | None = None,
 ) -> list[list[tf.Tensor]]:
     """Join tensors on devices as `group_exchange` does, by py ops: each waits for its GPU, and for the group."""
     # TensorFlow keeps every py op's function for good, and what that refers to.
     borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
-    ranks = len(columns[0])
+    ranks = communicator.world_size
 
     def join_on_devices(sends, recvs):
         rows = zip(collectives, sends, recvs, strict=True)
@@ -88,75 +113,160 @@ def exchange_by_py_ops(
     def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
         return shape_received(collectives[column], sent, ranks)
 
-    return _group_on_devices(columns, join_on_devices, shape_of)
+    return _group_on_devices(columns, join_on_devices, shape_of, turns)
 
 
 def group_all_reduce(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, op: str = "sum", label: str = ""
+    tensors: Sequence[tf.Tensor],
+    communicator: Communicator,
+    op: str = "sum",
+    label: str = "",
+    turns: Turns | None = None,
 ) -> list[tf.Tensor]:
     """Reduce one tensor per tower; `group_exchange` of one column: [N] in, [N] out."""
-    return group_exchange([tensors], communicator, [AllReduce((), (), op, label)])[0]
+    return group_exchange([tensors], communicator, [AllReduce((), (), op, label)], turns)[0]
 
 
-def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
-    """Return the same with buffers."""
-    return type(collective)(sends, recvs, *collective[2:])
+def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:
+    """Concatenate tensors of the towers of several processes along their first axis, in a graph.
+
+    Two all-gathers: how many rows each has, and the rows, of the most that any has.
+
+    Args:
+        tensors: [n] of this process' towers, of one dtype; they differ in their number of rows at most.
+        communicator: of N ranks.
+        label: see `Communicator.all_reduce`.
+        turns: see `group_exchange`.
+
+    Returns:
+        [n] tensors, on the same devices.
+
+    Raises:
+        NcclSyncError: no numbers, which do not travel between processes.
+    """
+    dtype = tensors[0].dtype
+    if dtype == tf.bool:
+        numbers = [_cast_in_place(tensor, tf.uint8) for tensor in tensors]
+        return [_cast_in_place(one, dtype) for one in gather_rows(numbers, communicator, label, turns)]
+    if dtype.name not in native.DTYPES:
+        raise NcclSyncError(
+            f"Expected numbers where towers of several processes need each other's rows. Received: {dtype.name}. "
+            "Look words up in the input pipeline, before the step"
+        )
+    rows = []
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            rows.append(tf.shape(tensor, tf.int64)[:1])
+    counts = group_exchange([rows], communicator, [AllGather((), (), label)], turns)[0]
+    padded = []
+    for tensor, count in zip(tensors, counts, strict=True):
+        with tf.device(tensor.device):
+            missing = tf.reduce_max(count) - tf.shape(tensor, tf.int64)[0]
+            zeros = tf.zeros(tf.concat([[missing], tf.shape(tensor, tf.int64)[1:]], 0), dtype)
+            padded.append(tf.concat([tensor, zeros], 0))
+    gathered = group_exchange([padded], communicator, [AllGather((), (), label)], turns)[0]
+    received = []
+    for tensor, count, like in zip(gathered, counts, tensors, strict=True):
+        with tf.device(like.device):
+            block = tf.reduce_max(count)
+            pieces = [tensor[i * block : i * block + count[i]] for i in range(communicator.world_size)]
+            whole = tf.concat(pieces, 0)
+        received.append(whole if like.shape.rank is None else tf.ensure_shape(whole, [None, *like.shape[1:]]))
+    return received
 
 
-def _join_on_host(tensors: Sequence[tf.Tensor], communicator: Communicator, collective: Joining) -> list[tf.Tensor]:
-    borrowed, ranks = weakref.ref(communicator), len(tensors)
-    differ = isinstance(collective, ReduceScatter)  # else all receive the same
+def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any], suffix: str = "") -> Joining:
+    """Return the same with buffers, and with a suffix to the label."""
+    return collective._replace(sends=sends, recvs=recvs, label=collective.label + suffix)
 
-    def join_on_host(*sends):
-        shape = shape_received(collective, tf.TensorShape(sends[0].shape), ranks)
-        recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(ranks if differ else 1)]
-        _alive(borrowed).run_group([_filled(collective, sends, recvs if differ else recvs * ranks)])
-        return recvs
+
+def _join_on_host(
+    columns: Sequence[Sequence[tf.Tensor]],
+    communicator: Communicator,
+    collectives: Sequence[Joining],
+    turns: Turns | None,
+) -> list[list[tf.Tensor]]:
+    """Join tensors as `group_exchange` does, in the host's memory, by one py op."""
+    borrowed, ranks, world_size = weakref.ref(communicator), len(columns[0]), communicator.world_size
+    # How many different tensors this process' towers receive of each column.
+    counts = [ranks if isinstance(collective, ReduceScatter) else 1 for collective in collectives]
+
+    def join(*flat):
+        given, group, results = iter(flat), [], []
+        # Processes compare labels.
+        suffix = "" if turns is None else f", a batch of {flat[len(counts) * ranks]} rows"
+        for collective, count in zip(collectives, counts, strict=True):
+            sends = [next(given) for _ in range(ranks)]
+            shape = shape_received(collective, tf.TensorShape(sends[0].shape), world_size)
+            recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(count)]
+            group.append(_filled(collective, sends, recvs * (ranks // count), suffix))
+            results += recvs
+        _alive(borrowed).run_group(group)
+        return results
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
-    # merged with another call: every py op carries a token of its own.
-    dtypes = [tensors[0].dtype] * (ranks if differ else 1)
+    # merged with another call: every py op carries a token of its own. Where other processes take part it
+    # is run even if this one needs nothing of it.
+    dtypes = [column[0].dtype for column, count in zip(columns, counts, strict=True) for _ in range(count)]
+    inputs = [*tf.nest.flatten(columns), *([] if turns is None else [turns.rows, *turns.last])]
     with tf.device("/CPU:0"):
         # Outside a graph one result comes as itself, not in a list.
-        results = tf.nest.flatten(tf.numpy_function(join_on_host, list(tensors), dtypes, stateful=False))
-    for result in results:
-        result.set_shape(shape_received(collective, tensors[0].shape, ranks))
-    return results if differ else results * ranks
+        flat = tf.nest.flatten(tf.numpy_function(join, inputs, dtypes, stateful=turns is not None))
+    received, joined = iter(flat), []
+    for column, collective, count in zip(columns, collectives, counts, strict=True):
+        results = [next(received) for _ in range(count)]
+        for result in results:
+            result.set_shape(shape_received(collective, column[0].shape, world_size))
+        joined.append(results * (ranks // count))
+    if turns is not None:
+        turns.last = flat[:1]
+    return joined
 
 
 def group_broadcast(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = ""
+    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = "", turns: Turns | None = None
 ) -> list[tf.Tensor]:
     """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
     borrowed = weakref.ref(communicator)
     if device_ops.takes(communicator):
         assert isinstance(communicator, NcclCommunicator)
         return _enqueued([tensors], communicator, [Broadcast((), root, label)])[0]
+    own = communicator.ranks.index(root) if root in communicator.ranks else None  # of these tensors
     if isinstance(communicator, NcclCommunicator):
 
         def broadcast_on_devices(sends, recvs):
             buffers = [*recvs[0]]
-            buffers[root] = sends[0][root]
+            if own is not None:
+                buffers[own] = sends[0][own]
             _alive(borrowed).broadcast(buffers, root, label=label)
 
-        received = _group_on_devices([tensors], broadcast_on_devices)[0]
-        return [t if i == root else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
+        received = _group_on_devices([tensors], broadcast_on_devices, turns=turns)[0]
+        return [t if i == own else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
 
-    def broadcast_on_host(send):
+    def broadcast_on_host(send, *_turns):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
-        buffers[root] = send
-        _alive(borrowed).broadcast(buffers, root)
-        return [buffer for i, buffer in enumerate(buffers) if i != root]
+        if own is not None:
+            buffers[own] = send
+        _alive(borrowed).broadcast(buffers, root, label=label)
+        return [buffer for i, buffer in enumerate(buffers) if i != own] or np.zeros([], send.dtype)
 
-    if len(tensors) == 1:
+    if communicator.world_size == 1:
         return list(tensors)
-    sent = tensors[root]
+    sent = tensors[own or 0]
     with tf.device("/CPU:0"):
-        dtypes = [sent.dtype] * (len(tensors) - 1)
-        received = tf.nest.flatten(tf.numpy_function(broadcast_on_host, [sent], dtypes, stateful=False))
-    for tensor in received:
-        tensor.set_shape(sent.shape)
-    return [*received[:root], sent, *received[root:]]
+        dtypes = [sent.dtype] * max(1, len(tensors) - (own is not None))
+        inputs = [sent, *(turns.last if turns is not None else [])]
+        received = tf.nest.flatten(tf.numpy_function(broadcast_on_host, inputs, dtypes, stateful=turns is not None))
+    if turns is not None:
+        turns.last = received[:1]
+    if own is None or len(tensors) > 1:
+        for tensor in received:
+            tensor.set_shape(sent.shape)
+    if own is None:
+        return received
+    with tf.control_dependencies(received):
+        sent = tf.identity(sent)
+    return [*received[:own], sent, *received[own : len(tensors) - 1]]
 
 
 def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
@@ -170,6 +280,7 @@ def _group_on_devices(
     columns: Sequence[Sequence[tf.Tensor]],
     run: Callable[[Sequence[Sequence[Any]], Sequence[Sequence[Any]]], None],
     shape_received: Callable[[int, tf.TensorShape], tf.TensorShape] = lambda _, sent: sent,
+    turns: Turns | None = None,
 ) -> list[list[tf.Tensor]]:
     """Run a group of collectives over tensors that stay in their devices' memory: [B][N] in, [B][N] out.
 
@@ -186,6 +297,7 @@ def _group_on_devices(
         columns: tensors of B collectives of N towers.
         run: runs all of them, given what to send and what to write into, both [B][N].
         shape_received: of a column's index and the shape of what a tower sends: that of what it receives.
+        turns: where several processes are joined.
     """
     towers = list(zip(*(map(_as_carried, column) for column in columns), strict=True))  # [N][B]
     rounds: dict[int, list] = {}
@@ -230,7 +342,9 @@ def _group_on_devices(
         with tf.device(sends[0].device):
             tokens.append(tf.py_function(take(i), sends, tf.float32))
     with tf.device("/CPU:0"):
-        done = tf.py_function(run_group, tokens, tf.float32)
+        done = tf.py_function(run_group, [*tokens, *(turns.last if turns is not None else [])], tf.float32)
+    if turns is not None:
+        turns.last = [done]
     results = []
     for i, sends in enumerate(towers):
         with tf.device(sends[0].device):
@@ -246,7 +360,10 @@ def _as_carried(tensor: tf.Tensor) -> tf.Tensor:
 
     A sum or a product that is made in int64 and cut off wraps as in int32.
     """
-    if tensor.dtype != tf.int32:
-        return tensor
+    return tensor if tensor.dtype != tf.int32 else _cast_in_place(tensor, tf.int64)
+
+
+def _cast_in_place(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Cast a tensor on its own device."""
     with tf.device(tensor.device):
-        return tf.cast(tensor, tf.int64)
+        return tf.cast(tensor, dtype)

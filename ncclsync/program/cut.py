@@ -18,6 +18,7 @@ from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
+from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Segment, Target
 from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
@@ -34,6 +35,7 @@ def cut(
     *,
     jit_compile: bool = False,
     undone: bool = False,
+    traceless: bool = False,
     meter: Meter | None = None,
 ) -> Program:
     """Cut `trace` into a program of segments.
@@ -45,10 +47,15 @@ def cut(
             as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
         jit_compile: whether XLA compiles the segments.
         undone: whether a step may have to be undone after all its writes.
+        traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
+            included.
         meter: see `compile_segment`.
     """
-    graph, placed = place(trace, target.home_device, results, target.same_seeds)
-    scheduled = schedule(graph, target.bucket_bytes)
+    graph, placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+    # Gradients that travelled while others are computed would keep all shards' activations.
+    scheduled = schedule(graph, None if target.many_shards else target.bucket_bytes)
+    if target.many_shards:
+        scheduled = divide(graph, scheduled)
     program = Program(
         segments=_plan_segments(graph, scheduled, target, jit_compile),
         arguments=graph.arguments,
@@ -63,7 +70,7 @@ def cut(
         normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
         alike=placed.share_alike,
-        rollback=_rollback(graph, scheduled, undone),
+        rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
     )
     for improve in target.passes:
@@ -72,10 +79,14 @@ def cut(
     return dataclasses.replace(program, segments=segments)
 
 
-def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) -> tuple[StepGraph, Partition]:
+def place(
+    trace: Trace, home_device: str, results: Results, same_seeds: bool, *, many_shards: bool = False
+) -> tuple[StepGraph, Partition]:
     """Partition a trace; see `cut`."""
     while True:
         graph = StepGraph(trace, home_device, same_seeds)
+        if many_shards:  # what the partition computes of them alone is a shard's, too
+            graph.differing.update(name for name, placed in graph.argument_placements.items() if not placed.whole)
         try:
             return graph, partition(graph, trace.share, results)
         except Unshared as found:
@@ -83,7 +94,10 @@ def place(trace: Trace, home_device: str, results: Results, same_seeds: bool) ->
                 tf_compat.set_flag(graph.variable_of[handle], "shared")
 
 
-def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool) -> tuple[str, ...]:
+def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool) -> tuple[str, ...]:
+    if traceless:
+        folded = {fold.handle for fold in graph.folds}
+        return tuple(sorted(folded.union(*(graph.writes[name] for name in scheduled.segments))))
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
     # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
@@ -117,8 +131,8 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
     for fold in graph.folds:
         if fold.source is not None:
             plans[scheduled.sent[fold.result]].fold_reads.append(fold)
-        plans[-1].fold_writes.append(fold)
-    outgoing = [_fill_buckets(plan.sent, target.bucket_bytes) for plan in plans]
+        plans[scheduled.folds if scheduled.once else -1].fold_writes.append(fold)
+    outgoing = [_fill_buckets(plan.sent, target.bucket_bytes, scheduled) for plan in plans]
     incoming: list[list[Bucket]] = [[] for _ in plans]
     for bucket in itertools.chain(*outgoing):
         first = min(scheduled.received[exchange.result] for exchange in bucket.exchanges)
@@ -142,18 +156,21 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         later = {*outputs, *itertools.chain(*uses[number + 1 :])}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
         sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
-        segments.append(Segment(tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number], plan))
+        once = bool(scheduled.once) and scheduled.once[number]
+        parts = tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number]
+        segments.append(Segment(*parts, plan, once=once))
     return tuple(segments)
 
 
-def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Group the exchanges between two segments into buckets."""
+def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:
+    """Group the exchanges after a segment into buckets; with phases, those of one receiver."""
     kinds: list[Any] = []
     sizes = []
     for index, exchange in enumerate(exchanges):
         # Of unknown size it travels alone.
         packed = exchange.shape.is_fully_defined() and not exchange.collective.changes_rows
-        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if packed else index))
+        receiver = scheduled.received[exchange.result] if scheduled.once else None
+        kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if packed else index, receiver))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
     return tuple(
         Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is None)

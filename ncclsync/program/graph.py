@@ -92,6 +92,7 @@ class StepGraph:
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
+        self.differing: set[str] = set()  # tensors that may differ
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
         self._result_of: dict[tuple[str, Collective, str | None], str] = {}
         self.folds: list[Fold] = []

@@ -76,7 +76,7 @@ class Partition(Placer):
         self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
         self._order: list[tf.Operation] = []
         self._appended: set[str] = set()
-        self._differs: set[str] = set()
+        self._differs = graph.differing
         self._sums: set[str] = set()  # reads of metric state that were reduced
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}

@@ -5,11 +5,13 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective
 
 
@@ -90,15 +92,16 @@ class Bucket:
 class Segment:
     """Hold the part of a program between two collectives: one function, the same for every tower.
 
-    `function(*sources, *incoming, fraction, has_samples, is_root)` returns `[*fetches, *outgoing, token]`;
+    `function(*sources, *incoming, fraction, has_samples, is_first)` returns `[*fetches, *outgoing, token]`;
     `fraction` is the tower's share of the samples (float64, 0 for a tower without), `has_samples` whether it has
-    one (1 or 0, int32: TensorFlow keeps that in the host's memory), `is_root` is True on tower 0, and the token
-    depends on every side effect of the segment. If it is `metered`, the last argument is the
+    one (1 or 0, int32: TensorFlow keeps that in the host's memory), `is_first` is True on the first tower of a
+    process, and the token depends on every side effect of the segment. If it is `metered`, the last argument is the
     tower's number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
 
     Attributes:
         plan: what the function is made of, `segment.SegmentPlan`, until it is made.
         function: None before.
+        once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
     """
 
     sources: tuple[str, ...]
@@ -108,6 +111,15 @@ class Segment:
     plan: Any
     function: Any = None
     metered: bool = False
+    once: bool = False
+
+    @functools.cached_property
+    def written(self) -> frozenset[str]:
+        """Return the names of the handles that its function may write to."""
+        graph = self.function.graph
+        handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
+        sources = zip(self.sources, graph.inputs, strict=False)
+        return frozenset(name for name, tensor in sources if tensor.name in handles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +130,7 @@ class Target:
         home_device: tower 0's, where the trace placed what must run on each tower's device.
         bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
+        many_shards: whether a tower may compute several shards, and the number of shards is the program's alone.
         shares_memory: whether a tensor of one tower may be another's without a copy.
         passes: each makes a finished program cheaper, before its segments become functions.
     """
@@ -125,6 +138,7 @@ class Target:
     home_device: str
     bucket_bytes: int
     same_seeds: bool = False
+    many_shards: bool = False
     shares_memory: bool = False
     passes: tuple[Callable[["Program"], "Program"], ...] = ()
 

@@ -30,20 +30,25 @@ class Schedule:
         sent: by name of an exchange's result: the segment that ends with what it sends.
         received: by the same: the segment that is given the result.
         count: number of segments.
+        once: [count] whether a segment runs once for each tower, not for each of its shards; empty where every
+            tower has one shard. See `phases.py`.
+        folds: with `once`: the segment that writes what `Fold`s combine; else it is the last one.
     """
 
     segments: dict[str, int]
     sent: dict[str, int]
     received: dict[str, int]
     count: int
+    once: tuple[bool, ...] = ()
+    folds: int = 0
 
 
-def schedule(graph: StepGraph, bucket_bytes: int) -> Schedule:
+def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     """Schedule a step.
 
     Args:
         graph: the step, with its exchanges.
-        bucket_bytes: the size of the buckets that travel while the towers compute.
+        bucket_bytes: the size of the buckets that travel while the towers compute; None: nothing does.
     """
     levels = _assign_levels(graph)
     sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
@@ -72,19 +77,21 @@ def schedule(graph: StepGraph, bucket_bytes: int) -> Schedule:
 
 
 def _overlapping(
-    graph: StepGraph, levels: dict[str, int], level: int, results: Sequence[str], bucket_bytes: int
+    graph: StepGraph, levels: dict[str, int], level: int, results: Sequence[str], bucket_bytes: int | None
 ) -> list[list[str]]:
     """Put the exchanges of a level that can travel early into buckets, in the order in which they are done.
 
     None where all of them fit one bucket.
     """
+    if bucket_bytes is None:
+        return []
     early = [result for result in results if _travels_early(graph, levels, level, graph.exchanges[result])]
     sizes = {result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early}
     if sum(sizes.values()) <= bucket_bytes:
         return []
     depths: dict[str, int] = {}  # how many ops run one after another, up to each
     for op in graph.ops:
-        parents = [depths.get(parent, 0) for parent, _ in _dependencies(graph, op.name)]
+        parents = [depths.get(parent, 0) for parent, _ in dependencies(graph, op.name)]
         depths[op.name] = 1 + max(parents, default=0)
     early.sort(key=lambda result: depths[graph.origin(result)[0]], reverse=True)
     first_bytes = min(_FIRST_BUCKET_BYTES, bucket_bytes)
@@ -112,7 +119,7 @@ def _ancestors(graph: StepGraph, levels: dict[str, int], level: int, names: Sequ
         name = queue.pop()
         if name not in found:
             found.add(name)
-            parents = _dependencies(graph, name)
+            parents = dependencies(graph, name)
             queue += [parent for parent, _ in parents if levels.get(parent) == level]
     return found
 
@@ -152,7 +159,7 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
         if name in graph.placeholders or name in graph.passing or graph.is_constant(f"{name}:0"):
             continue
         level = floors[name]
-        for parent, hops in _dependencies(graph, name):
+        for parent, hops in dependencies(graph, name):
             level = max(level, levels.get(parent, 0) + hops)
         levels[name] = level
     return levels
@@ -174,13 +181,13 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
             latest[origin] = min(latest[origin], bound - hops)
     for op in reversed(graph.ops):
         if op.name in levels:
-            for parent, hops in _dependencies(graph, op.name):
+            for parent, hops in dependencies(graph, op.name):
                 if parent in latest:
                     latest[parent] = min(latest[parent], latest[op.name] - hops)
     return latest
 
 
-def _dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
+def dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
     """Yield (op, exchanges between) for all that op `name` waits for; for a passing op, its inputs."""
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)

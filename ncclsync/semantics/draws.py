@@ -11,16 +11,17 @@ _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 _logger = logging.getLogger("ncclsync")
 
 
-def check_draws(function: Any, batch_invariant: bool) -> None:
+def check_draws(function: Any, refuses: bool) -> None:
     """Refuse, or warn of, random draws in a traced step that no seed repeats.
 
     Args:
         function: the ConcreteFunction.
-        batch_invariant: whether towers are to draw what one device draws. If not, a draw from hidden state
-            is a warning, once per trace: CPU towers draw from one state in any order.
+        refuses: whether what is drawn must not depend on the towers, as with `batch_invariant_random` and
+            `shards`. If not, a draw from hidden state is a warning, once per trace: CPU towers draw from one
+            state in any order.
 
     Raises:
-        NcclSyncError: for a draw from hidden state, if `batch_invariant`.
+        NcclSyncError: for a draw from hidden state, if it `refuses` them.
     """
     definition = function.graph.as_graph_def()
     nodes: list[tuple[Any, str | None]] = [(node, None) for node in definition.node]
@@ -32,10 +33,10 @@ def check_draws(function: Any, batch_invariant: bool) -> None:
             place = f"at {user_line(function.graph.get_operation_by_name(node.name).traceback)}"
         else:
             place = f"in the function {within}"
-        if batch_invariant:
+        if refuses:
             raise NcclSyncError(
-                "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True. "
-                f"Received: {node.op}, whose state TensorFlow hides, {place}. {_INSTEAD}."
+                "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True or "
+                f"shards=. Received: {node.op}, whose state TensorFlow hides, {place}. {_INSTEAD}."
             )
         _logger.warning(
             "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "

@@ -7,9 +7,11 @@ is tower 0's, whose results are then one device's.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.ops import Share
@@ -46,7 +48,7 @@ class Shards:
     """Hold one batch, split.
 
     Attributes:
-        batches: [towers] the batch's structure, with the tower's rows.
+        batches: [n] the batch's structure, with the rows of a tower of this process.
         sizes: [towers] int32 scalars, the samples of each tower, 0 where it has none.
         shares: [towers] what part of the batch that is; the fractions add up to 1. That of tower 0 is 1 in a
             batch without rows.
@@ -57,13 +59,14 @@ class Shards:
     shares: list[Share]
 
 
-def shard_batch(batch: Any, towers: int) -> Shards:
+def shard_batch(batch: Any, towers: int, local: Sequence[int] | None = None) -> Shards:
     """Split every tensor of a batch along its first axis.
 
     Args:
         batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension;
             scalars go to every tower as they are, and so does None.
         towers: how many shards.
+        local: the numbers of this process' towers, whose shards are made; None: of all.
 
     Raises:
         ValueError: while the graph is built, if static shapes show that the rows differ in number, or that
@@ -91,7 +94,8 @@ def shard_batch(batch: Any, towers: int) -> Shards:
         splits = [whole // towers] * towers
     missing = tf.reduce_sum(counts) - rows
     pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
-    batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in range(towers)]
+    made = range(towers) if local is None else local
+    batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in made]
     return Shards(batches, *divide_rows(rows, towers))
 
 
@@ -143,6 +147,17 @@ def rows_of(batch: Any) -> int | None:
     if len(counts) > 1:
         raise ValueError(f"{_SAME_ROWS} {counts}")
     return counts[0] if counts else None
+
+
+def digest_of_rows(batch: Any) -> bytes:
+    """Return a digest of a batch's shapes, and of its first, middle and last row."""
+    digest = hashlib.blake2b(digest_size=16)
+    for component in components_of(batch):
+        array = component.numpy() if tf.is_tensor(component) else np.asarray(component)
+        rows = array[[0, len(array) // 2, -1]] if array.ndim and len(array) else array
+        text = rows.tobytes() if array.dtype != object else repr(rows.tolist()).encode()
+        digest.update(repr((array.shape, array.dtype.str)).encode() + text)
+    return digest.digest()
 
 
 def open_specs(batch: Any) -> Any:

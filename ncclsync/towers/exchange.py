@@ -13,13 +13,14 @@ import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, ReduceScatter, native
 from ncclsync.ops import Collective, device_ops
-from ncclsync.ops.group_ops import Joining, group_all_reduce, group_broadcast, group_exchange
+from ncclsync.ops.group_ops import Joining, Turns, gather_rows, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards
+from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, total_of_gathered
 from ncclsync.towers.state import TowerState
 
-# What each tower waits for: [N] lists of ops and tensors.
+# What each of this process' n towers waits for: [n] lists of ops and tensors.
 After = list[list[Any]]
 
 
@@ -30,9 +31,9 @@ class _Call(NamedTuple):
         number: of the segment, from 1.
         indices: of its buckets, among all that the segment sends.
         buckets: these.
-        given: [N][B] lists of tensors, what each tower sends.
+        given: [s][B] lists of tensors, what each shard sends.
         labels: [B] what they are called in messages.
-        done: [N] the ops of the segment.
+        done: [n] the ops of the segment.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Exchanges:
 
     Attributes:
         recorded: timestamps that nothing of the step waits for.
+        turns: the order in which several processes meet.
     """
 
     def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
@@ -63,20 +65,21 @@ class Exchanges:
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self._launches: list[tf.Operation] = []  # the last one
         self.recorded: list[tf.Operation] = []
-        # [N] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
-        self._received: list[dict[str, Any]] = [{} for _ in range(len(towers))]
+        self.turns = Turns(shards.shares[0].total)
+        # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
+        self._received: list[dict[str, Any]] = [{} for _ in towers.shards.devices]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
         """Return what each tower waits for, so that it goes on when all have come here.
 
         Args:
-            done: [N] ops and tensors of each tower.
+            done: [n] ops and tensors of each tower.
             anywhere: ops of the host's.
         """
         if self._enqueues:
             return self._passed(self._launch([], [], done, anywhere))
         every = [*anywhere, *(one for each in done for one in each)]
-        return [[tf.group(*every)]] * len(self._towers) if every else [[]] * len(self._towers)
+        return [[tf.group(*every)] if every else []] * len(self._towers.devices)
 
     def join(
         self,
@@ -91,22 +94,32 @@ class Exchanges:
         Args:
             number: of the segment, from 1.
             buckets: [B] that they send.
-            sent: [N] what each tower sends, as many tensors as the buckets' `specs`.
-            done: [N] the ops of the segment.
+            sent: [s] what each shard sends, as many tensors as the buckets' `specs`.
+            done: [n] the ops of the segment.
             conditions: tower 0's values, for `Bucket.when`.
         """
-        rows = [_by_bucket(buckets, row) for row in sent]  # [N][B]
+        if not buckets:
+            return self.meet(done)
+        rows = [_by_bucket(buckets, row) for row in sent]  # [s][B]
         after = None
-        for indices in together(buckets) if len(self._towers) > 1 else []:
+        for indices in together(buckets) if self._towers.shards.towers > 1 else []:
             given = [[row[i] for i in indices] for row in rows]
             labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
             call = _Call(number, indices, [buckets[i] for i in indices], given, labels, done)
-            if self._enqueues and _is_one_group(call.buckets[0]):
+            if (
+                self._enqueues
+                and _is_one_group(call.buckets[0])
+                and not (self._towers.has_shards and any(bucket.wire.kind != "all_reduce" for bucket in call.buckets))
+            ):
                 after = self._enqueue(call)
                 continue
             run = functools.partial(self._run, call)
             when = call.buckets[0].when
-            joined = tf.cond(conditions[when], run, lambda given=given: given) if when else run()
+            if when:
+                joined = tf.cond(conditions[when], run, lambda given=given: given)
+                self.turns.last = tf.nest.flatten(joined)[:1]  # others are of a branch's graph
+            else:
+                joined = run()
             for row, tensors in zip(rows, joined, strict=True):
                 for i, received in zip(indices, tensors, strict=True):
                     row[i] = received
@@ -115,21 +128,23 @@ class Exchanges:
                 received.setdefault(bucket.result, tensors)
         return self.meet(done) if after is None else after
 
-    def take(self, tower: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> list[tf.Tensor]:
-        """Return what a tower has received, flat.
+    def take(self, place: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> list[tf.Tensor]:
+        """Return what a shard's tower has received, flat.
 
         Args:
-            tower: its number.
+            place: the shard's, among those of this process' towers.
             buckets: what it takes.
             after: what is enqueued on its device before it waits for a launch there.
             waits: see `Launched.deliver`.
         """
         tensors = []
         for bucket in buckets:
-            received = self._received[tower].pop(bucket.result)
+            received = self._received[place].pop(bucket.result)
             if isinstance(received, tuple):
-                launched, column = received
+                tower, launched, column = received
                 received = [launched.deliver(tower, after, waits=waits)[column]]
+                if self._towers.has_shards:
+                    received = [total_of_gathered(received[0], bucket.wire.op, self._towers, tower)]
             tensors += received
         return tensors
 
@@ -138,13 +153,20 @@ class Exchanges:
         columns = [[tensors[0] for tensors in column] for column in zip(*call.given, strict=True)]
         pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
+        if self._towers.has_shards:
+            columns = [
+                nodes_of_towers(column, bucket.wire.op, self._towers)
+                for column, bucket in zip(columns, call.buckets, strict=True)
+            ]
+            collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
         launched = self._launch(columns, collectives, call.done)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
-        for received in self._received:
-            received.update({bucket.result: (launched, column) for column, bucket in enumerate(call.buckets)})
+        of_shard = [tower for tower, own in enumerate(self._towers.shards_of) for _ in own]
+        for tower, received in zip(of_shard, self._received, strict=True):
+            received.update({bucket.result: (tower, launched, column) for column, bucket in enumerate(call.buckets)})
         return self._passed(launched)
 
     def _launch(
@@ -161,19 +183,21 @@ class Exchanges:
         return launched
 
     def _passed(self, launched: device_ops.Launched) -> After:
-        return [[launched.passed(tower)] for tower in range(len(self._towers))]
+        return [[launched.passed(tower)] for tower in range(len(self._towers.devices))]
 
     def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
-        """Join buckets at once; return [N][B] lists of tensors, what each tower receives."""
+        """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
         span = self._begin(call)
         held = hold(call.given, span.ops)
         join = call.buckets[0].join
-        if join is not None:
+        if self._towers.has_shards:
+            joined = join_shards(call.buckets, held, self._towers)
+        elif join is not None:
             joined = join(call.buckets, held, [share.fraction for share in self._shards.shares])
         else:
             # The communicator joins bucket after bucket.
             with tf.control_dependencies(self._launches if self._enqueues else self._travelling()):
-                joined = _join(call.buckets, held, self._towers, call.labels)
+                joined = _join(call, held, self._towers, self.turns)
         return hold(joined, span.end(tf.nest.flatten(joined)))
 
     def _travelling(self) -> list[tf.Tensor]:
@@ -232,16 +256,16 @@ def _is_grouped(bucket: Bucket) -> bool:
 
 
 def _join(
-    buckets: Sequence[Bucket], sent: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState, labels: Sequence[str]
+    call: _Call, sent: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState, turns: Turns
 ) -> list[list[list[tf.Tensor]]]:
     """Join buckets of one tensor by the communicator: all of them grouped, or one of any kind."""
-    columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][N]
-    if _is_grouped(buckets[0]):
-        pairs = zip(buckets, labels, strict=True)
+    columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][n]
+    if _is_grouped(call.buckets[0]):
+        pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
-        columns = group_exchange(columns, towers.communicator, collectives)
+        columns = group_exchange(columns, towers.communicator, collectives, turns)
     else:
-        columns = [_join_one(buckets[0].wire, columns[0], towers, labels[0])]
+        columns = [_join_one(call, columns[0], towers, turns)]
     return [[[tensor] for tensor in row] for row in zip(*columns, strict=True)]
 
 
@@ -253,16 +277,18 @@ def _collective(wire: Collective, label: str) -> Joining:
     return kind((), (), wire.op, label)
 
 
-def _join_one(wire: Collective, tensors: Sequence[tf.Tensor], towers: TowerState, label: str) -> list[tf.Tensor]:
-    """Join one bucket that is sent, gathered, or reduced to one tower; [N] in, [N] out."""
-    count = len(towers)
+def _join_one(call: _Call, tensors: Sequence[tf.Tensor], towers: TowerState, turns: Turns) -> list[tf.Tensor]:
+    """Join one bucket that is sent, gathered, or reduced to one tower; [n] in, [n] out."""
+    wire, (label,), count = call.buckets[0].wire, call.labels, len(towers)
     if wire.root >= count:
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
     if wire.kind == "broadcast":
-        return group_broadcast(tensors, towers.communicator, wire.root, label)
+        return group_broadcast(tensors, towers.communicator, wire.root, label, turns)
+    if wire.concatenates and towers.meets_processes:
+        return gather_rows(tensors, towers.communicator, label, turns)
     if wire.concatenates:
         return _gather(tensors, towers)
-    return group_all_reduce(tensors, towers.communicator, wire.op, label)
+    return group_all_reduce(tensors, towers.communicator, wire.op, label, turns)
 
 
 def _gather(tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:

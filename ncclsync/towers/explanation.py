@@ -22,10 +22,10 @@ _WIDTH = 130  # columns, where it is printed as plain text
 
 _RULES = {
     Role.SAME: "same on all towers, nothing is exchanged for it",
-    Role.SUM: "sum: tower 0 holds it, the others start from zero",
-    Role.PARTIAL: "partial: each tower accumulates its samples'",
-    Role.PARTITION: "each tower has its part",
-    Role.SEED: "seed: each tower has its own",
+    Role.SUM: "sum: {one} 0 holds it, the others start from zero",
+    Role.PARTIAL: "partial: each {one} accumulates its samples'",
+    Role.PARTITION: "each {one} has its part",
+    Role.SEED: "seed: each {one} has its own",
 }
 
 
@@ -87,7 +87,7 @@ class WholeRow:
 
 @dataclasses.dataclass(frozen=True)
 class ShardRow:
-    """Name a tower's shard of the batch: rows `begin` to `end` - 1."""
+    """Name a shard of the batch, rows `begin` to `end` - 1, and the tower that computes it."""
 
     tower: int
     device: str
@@ -103,8 +103,9 @@ class Explanation:
         segments: how many parts the step has; the towers meet after each but the last.
         variables: those that the step uses.
         cuts: why it is cut.
-        shards: of the batch, one for each tower; none if no batch is known.
+        shards: of the batch, one for each tower, or as many as `shards=` says; none if no batch is known.
         wholes: the rows that are gathered; none for most models.
+        order: how a tower computes its shards, in words; empty where each has one.
     """
 
     segments: int
@@ -112,6 +113,7 @@ class Explanation:
     cuts: tuple[CutRow, ...]
     shards: tuple[ShardRow, ...]
     wholes: tuple[WholeRow, ...] = ()
+    order: str = ""
 
     def __rich__(self) -> Group:
         variables = _table("variable", "bytes", "role", "bucket", "how")
@@ -131,7 +133,8 @@ class Explanation:
             wholes.add_row(whole.op, str(whole.size_bytes), str(whole.ops), Text(whole.line))
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         last = [table for table, filled in ((wholes, self.wholes), (shards, self.shards)) if filled]
-        return Group(variables, Text(f"The step has {parts}."), cuts, *last)
+        text = f"The step has {parts}." + (f" {self.order}" if self.order else "")
+        return Group(variables, Text(text), cuts, *last)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -165,14 +168,38 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     for name, (handle, variable) in zip(names, program.variables, strict=True):
         role = role_of(variable, towers.batch_invariant_random)
         result = updates.get(handle)
-        rule = _RULES[role] if result is None else _words(exchanges[result])
-        if len(towers) == 1:
+        whose = "shard" if towers.has_shards else "tower"
+        rule = _RULES[role].format(one=whose) if result is None else _words(exchanges[result])
+        if towers.shards.towers == 1:
             rule, result = "one tower: nothing is exchanged", None
         size = int(variable.shape.num_elements() or 0) * variable.dtype.size
         variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
-    cuts = tuple(_cuts(program.segments, subjects, len(towers), rows))
-    wholes = _wholes(program, rows) if len(towers) > 1 else ()
-    return Explanation(len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes)
+    count = towers.shards.towers
+    cuts = tuple(_cuts(program.segments, subjects, count, rows))
+    wholes = _wholes(program, rows) if count > 1 else ()
+    parts = len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes
+    return Explanation(*parts, _order(program, towers))
+
+
+def _order(program: Program, towers: TowerState) -> str:
+    """Say what a tower with several shards keeps of each, while it computes the others."""
+    count, most = towers.shards.towers, max(map(len, towers.shards_of))
+    if most == 1:
+        return ""
+    of_shards = [segment for segment in program.segments if not segment.once]
+    kept = {
+        name
+        for i, segment in enumerate(of_shards)
+        for name in segment.fetches
+        if any(name in later.sources for later in of_shards[i + 1 :])
+    }
+    what = f"It has {count} shards: a tower computes its {most} one after another"
+    if not kept:
+        return f"{what}, and keeps of each what it adds to the sums alone."
+    return (
+        f"{what}, {len(of_shards)} times, since they meet in between; {len(kept)} tensors of each shard are kept "
+        "meanwhile, so that several shards take more memory than one."
+    )
 
 
 def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
@@ -202,9 +229,15 @@ def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int,
 
 
 def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
+    owners = {
+        shard: (rank, device)
+        for rank, device, own in zip(towers.places.ranks, towers.devices, towers.shards_of, strict=True)
+        for shard in own
+    }
     found, begin = [], 0
-    for tower, size in enumerate(shard_sizes(rows, len(towers)) if rows else ()):
-        found.append(ShardRow(tower, towers.devices[tower], begin, begin + size))
+    for shard, size in enumerate(shard_sizes(rows, towers.shards.towers) if rows else ()):
+        tower, device = owners.get(shard, (shard, "of another process"))
+        found.append(ShardRow(tower, device, begin, begin + size))
         begin += size
     return tuple(found)
 

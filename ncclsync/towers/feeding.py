@@ -16,7 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -36,32 +36,46 @@ def feeds(devices: Sequence[str]) -> bool:
     return any("GPU" in device for device in devices)
 
 
+class Places(NamedTuple):
+    """Say where the towers of this process stand, among those of all processes; or their shards.
+
+    Attributes:
+        devices: [n] of this process' towers.
+        ranks: [n] their numbers.
+        towers: how many there are in all processes.
+    """
+
+    devices: Sequence[str]
+    ranks: Sequence[int]
+    towers: int
+
+
 def split_batch(
-    batch: Any, devices: Sequence[str], meter: Meter | None, after: Sequence[Any] = (), *, copies: bool = False
+    batch: Any, places: Places, meter: Meter | None, after: Sequence[Any] = (), *, copies: bool = False
 ) -> Shards:
     """Split a batch, in the host's memory, in the graph that is being built if there is one.
 
     Args:
         batch: see `shard_batch`.
-        devices: of the towers.
+        places: of the towers.
         meter: records how long that takes, and the copying.
         after: what it waits for.
         copies: whether each tower's part is copied to its device here; with a meter it is in any case. Otherwise
             TensorFlow copies it when it is used.
     """
-    spans = [begin(meter, i, SHARD, after) for i in range(len(devices))]
+    spans = [begin(meter, rank, SHARD, after) for rank in places.ranks]
     with tf.device("/CPU:0"):
-        shards = shard_batch(hold(batch, [op for span in spans for op in span.ops]), len(devices))
-    batches, shares = [], []
-    for i, device in enumerate(devices):
-        batch, share = shards.batches[i], shards.shares[i]
+        given = hold(batch, [op for span in spans for op in span.ops])
+        shards = shard_batch(given, places.towers, places.ranks)
+    batches, shares = [], list(shards.shares)
+    for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
+        batch, share = shards.batches[i], shares[rank]
         with tf.device("/CPU:0"):
             batch = hold(batch, spans[i].end(components_of(batch)))
         if (copies or meter is not None) and device != "CPU:0":
-            batch, fraction = _copied((batch, share.fraction), i, device, meter)
-            share = Share(fraction, *share[1:])
+            batch, fraction = _copied((batch, share.fraction), rank, device, meter)
+            shares[rank] = Share(fraction, *share[1:])
         batches.append(batch)
-        shares.append(share)
     return Shards(batches, shards.sizes, shares)
 
 
@@ -86,27 +100,25 @@ class Staging:
         signature: the specs of the tensors that a step takes.
     """
 
-    def __init__(
-        self, fetch: Callable[[tf.Tensor], Any], specs: Any, devices: Sequence[str], meter: Meter | None
-    ) -> None:
+    def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, places: Places, meter: Meter | None) -> None:
         """Make the graph functions.
 
         Args:
             fetch: returns the next batch of the iterator of that handle, in a graph.
             specs: of such a batch.
-            devices: of the towers.
+            places: of the towers.
             meter: see `split_batch`.
         """
-        self._specs, self._towers = specs, len(devices)
+        self._specs, self._places = specs, places
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
             return components_of(fetch(handle))
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:
-            shards = split_batch(packed(specs, components), devices, meter, copies=True)
+            shards = split_batch(packed(specs, components), places, meter, copies=True)
             parts = [shards.shares[0].total]
-            for shard, share in zip(shards.batches, shards.shares, strict=True):
-                parts += [share.fraction, *components_of(shard)]
+            for shard, rank in zip(shards.batches, places.ranks, strict=True):
+                parts += [shards.shares[rank].fraction, *components_of(shard)]
             return parts
 
         # tf.function would return copies, by ops that nobody places: all of them on one GPU.
@@ -136,11 +148,11 @@ class Staging:
         """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
         rows, *rest = parts
         with tf.device("/CPU:0"):
-            sizes, shares = divide_rows(rows, self._towers)
-        batches, width = [], len(rest) // self._towers
-        for i in range(self._towers):
+            sizes, shares = divide_rows(rows, self._places.towers)
+        batches, width = [], len(rest) // len(self._places.ranks)
+        for i, rank in enumerate(self._places.ranks):
             fraction, *components = rest[i * width : (i + 1) * width]
-            shares[i] = Share(fraction, *shares[i][1:])
+            shares[rank] = Share(fraction, *shares[rank][1:])
             batches.append(packed(self._specs, components))
         return Shards(batches, sizes, shares)
 
@@ -159,6 +171,10 @@ class CountingDataset(tf_compat.SameDataset, abc.ABC):
     @abc.abstractmethod
     def take(self, place: Any) -> None:
         """Let a place that `fetched` has returned be what counts, until another iterator begins."""
+
+    def digest(self) -> bytes | None:
+        """Return what stands for a batch where processes compare theirs; None: its rows do."""
+        return None
 
 
 # A batch's components in the host's memory, what a step takes, and the places after it of the datasets that count.

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.ops.group_ops import Turns
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Segment
 from ncclsync.semantics.shards import Shards, components_of
@@ -23,8 +24,8 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
 
     Args:
         program: a traced step, cut.
-        towers: N towers; copies of the program's variables are made as needed.
-        batch: is split into N; or `Shards`, which lie on the towers' devices.
+        towers: of which n are this process', with s shards; copies of the program's variables are made as needed.
+        batch: is split; or `Shards`, which lie on the towers' devices.
         rollback: made for the same program.
         meter: records when the parts of the step begin and end; None: nothing is added to the graph.
 
@@ -36,7 +37,7 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
         step, shards = begin(meter, STEPS, STEP), batch
     else:
         step = begin(meter, STEPS, STEP, components_of(batch))
-        shards = split_batch(batch, towers.devices, meter, step.ops)
+        shards = split_batch(batch, towers.shards, meter, step.ops)
     run = _Run(program, towers, shards, meter)
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
@@ -45,14 +46,14 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
     done = run.apply(rollback, after)
     ends = [*run.recorded, *step.end([done, *run.recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
-        return combine(program, run.values, shards)
+        return combine(program, run.values, shards, towers, run.turns)
 
 
 class _Run:
     """Hold what the parts of one laid out step pass on to each other.
 
     Attributes:
-        values: [N] tensors and handles by their names in the program.
+        values: [s] tensors and handles by their names in the program, of the shards of this process' towers.
     """
 
     def __init__(self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
@@ -62,12 +63,20 @@ class _Run:
             # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             self._has_samples = [tf.minimum(count, 1) for count in samples]
-        handles = {name: towers.copies(variable) for name, variable in program.variables}
+        handles = {name: towers.copies_of_shards(variable) for name, variable in program.variables}
+        first = towers.shards_of[0][0]
+        # [n] the places in `values` of each tower's shards.
+        self._places = [range(own[0] - first, own[-1] + 1 - first) for own in towers.shards_of]
         self.values: list[dict[str, tf.Tensor]] = []
-        for i in range(len(towers)):
-            arguments = [*components_of(shards.batches[i]), *shards.shares[i]]
+        for i, rank in enumerate(towers.shards.ranks):
+            arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
+
+    @property
+    def turns(self) -> Turns:
+        """Return the order in which several processes meet."""
+        return self._exchanges.turns
 
     @property
     def recorded(self) -> list[tf.Operation]:
@@ -76,10 +85,15 @@ class _Run:
 
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""
-        checks, saved = _checked_rows(self._program, self._shards), rollback.begin()
+        checks = _checked_rows(self._program, self._shards)
+        # An iterator that has no batch left ends the graph: then nothing has begun. What is saved says
+        # that the step is under way, with this batch.
+        with tf.control_dependencies(components_of(self._shards.batches[0])):
+            saved = rollback.begin()
+        others: After = [[] for _ in self._towers.devices[1:]]
         if not checks and not saved:
-            return [[] for _ in range(len(self._towers))]
-        return self._exchanges.meet([saved, *[[]] * (len(self._towers) - 1)], checks)
+            return [[], *others]
+        return self._exchanges.meet([saved, *others], checks)
 
     def compute(self, number: int, segment: Segment, after: After) -> tuple[list[list[tf.Tensor]], After]:
         """Run a segment on every tower.
@@ -87,33 +101,44 @@ class _Run:
         Args:
             number: of the segment, from 1.
             segment: of the program.
-            after: [N] what each tower waits for.
+            after: [n] what each tower waits for.
 
         Returns:
-            [N] what each tower sends, flat; and [N] the segment's op, and what else ends it.
+            [s] what each shard sends, flat; and [n] the tower's ops of the segment, and what else ends it.
         """
-        # Before weights are written the host waits for the sums, where they must not be lost with a failure.
-        waits = self._towers.keeps_weights and number == len(self._program.segments)
-        sent, done = [], []
-        for i, device in enumerate(self._towers.devices):
-            incoming = self._exchanges.take(i, segment.incoming, after[i], waits=waits)
-            given = incoming if number > 1 else components_of(self._shards.batches[i])
-            span = begin(self._meter, i, segment_name(self._program, number), [*after[i], *given])
-            sources = [self.values[i][name] for name in segment.sources]
-            with tf.device(f"/{device}"), tf.control_dependencies([*after[i], *span.ops]):
-                tower = [tf.constant(i == 0), *([tf.constant(i)] if segment.metered else [])]
-                share = [self._shards.shares[i].fraction, self._has_samples[i]]
-                outcome = segment.function(*sources, *incoming, *share, *tower)
-            self.values[i].update(zip(segment.fetches, outcome, strict=False))
-            sent.append(outcome[len(segment.fetches) : -1])
-            done.append([outcome[-1], *span.end(tokens=outcome[-1:])])
+        # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
+        # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
+        waits = self._towers.keeps_weights and bool(segment.written)
+        sent: list[list[tf.Tensor]] = []
+        done: After = []
+        places = self._towers.places
+        for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
+            own = self._places[i]
+            ends: list[Any] = []
+            for place in own[:1] if segment.once else own:
+                # A shard after another: only what one gives takes memory while the next is computed.
+                before = [*after[i], *ends[-1:]]
+                incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
+                given = incoming if number > 1 else components_of(self._shards.batches[place])
+                span = begin(self._meter, rank, segment_name(self._program, number), [*before, *given])
+                sources = [self.values[place][name] for name in segment.sources]
+                shard = self._towers.shards.ranks[place]
+                with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
+                    tower = [tf.constant(place == 0), *([tf.constant(rank)] if segment.metered else [])]
+                    share = [self._shards.shares[shard].fraction, self._has_samples[shard]]
+                    outcome = segment.function(*sources, *incoming, *share, *tower)
+                for one in own if segment.once else [place]:
+                    self.values[one].update(zip(segment.fetches, outcome, strict=False))
+                sent.append(outcome[len(segment.fetches) : -1])
+                ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
+            done.append(ends)
         return sent, done
 
     def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:
         """Join what the towers send after a segment; see `compute`.
 
         Returns:
-            [N] what each tower waits for: all of this segment, on every tower, so that an error anywhere stops
+            [n] what each tower waits for: all of this segment, on every tower, so that an error anywhere stops
             all of them.
         """
         return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])

@@ -28,6 +28,7 @@ _WORDS = {
     "compression": (("bfloat16", None), "None or 'bfloat16'"),
     "on_divergence": (("raise", "repair"), "one of ('raise', 'repair')"),
     "on_nonfinite": (("raise", "skip", None), "None or one of ('raise', 'skip')"),
+    "on_oom": (("split", None), "None or 'split'"),
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,6 +46,10 @@ class TowerOptions:
         devices: just these instead, such as `["GPU:0", "GPU:2"]`.
         backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
         bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
+        shards: split each batch into so many shards, at least as many as there are towers, whatever their number. A
+            tower computes its shards one after another, each with the random numbers that belong to the shard, and
+            what shards give is added up in one tree: with as many shards, any number of towers trains to the same
+            bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
         batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
             draw for these very samples, so that training with dropout does not depend on the number of
             towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
@@ -77,17 +82,27 @@ class TowerOptions:
             `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
             memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
             itself, and nothing is done about those. None: Keras' behaviour.
+        on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`).
+            "split": the step leaves no trace, and runs again with twice as many shards, which a tower computes
+            one after another, until it fits; a warning says how many, and it stays so. It takes the memory of
+            one more copy of weights and optimizer state. Not with `shards`, whose bits belong to their number.
+            None: the error is raised.
         check_first_step: run the first training step once more, op by op on a few rows of its batch, as one
             device does and as towers do, and compare gradients, weights and results. A difference beyond
             rounding is a warning that names variables and the line. Nothing else changes. A
             step that runs Python, or draws from a state that TensorFlow hides, is not checked: a warning says
             so. `verify` always checks.
+        processes: join the other processes, if mpirun, srun or torchrun has started this one as one of several:
+            the towers of all of them train as one device, and `towers` and `devices` are those of this process;
+            by default every visible GPU, or, of several processes on a host, the GPU of this one's number there.
+            The choice is logged once, at INFO. False: this process trains by itself.
     """
 
     towers: int | None = None
     devices: Sequence[str] | None = None
     backend: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    shards: int | None = None
     batch_invariant_random: bool = False
     compression: str | None = None
     shard_optimizer: bool = False
@@ -96,7 +111,9 @@ class TowerOptions:
     check_every: int | None = None
     on_divergence: str = "raise"
     on_nonfinite: str | None = None
+    on_oom: str | None = None
     check_first_step: bool = False
+    processes: bool = True
 
     @classmethod
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
@@ -118,6 +135,7 @@ class TowerOptions:
                 raise ValueError(f"Expected {name} to be {words}. Received: {getattr(self, name)!r}")
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
+        self._check_shards()
         if self.check_every is not None:
             if not _is_int(self.check_every):
                 raise TypeError(f"Expected check_every to be a number of steps. Received: {self.check_every!r}")
@@ -126,6 +144,37 @@ class TowerOptions:
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
                 raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")
+
+    def _check_shards(self) -> None:
+        shards = self.shards
+        if shards is None:
+            if self.on_oom is not None and self.shard_optimizer:
+                raise ValueError(
+                    "Expected on_oom or shard_optimizer, not both: a tower that computes several shards has the whole "
+                    f"of an optimizer's state. Received: on_oom={self.on_oom!r}, shard_optimizer=True"
+                )
+            return
+        if not _is_int(shards):
+            raise TypeError(f"Expected shards to be an int. Received: {shards!r} of type {type(shards).__name__}")
+        if not 1 <= shards <= MOST_TOWERS:
+            raise ValueError(f"Expected shards to be from 1 to {MOST_TOWERS}. Received: {shards}")
+        towers = self.towers if self.devices is None else len(self.devices)
+        if towers is not None and shards < towers:
+            raise ValueError(
+                f"Expected at least a shard for each of {towers} towers. Received: shards={shards}. A tower without a "
+                "shard would compute nothing: use fewer towers, or more shards"
+            )
+        if self.on_oom is not None:
+            raise ValueError(
+                "Expected shards or on_oom, not both: what a step's bits are depends on the number of shards, which "
+                f"on_oom changes. Received: shards={shards}, on_oom={self.on_oom!r}. Choose more shards"
+            )
+        if self.shard_optimizer:
+            raise ValueError(
+                "Expected shards or shard_optimizer, not both: which part of an optimizer's state a tower keeps "
+                f"depends on the number of towers, and shards must not. Received: shards={shards}, "
+                "shard_optimizer=True"
+            )
 
     def _check_towers(self) -> None:
         towers, devices = self.towers, self.devices

@@ -10,9 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, native
-from ncclsync.compat import other_libraries
+from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
+from ncclsync.communicator.peers import HEARTBEAT_S, Peers, ServicePeers, end_with_process
+from ncclsync.communicator.processes import Process
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.coordination import CoordinationService
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
@@ -20,6 +22,7 @@ from ncclsync.program.program import Program, Target
 _logger = logging.getLogger("ncclsync")
 
 _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer"
+_FOR_EVER_S = 7 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +40,24 @@ class Placement:
     reason: str
 
 
-def choose_placement(towers: int | None, devices: Sequence[str] | None, backend: str | None) -> Placement:
+def choose_placement(
+    towers: int | None, devices: Sequence[str] | None, backend: str | None, process: Process | None = None
+) -> Placement:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:
         towers, devices, backend: see `TowerOptions`, which has checked them.
+        process: this one, if it is one of several that are joined.
 
     Raises:
         ValueError: they name a device that is not there, or a GPU twice, or ask for more towers than there
             are GPUs on a host that has some.
-        NcclSyncError: no devices are named, and horovodrun or mpirun have started several processes, each of
-            which would take the same.
     """
-    if devices is None:
-        other_libraries.check_one_process()
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
         chosen, reason = _named_devices(devices), "as named"
     else:
-        chosen, reason = _first_devices(towers, gpus)
+        chosen, reason = _first_devices(towers, gpus if process is None else _own_gpus(gpus, towers, process))
     kinds = {device.split(":")[0] for device in chosen}
     if backend is None:
         backend = "nccl" if kinds == {"GPU"} else "cpu"
@@ -65,20 +67,23 @@ def choose_placement(towers: int | None, devices: Sequence[str] | None, backend:
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
             raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")
     choice = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
+    if process is not None:
+        choice += f"; process {process.rank} of {process.size}, by {process.launcher} ({process.reason})"
     _logger.info("%s", choice)
     return Placement(tuple(chosen), backend, choice)
 
 
-def share_cores(towers: int | None, devices: Sequence[str] | None) -> None:
+def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
     """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
 
     Args:
-        towers, devices: see `choose_placement`, which starts TensorFlow: to be called after this.
+        towers, devices, process: see `choose_placement`, which starts TensorFlow: to be called after this.
     """
     if devices is not None:
         on_cpu = sum("CPU" in str(name).upper() for name in devices)
     else:
         on_cpu = 0 if tf.config.get_visible_devices("GPU") else towers or 1
+    on_cpu *= 1 if process is None else process.local_size or process.size
     if on_cpu > 1 and on_cpu >= native.usable_cores():
         _run_ops_on_one_thread()
 
@@ -109,17 +114,21 @@ def default_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
-def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -> Communicator:
+def connect(
+    placement: Placement, process: Process | None = None, *, timeout_s: float | None, preflight: bool
+) -> Communicator:
     """Create the communicator that joins a placement's towers. The caller closes it.
 
     Its sums are repeatable where TensorFlow's op determinism is on.
 
     Args:
         placement: where the towers stand.
+        process: this one, if it is one of several that are joined. Collective then.
         timeout_s, preflight: see `NcclCommunicator`; the CPU's waits for nobody.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+        NcclSyncError: the processes cannot be joined.
     """
     if placement.backend == "nccl":
         known = _cuda_ordinals("GPU")
@@ -128,6 +137,11 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
             for index, device in enumerate(placement.devices)
         ]
         repeatable = tf_compat.is_op_determinism_enabled()
+        if process is not None:
+            found = peers_of(process, timeout_s)
+            return NcclCommunicator.from_peers(
+                found, ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable
+            )
         communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
         if device_ops.takes(communicator):
             on_host = any(device.startswith("CPU") for device in placement.devices)
@@ -139,7 +153,44 @@ def connect(placement: Placement, *, timeout_s: float | None, preflight: bool) -
             if not on_host:
                 keep_xla_from_capturing()
         return communicator
+    if process is not None:
+        mpi.check_joins(process)
+        return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
+
+
+_peers: dict[Process, Peers] = {}
+
+
+def peers_of(process: Process, timeout_s: float | None) -> Peers:
+    """Return what this process knows of the others; joins them when it is first called, which is collective.
+
+    Args:
+        process: this one.
+        timeout_s: how long to wait for the others; None for no limit.
+
+    Raises:
+        NcclSyncError: they cannot be joined.
+    """
+    if process.launcher == "Open MPI":
+        return mpi.peers()
+    if process.address is None:
+        raise NcclSyncError(
+            "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
+            f"others. Received: none of them, from {process.launcher} ({process.reason})"
+        )
+    if process not in _peers:
+        found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        end_with_process(found.end)
+        _peers[process] = found
+    return _peers[process]
+
+
+def _service(process: Process, timeout_s: float | None) -> CoordinationService:
+    """Join the processes by TensorFlow's coordination service."""
+    assert process.address is not None
+    arguments, join_s = (process.address, process.rank, process.size), timeout_s or _FOR_EVER_S
+    return CoordinationService(*arguments, join_s=join_s, heartbeat_s=HEARTBEAT_S)
 
 
 def keep_xla_from_capturing() -> None:
@@ -164,7 +215,15 @@ def check_xla_captures_nothing() -> None:
         )
 
 
-def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_seeds: bool = False) -> Target:
+def make_target(
+    devices: Sequence[str],
+    backend: str,
+    bucket_bytes: int,
+    same_seeds: bool = False,
+    *,
+    joins: bool = True,
+    shards: int | None = None,
+) -> Target:
     """Return the target that a program for towers on these devices is cut for.
 
     Args:
@@ -172,22 +231,26 @@ def make_target(devices: Sequence[str], backend: str, bucket_bytes: int, same_se
         backend: "nccl" or "cpu".
         bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
+        joins: whether all towers are of this process, so that TensorFlow's ops can join their tensors.
+        shards: how many the towers compute, if that was given. Then nothing depends on the number of towers.
     """
+    crowd, joins = (len(devices), joins) if shards is None else (shards, False)
     return Target(
         home_device=devices[0],
         bucket_bytes=bucket_bytes,
         same_seeds=same_seeds,
+        many_shards=shards is not None,
         shares_memory=any("CPU" in device for device in devices),
-        passes=host_passes(len(devices)) if reduced_on_host(devices, backend) else (),
+        passes=host_passes(crowd, joins=joins) if reduced_on_host(devices, backend) else (),
     )
 
 
-def host_passes(towers: int) -> tuple[Callable[[Program], Program], ...]:
-    """Return the passes that make a program cheaper where so many towers share the host's memory."""
+def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Program], Program], ...]:
+    """Return the passes that make a program cheaper where so many towers share the host's memory; see `make_target`."""
     if importlib.util.find_spec("ncclsync.host_passes") is None:
         return ()
     improve = importlib.import_module("ncclsync.host_passes").improve
-    return (functools.partial(improve, crowded=towers >= native.usable_cores()),)
+    return (functools.partial(improve, crowded=towers >= native.usable_cores(), joins=joins),)
 
 
 def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
@@ -205,6 +268,31 @@ def _cuda_ordinals(kind: str) -> list[int]:
         logical = tf.config.get_logical_device_configuration(device) or [None]
         ordinals += [int(device.name.rpartition(":")[2])] * len(logical)
     return ordinals
+
+
+def keep_quiet(process: Process) -> None:
+    """Let process 0 alone log what all processes log; errors are logged by each."""
+    if process.rank > 0:
+        _logger.addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str]:
+    """Return the GPUs of this process, of those that it sees: all, unless others on the host see the same."""
+    alone = process.local_size == 1 or len(gpus) <= 1
+    if alone:
+        return gpus
+    count = towers or 1
+    own = gpus[process.local_rank * count : (process.local_rank + 1) * count]
+    if len(own) < count:
+        raise ValueError(
+            f"Expected a GPU for each tower of each process on this host. Received: {len(gpus)} GPUs, for process "
+            f"{process.local_rank} on this host with {count} tower(s). Start fewer processes, or name devices="
+        )
+    return own
 
 
 def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]:

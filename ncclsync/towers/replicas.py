@@ -50,11 +50,17 @@ class Replicas(Holder):
         self.copies = copies
         self._pending = pending
         self._shared = shared
+        self._total: Callable[[list[tf.Tensor], str], tf.Tensor] | None = None
+        self._is_whole = False  # what this process' first tower holds, of parts
         self.track()
         if role is Role.PARTIAL:
             self.track_reads()
         elif in_flight.active:
             self.hear_reads()
+
+    def add_up_by(self, total: Callable[[list[tf.Tensor], str], tf.Tensor]) -> None:
+        """Let `total` add up what the towers of all processes hold, of whom these are not all."""
+        self._total = total
 
     def take_role(self, role: Role) -> None:
         """Give the copies another role from the next step on, since a trace uses them so."""
@@ -76,14 +82,37 @@ class Replicas(Holder):
         return variable
 
     def gather_parts(self) -> None:
-        """Add up the towers' parts in tower 0's variable, so that it holds the whole."""
-        if self.role is not Role.PARTIAL:
+        """Add up the towers' parts in tower 0's variable, so that it holds the whole.
+
+        Where there are several processes, each one's first tower then holds it, until `keep_part`.
+        """
+        if self.role is not Role.PARTIAL or self._is_whole:
+            return
+        if self._total is not None:
+            total = self._total([self._raw(one) for one in (self.variable, *self.copies)], self.variable.name)
+            self._is_whole = True
+            self._pending.add(self._key)
+            tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
+            for copy in self.copies:
+                copy.assign(tf.zeros_like(copy))
             return
         for copy in self.copies:
             part = copy.value()
             with tf.device(self.variable.device):
                 tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
             copy.assign(tf.zeros_like(part))
+
+    def _raw(self, variable: tf.Variable) -> tf.Tensor:
+        """Read a variable without anybody hearing of it."""
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+    def keep_part(self, is_root: bool) -> None:
+        """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""
+        if self._is_whole:
+            self._is_whole = False
+            if not is_root:
+                value = tf.zeros(self.variable.shape, self.variable.dtype)
+                tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
 
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""

@@ -5,20 +5,29 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops.group_ops import Turns, gather_rows
 from ncclsync.program.program import Program, Results
 from ncclsync.semantics.shards import Shards
+from ncclsync.towers.state import TowerState
 
 
-def combine(program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Shards) -> Any:
+def combine(
+    program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Shards, towers: TowerState, turns: Turns
+) -> Any:
     """Return the results of a step, as `Program.outputs` and `Program.results` say.
 
     Args:
         program: that has run.
-        values: [N] each tower's tensors, by name.
-        shards: the towers' parts of the batch.
+        values: [s] tensors of each shard of this process' towers, by name.
+        shards: the parts of the batch.
+        towers: that have run it.
+        turns: of processes that join their rows.
     """
+    every = towers.shards
+    sizes = [shards.sizes[rank] for rank in every.ranks]
     outputs = iter(program.outputs)
-    rows: list[list[Any]] = []  # [results][N]
+    rows: list[list[Any]] = []  # [results][s]
     combined: list[Any] = []
     for leaf in tf.nest.flatten(program.structure):
         parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
@@ -31,20 +40,40 @@ def combine(program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Sh
             for tower in values
         ]
         rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
-        joins = [how == "concat" and len(pieces) > 1 for _, how in parts]
+        joins = [how == "concat" and every.towers > 1 for _, how in parts]
+
+        def joined_rows(column: Sequence[Any]) -> Any:
+            if len(column) == every.towers:
+                return concat_rows(column, sizes)
+            return _gather_rows(column, sizes, towers, turns)[0]
+
         if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
             columns = [[tower[name] for tower in values] for name, _ in parts]
             joined = [
-                concat_rows(column, shards.sizes) if joins_rows else column[0]
+                joined_rows(column) if joins_rows else column[0]
                 for column, joins_rows in zip(columns, joins, strict=True)
             ]
             combined.append(tf.nest.pack_sequence_as(leaf, joined, expand_composites=True))
         else:
-            combined.append(concat_rows(pieces, shards.sizes) if joins[0] else rows[-1][0])
+            combined.append(joined_rows(pieces) if joins[0] else rows[-1][0])
     if program.results is Results.EACH:
-        towers = range(len(values))
-        return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in towers]
+        each = range(len(values))
+        return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in each]
     return tf.nest.pack_sequence_as(program.structure, combined)
+
+
+def _gather_rows(pieces: Sequence[Any], sizes: Sequence[Any], towers: TowerState, turns: Turns) -> list[tf.Tensor]:
+    """Concatenate the rows of the towers of all processes; as `concat_rows`, [n] the same."""
+    if not all(isinstance(piece, tf.Tensor) for piece in pieces):
+        raise NcclSyncError(
+            "Expected a step on towers of several processes to return dense tensors. "
+            f"Received: {type(pieces[0]).__name__}. Return it dense, by to_tensor() or tf.sparse.to_dense"
+        )
+    kept = []
+    for device, piece, size in zip(towers.devices, pieces, sizes, strict=True):
+        with tf.device(f"/{device}"):
+            kept.append(concat_rows([piece], [size]))
+    return gather_rows(kept, towers.communicator, "results", turns)
 
 
 def concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ Python writes into tower 0, and compares them. It knows nothing of models beyond
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,23 +15,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import NcclCommunicator, native
+from ncclsync.communicator import native
+from ncclsync.communicator.processes import find_process
 from ncclsync.communicator.timeouts import interruptible
+from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import DivergenceError, NcclSyncError
+from ncclsync.errors import DivergenceError, NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.noise_scale import NoiseAverages
 from ncclsync.gradients.nonfinite import OnNonFinite
+from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import device_ops
+from ncclsync.ops.group_ops import group_all_reduce
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
+from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
-from ncclsync.towers.feeding import Feeder
+from ncclsync.towers.feeding import Feeder, Places
 from ncclsync.towers.in_flight import InFlight
-from ncclsync.towers.options import TowerOptions
-from ncclsync.towers.placement import choose_placement, connect, make_target, share_cores
+from ncclsync.towers.options import MOST_TOWERS, TowerOptions
+from ncclsync.towers.placement import choose_placement, connect, keep_quiet, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
 
 logger = logging.getLogger("ncclsync")
@@ -45,7 +51,7 @@ class TowerState:
     A context manager; `close` ends it. Tower 0 is the user's model.
 
     Attributes:
-        devices: [N] names such as "GPU:0"; several towers may share a CPU.
+        devices: [n] names such as "GPU:0", of this process' towers; several may share a CPU.
         backend: "nccl" or "cpu".
         bucket_bytes: size at which a gradient bucket is closed.
         batch_invariant_random: whether random numbers are those of one device.
@@ -53,6 +59,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        on_oom: "split" if a step that does not fit the memory is to be divided further.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
@@ -72,18 +79,41 @@ class TowerState:
         self.found_by_check: list[Any] = []
         self._sentinel = Sentinel(options.check_every, options.on_divergence)
         self.on_nonfinite = OnNonFinite(options.on_nonfinite)
+        process = find_process() if options.processes else None
+        if options.processes and process is None and options.devices is None:
+            other_libraries.check_one_process()
+        if process is not None:
+            keep_quiet(process)
+        several = {name: getattr(options, name) for name in ("shards", "on_oom") if getattr(options, name) is not None}
+        if several and process is not None:
+            raise ValueError(
+                f"Expected {' and '.join(several)} in one process: towers of several processes have a shard each. "
+                f"Received: {several}, in process {process.rank} of {process.size}. Leave it away, or say "
+                "processes=False"
+            )
         if options.backend != "nccl":
-            share_cores(options.towers, options.devices)
-        placement = choose_placement(options.towers, options.devices, options.backend)
+            # How many threads an op has may change the order of its sums: it must not depend on the towers.
+            divided = options.shards is not None and all("CPU" in str(one).upper() for one in options.devices or ())
+            share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
+        placement = choose_placement(options.towers, options.devices, options.backend, process)
         self.noise = NoiseAverages()
         self.devices = placement.devices
+        self._shards = options.shards
+        self.on_oom = options.on_oom
+        if options.shards is not None and options.shards < len(self.devices):
+            raise ValueError(
+                f"Expected at least a shard for each of {len(self.devices)} towers. Received: "
+                f"shards={options.shards}. A tower without a shard would compute nothing: use fewer towers, "
+                "or more shards"
+            )
         self.backend = placement.backend
         self.bucket_bytes = options.bucket_bytes
         self.batch_invariant_random = options.batch_invariant_random
         self.compression = None if options.compression is None else ErrorFeedback()
+        self.communicator = connect(placement, process, timeout_s=options.timeout_s, preflight=options.preflight)
         divides = options.shard_optimizer and len(self) > 1
-        self.sharding = OptimizerSharding(len(self), self.bucket_bytes) if divides else None
-        self.communicator = connect(placement, timeout_s=options.timeout_s, preflight=options.preflight)
+        joined = Processes(self.places.ranks, self._rows_of_all) if self.meets_processes else None
+        self.sharding = OptimizerSharding(len(self), self.bucket_bytes, joined) if divides else None
         self.in_flight = InFlight(self.communicator)
         self._closed = False
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
@@ -99,7 +129,63 @@ class TowerState:
         self._paths: Callable[[], Mapping[int, str]] = dict
 
     def __len__(self) -> int:
-        return len(self.devices)
+        """Return the number of towers in all processes."""
+        return self.places.towers
+
+    @property
+    def places(self) -> Places:
+        """Return where these towers stand, among those of all processes."""
+        return Places(self.devices, tuple(self.communicator.ranks), self.communicator.world_size)
+
+    @property
+    def shards_of(self) -> list[range]:
+        """Return [n] the numbers of each tower's shards, for this process' towers."""
+        if self._shards is None:
+            return [range(rank, rank + 1) for rank in self.places.ranks]
+        ends = list(itertools.accumulate(shard_sizes(self._shards, len(self)), initial=0))
+        return [range(*pair) for pair in itertools.pairwise(ends)]
+
+    @property
+    def shards(self) -> Places:
+        """Return where the shards of these towers are computed, in their order; without `shards=`, the towers."""
+        if self._shards is None:
+            return self.places
+        devices = [device for device, own in zip(self.devices, self.shards_of, strict=True) for _ in own]
+        return Places(devices, range(self._shards), self._shards)
+
+    @property
+    def owners(self) -> list[int]:
+        """Return the number of the tower that computes each shard, of all processes."""
+        if self._shards is None:
+            return list(range(len(self)))
+        return [rank for rank, own in zip(self.places.ranks, self.shards_of, strict=True) for _ in own]
+
+    def split_further(self, rows: int) -> bool:
+        """Let towers have twice the shards from now on; return False if each shard has one row already."""
+        before = self.shards.towers
+        if before >= rows or 2 * before > MOST_TOWERS:
+            return False
+        self._shards = 2 * before
+        self.__dict__.pop("target", None)  # programs are cut for it
+        logger.warning(
+            "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, %d of them on each "
+            "tower, one after another. A smaller batch, or shards=%d from the start, saves the attempt",
+            rows,
+            self._shards,
+            self._shards // len(self),
+            self._shards,
+        )
+        return True
+
+    @property
+    def has_shards(self) -> bool:
+        """Return whether the number of shards was given: a tower may have several."""
+        return self._shards is not None
+
+    @property
+    def is_chief(self) -> bool:
+        """Return whether this process is to write files, and to print: the first, or the only one."""
+        return self.places.ranks[0] == 0
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -141,8 +227,10 @@ class TowerState:
         self._closed = True
         if self.sharding is not None:
             self.sharding.release()
+        # Other processes may have ended, or may not close theirs now.
+        with contextlib.suppress(ProcessError) if self.meets_processes else contextlib.nullcontext():
+            self.add_up_parts()
         for replicas in list(self._replicas.values()):
-            replicas.gather_parts()
             replicas.untrack()
         self._replicas.clear()
         self._pending.clear()
@@ -155,13 +243,15 @@ class TowerState:
         """Return tower `tower`'s weights as arrays, in the order of `model.get_weights()`.
 
         Raises:
-            ValueError: if there is no such tower.
+            ValueError: if there is no such tower in this process.
         """
-        if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or not 0 <= tower < len(self):
-            raise ValueError(f"Expected a tower from 0 to {len(self) - 1}. Received: {tower!r}")
+        ranks = self.places.ranks
+        if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or tower not in ranks:
+            raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
         self.sync()
         self.in_flight.settle()
-        return [self.copies(tf_compat.backend_variable(v))[tower].numpy() for v in self._weights()]
+        first = self.shards_of[ranks.index(tower)][0] - self.shards_of[0][0]
+        return [self.copies_of_shards(tf_compat.backend_variable(v))[first].numpy() for v in self._weights()]
 
     def broadcast(self) -> None:
         """Send tower 0's variables to all towers, now. Collective."""
@@ -184,10 +274,10 @@ class TowerState:
                 values = [copy.value() for copy in (replicas.variable, *replicas.copies)]
                 largest = max(largest, *(float(one) for one in self._of_each_tower(self._distances, values)))
             elif replicas.role is Role.SAME:
-                reference = replicas.variable.numpy()
-                for copy in replicas.copies:
+                reference = self._of_tower_0(replicas.variable, "divergence").numpy()
+                for copy in (replicas.variable, *replicas.copies):
                     largest = max(largest, distance(reference, copy.numpy()))
-        return largest
+        return max(self._of_all_processes(largest, "divergence"))
 
     # The rest is for the other modules of this package.
 
@@ -234,7 +324,8 @@ class TowerState:
         kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
         # All are started before the first is waited for, each on its own device.
         checksums = [[checksum_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
-        found = [outliers([int(one) for one in row]) for row in checksums]
+        each = self._of_all_processes([[int(one) for one in row] for row in checksums], "checksums")
+        found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
         differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
         if not differing:
             return
@@ -253,6 +344,11 @@ class TowerState:
                 "tf.config.experimental.enable_op_determinism() was called after the towers were joined, with NVLS. "
                 "Call it before the first model on towers is made"
             )
+
+    @property
+    def meets_processes(self) -> bool:
+        """Return whether other processes have towers, too."""
+        return len(self) > len(self.devices)
 
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
@@ -275,7 +371,9 @@ class TowerState:
             )
 
     def copies(self, variable: tf.Variable) -> list[tf.Variable]:
-        """Return [N] the copies of tower 0's `variable`, one on each tower, itself first.
+        """Return [n] the copies of tower 0's `variable`, one on each tower of this process, itself first.
+
+        Of what belongs to a shard there is one for each shard: metrics, random state and accumulated gradients.
 
         Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
         seed from another one for each tower).
@@ -283,20 +381,41 @@ class TowerState:
         self.require_open()
         replicas = self._replicas.get(id(variable))
         role = role_of(variable, self.batch_invariant_random)
+        if replicas is not None and len(replicas.copies) + 1 != len(self._holders(role).devices):
+            replicas.gather_parts()
+            replicas.untrack()
+            del self._replicas[id(variable)]
+            replicas = None
         if replicas is None:
             copies = []
-            for tower, value in self._values(variable, role):
-                with tf.device(self._device_of(variable, tower)):
+            for place, value in self._values(variable, role):
+                if place == 0:
+                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+                    continue
+                with tf.device(self._device_of(variable, place, role)):
                     copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
             replicas = Replicas(variable, role, copies, self._pending, self.shared, self.in_flight, forget)
+            if self.meets_processes:
+                replicas.add_up_by(self._total)
             self._replicas[id(variable)] = replicas
             if tf_compat.has_flag(variable, "written_by_graph"):
                 self._pending.add(id(variable))
         elif replicas.role is not role:
             replicas.take_role(role)
         return [variable, *replicas.copies]
+
+    def copies_of_shards(self, variable: tf.Variable) -> list[tf.Variable]:
+        """Return the variable that each of `shards` uses, a tower's weights or the shard's own; see `copies`."""
+        copies = self.copies(variable)
+        if len(copies) == len(self.shards.devices):
+            return copies
+        return [copy for copy, own in zip(copies, self.shards_of, strict=True) for _ in own]
+
+    def _holders(self, role: Role) -> Places:
+        """Return who has a copy of a variable of this role."""
+        return self.places if role is Role.SAME else self.shards
 
     def sync(self) -> None:
         """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
@@ -313,7 +432,7 @@ class TowerState:
         self.communicator.reopen()
         self.in_flight.raise_lost(self._names_of_lost)
         if self._pending:
-            self._send([key for key in tuple(self._pending) if key in self._replicas])
+            self._send([key for key in self._replicas if key in self._pending])  # in one order in all processes
         if self.sharding is not None:
             self.sharding.divide()
 
@@ -334,10 +453,27 @@ class TowerState:
             logger.warning("%s", message)
 
     def mark_stale(self) -> None:
-        """Send every variable again before the next step, since one has failed."""
+        """Send every variable again before the next step, since one has failed, or what was loaded is tower 0's."""
+        if not self.meets_processes:  # else they are added up when they are sent, by all processes
+            self.add_up_parts()
+        self._pending.update(self._replicas)
+
+    def send_unused(self, variables: Sequence[tf.Variable]) -> None:
+        """Let variables of which no step has made copies hold tower 0's values in all processes. Collective."""
+        unused = [variable for variable in variables if id(variable) not in self._replicas]
+        is_root = self.places.ranks[0] == 0
+        own = [variable.numpy() for variable in unused] if is_root else None
+        values = self._of_all_processes(own, "variables that no step has used")[0]
+        if not is_root:
+            for variable, value in zip(unused, values, strict=True):
+                variable.assign(value)
+
+    def add_up_parts(self) -> None:
+        """Let the first tower of each process hold what is divided among all towers. Collective, if there are such."""
         for replicas in list(self._replicas.values()):
             replicas.gather_parts()
-        self._pending.update(self._replicas)
+        if self.meets_processes and self.sharding is not None:
+            self.sharding.make_whole()
 
     def save_after_failure_by(self, save: Callable[[], None]) -> None:
         """Let `save()` save tower 0's state whenever a collective has failed."""
@@ -352,6 +488,8 @@ class TowerState:
         failure = self.in_flight.tell(written)
         if failure is not None and failure is not self._saved_after and self._save is not None:
             self._saved_after = failure
+            if not self.communicator.leads:
+                return failure
             try:
                 self._save()
             except Exception:  # whatever it is: the failure itself must be raised
@@ -372,9 +510,7 @@ class TowerState:
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Ctrl-C ends collectives, where they can hang."""
         communicator = self.communicator
-        if not isinstance(communicator, NcclCommunicator):
-            return contextlib.nullcontext()
-        return interruptible(communicator.interrupt)
+        return interruptible(communicator.interrupt) if communicator.waits else contextlib.nullcontext()
 
     @property
     def keeps_weights(self) -> bool:
@@ -384,15 +520,45 @@ class TowerState:
     @functools.cached_property
     def target(self) -> Target:
         """Return the target that programs for these towers are cut for."""
-        return make_target(self.devices, self.backend, self.bucket_bytes, self.batch_invariant_random)
+        joins, same_seeds = not self.meets_processes, self.batch_invariant_random
+        return make_target(self.devices, self.backend, self.bucket_bytes, same_seeds, joins=joins, shards=self._shards)
+
+    def _of_all_processes(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives, an object. Collective."""
+        return self.communicator.exchange(value, what)
+
+    def _of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
+        """Return tower 0's value, whichever process has it. Collective, if another process has."""
+        value = variable.value()
+        if not self.meets_processes:
+            return value
+        numbers = self._of_all_processes(value.numpy() if self.is_chief else None, what)[0]
+        return tf.convert_to_tensor(numbers, value.dtype)
+
+    def _total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
+        """Return the sum of what the towers of all processes hold; `parts` are this process'. Collective."""
+        if self.communicator.failure is not None:  # a file with the rest is better than none
+            self.warn_once("Of gradients that an optimizer accumulates, the parts of other processes are lost")
+            return tf.add_n(list(parts))
+        return group_all_reduce(list(parts), self.communicator, "sum", what)[0]
+
+    def _rows_of_all(self, rows: tf.Tensor, what: str) -> tf.Tensor:
+        """Return [N, length] rows of all towers; `rows` are this process'. Collective."""
+        if self.communicator.failure is not None:  # as in `_total`
+            self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
+            before = self.places.ranks[0]
+            return tf.pad(rows, [[before, len(self) - before - len(rows)], [0, 0]])
+        return tf.concat(self._of_all_processes(rows.numpy(), what), 0)
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. One that has not arrived stays pending, or that a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
-            if not replicas.copies or replicas.role in (Role.PARTIAL, Role.PARTITION):
+            alone = not replicas.copies and not self.meets_processes
+            if alone or replicas.role in (Role.PARTIAL, Role.PARTITION):
                 # Whoever holds parts of it, these towers or others, adds them up when it is read.
                 replicas.variable.value()
+                replicas.keep_part(self.is_chief)
                 self._pending.discard(key)
                 continue
             self._pending.add(key)
@@ -400,44 +566,55 @@ class TowerState:
             for copy in replicas.copies:
                 with tf.device(copy.device):
                     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
-            for tower, value in self._values(replicas.variable, replicas.role):
-                tf.raw_ops.AssignVariableOp(resource=replicas.copies[tower - 1].handle, value=value)
+            held = [replicas.variable, *replicas.copies]
+            for place, value in self._values(replicas.variable, replicas.role):
+                tf.raw_ops.AssignVariableOp(resource=held[place].handle, value=value)
             if not tf_compat.has_flag(replicas.variable, "written_by_graph"):
                 self._pending.discard(key)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
-        """Yield (tower, value) for towers 1 to N - 1, computed from tower 0's value.
+        """Yield (place, value) for this process' towers, by their place among them, but for tower 0, from its value.
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
         """
-        value = variable.value()
-        if len(self) == 1:
+        holders = self._holders(role)
+        value, ranks = variable.value(), holders.ranks
+        if holders.towers == 1:
             return
-        placed = [self._device_of(variable, tower) for tower in range(len(self))]
+        placed = [self._device_of(variable, place, role) for place in range(len(ranks))]
         self.communicator.reopen()
+        name = variable.name if self.meets_processes else ""
         if (
             role is not Role.SAME
             or value.dtype.name not in native.DTYPES
             or not all(self._reaches(device) for device in placed)
         ):
-            for tower in range(1, len(self)):
-                yield tower, start_value(value, role, tower)
+            if role in (Role.SAME, Role.SEED):
+                value = self._of_tower_0(variable, name)
+            for place, rank in enumerate(ranks):
+                # Each process' first tower holds a metric's sum between steps; see `Rollback`.
+                if rank > 0 and (place > 0 or role is not Role.SUM):
+                    yield place, start_value(value, role, rank)
             return
         with tf.device(placed[0]):
-            buffers = [tf.identity(value)]  # no copy, unless other towers have their tower 0 elsewhere
+            if ranks[0] == 0:
+                buffers = [tf.identity(value)]  # no copy, unless other towers have their tower 0 elsewhere
+            else:
+                buffers = [tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False)]
         for device in placed[1:]:
             with tf.device(device):
                 buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
         if self.enqueues:
             buffers = self._of_each_tower(self._write_in_place, buffers)
         else:
-            self.communicator.broadcast(buffers, 0)
-        yield from enumerate(buffers[1:], start=1)
+            self.communicator.broadcast(buffers, 0, label=name)
+        begin = 1 if ranks[0] == 0 else 0
+        yield from enumerate(buffers[begin:], start=begin)
 
     def _folds_on_devices(self, variable: tf.Variable) -> bool:
         """Return whether towers' values are compared where they lie: on GPUs."""
         numbers = variable.dtype.is_floating or variable.dtype.is_integer
-        here = all(self._reaches(self._device_of(variable, tower)) for tower in range(len(self)))
+        here = all(self._reaches(self._device_of(variable, place)) for place in range(len(self.devices)))
         return self.in_flight.active and here and numbers and variable.dtype.name in native.DTYPES
 
     def _of_each_tower(self, body: Callable[..., list[tf.Tensor]], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -467,11 +644,10 @@ class TowerState:
         kinds = {"CPU": DLPACK_CPU, "GPU": DLPACK_CUDA}
         return any(kind in device and code in self.communicator.memory for kind, code in kinds.items())
 
-    def _device_of(self, variable: tf.Variable, tower: int) -> str:
+    def _device_of(self, variable: tf.Variable, place: int, role: Role = Role.SAME) -> str:
         """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
-        if "CPU" in variable.device and "CPU" not in self.devices[tower]:
-            return variable.device
-        return f"/{self.devices[tower]}"
+        device = self._holders(role).devices[place]
+        return variable.device if "CPU" in variable.device and "CPU" not in device else f"/{device}"
 
 
 def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:

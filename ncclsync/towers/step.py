@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
@@ -30,8 +30,8 @@ from ncclsync.program.trace import Trace, trace
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import components_of, open_specs, rowed_leaves, rows_of
-from ncclsync.towers.feeding import Feeder, Staging, feeds
+from ncclsync.semantics.shards import components_of, digest_of_rows, open_specs, rowed_leaves, rows_of
+from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.recovery import KeptBatch, Rollback
@@ -42,6 +42,7 @@ logger = logging.getLogger("ncclsync")
 # Where a graph function's batches come from: it is given them, takes them from an iterator, or is fed.
 _GIVEN, _ITERATED, _FED = "given", "iterated", "fed"
 
+_COMPARED = 2  # batches of an iterator, or of none, that the processes compare
 _MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without a word
 
 
@@ -58,14 +59,8 @@ class _Setup:
     @functools.cached_property
     def written(self) -> frozenset[int]:
         """Return the ids of tower 0's variables that the program may write."""
-        variables = dict(self.program.variables)
-        written: set[str] = set()
-        for segment in self.program.segments:
-            graph = segment.function.graph
-            handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
-            sources = zip(segment.sources, graph.inputs, strict=False)
-            written.update(name for name, tensor in sources if tensor.name in handles and name in variables)
-        return frozenset(id(variables[name]) for name in written)
+        written = frozenset[str]().union(*(segment.written for segment in self.program.segments))
+        return frozenset(id(variable) for name, variable in self.program.variables if name in written)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +101,15 @@ class TowerStep(abc.ABC):
         self._trains = trains
         self._meter: Meter | None = None  # of all graphs that are watched
         self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
+        self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
+        self._to_compare = _COMPARED
+        self._counting: list[CountingDataset] = []  # that the batches to be compared come from
         # By the specs of a shard, the readers of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
+        self._shards = towers.shards.towers  # for which these are
+        self._ran: _Setup | None = None  # what was run last
 
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
@@ -151,13 +151,15 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs)
-        check_draws(traced.function, batch_invariant=self.towers.batch_invariant_random)
+        repeats = self.towers.batch_invariant_random or self.towers.has_shards
+        check_draws(traced.function, refuses=repeats)
         program = cut(
             traced,
             self.towers.target,
             source.results,
             jit_compile=source.jit_compile,
             undone="finite" in readers,
+            traceless=self.towers.on_oom is not None,
             meter=meter,
         )
         if observer is None:
@@ -183,17 +185,19 @@ class TowerStep(abc.ABC):
 
     def _to_be_checked(self, program: Program, traced: Trace) -> Program:
         """Keep what a program was made of until it has run, if it is to be checked then."""
-        if self._trains and self.towers.check_first_step and len(self.towers) > 1:
+        if self._trains and self.towers.check_first_step and self.towers.shards.towers > 1:
             self._unchecked[id(program)] = traced
         return program
 
     def warn_of(self, part: Inexact) -> None:
         """Warn of a reason why the step is not one device's."""
-        self.towers.warn_once(f"{len(self.towers)} towers do not train as one device: {part}")
+        count = self.towers.shards.towers
+        what = f"{count} shards" if self.towers.has_shards else f"{count} towers"
+        self.towers.warn_once(f"{what} do not train as one device: {part}")
 
     def warn_of_choices(self, program: Program, known: set[str]) -> None:
         """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
-        if len(self.towers) == 1 or not self._trains:
+        if self.towers.shards.towers == 1 or not self._trains:
             return
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
@@ -253,6 +257,11 @@ class TowerStep(abc.ABC):
             DivergenceError: towers hold different values; see `TowerState`.
             NonFiniteError: a gradient is not finite; see `TowerState`.
         """
+        if self.towers.meets_processes:
+            if self._compared is None or self._compared() is not iterator:
+                self._compared, self._to_compare = weakref.ref(iterator), _COMPARED
+            made_of = tf_compat.datasets_of(iterator) if self._to_compare else []
+            self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
         if feeds(self.towers.devices):
             feeder = self.towers.feeders.get(iterator)
             if feeder is None:
@@ -275,6 +284,7 @@ class TowerStep(abc.ABC):
         rowed_leaves(batch)
         # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         leaves = leaves_of(batch)
+        self._counting = []
         results = self._run(open_specs(batch), _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
@@ -285,6 +295,36 @@ class TowerStep(abc.ABC):
             self.towers.count_steps(1 if steps is None else int(steps))
 
     def _run(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
+        """Run the graph function for batches of these specs; with more shards if it does not fit the memory."""
+        if self.towers.on_oom is None:
+            return self._run_watched(batch_specs, source, run)
+        if self.steps_per_execution > 1:
+            raise NcclSyncError(
+                "Expected steps_per_execution=1 with on_oom: a step that fails among others cannot run again alone. "
+                f"Received: steps_per_execution={self.steps_per_execution}"
+            )
+        self._forget_programs_of_other_shards()
+        try:
+            return self._run_watched(batch_specs, source, run)
+        except tf.errors.ResourceExhaustedError:
+            began = self._ran is not None and self._ran.rollback.undone
+            batch = self._ran.kept.batch() if self._ran is not None and began else None
+            rows = None if batch is None else rows_of(batch)
+            if rows is None or not self.towers.split_further(rows):
+                raise
+        leaves = leaves_of(batch)
+        results = self._run(open_specs(batch), _GIVEN, lambda graph, _: graph(*leaves))
+        return results if source == _GIVEN else (None, results)
+
+    def _forget_programs_of_other_shards(self) -> None:
+        shards = self.towers.shards.towers
+        if shards != self._shards:
+            self._shards = shards
+            self._programs.clear()
+            self._graphs.clear()
+            self._ran = None
+
+    def _run_watched(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step.
 
         Args:
@@ -302,13 +342,36 @@ class TowerStep(abc.ABC):
                 self._meter.forget()
             graph, setup = self._graph_of(batch_specs, source, None)
             results = self._run_checked(functools.partial(run, graph, setup), setup)
+            self._compare_batches(setup)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
                 self._warn_of_costs(setup)
             return results
         self._meter = self._meter or Meter()
         graph, setup = self._graph_of(batch_specs, source, self._meter)
         with self._meter.reported_to(watchers, traced=len(self._graphs) > known):
-            return self.guarded(functools.partial(run, graph, setup), setup)
+            results = self.guarded(functools.partial(run, graph, setup), setup)
+        self._compare_batches(setup)  # other processes may have nobody who watches
+        return results
+
+    def _compare_batches(self, setup: _Setup) -> None:
+        """See that all processes have run a step on the same batch, for the first of them.
+
+        Raises:
+            ProcessError: they have not.
+        """
+        if not self.towers.meets_processes or self._to_compare == 0:
+            return
+        self._to_compare -= 1
+        known = [one.digest() for one in self._counting]
+        digest = next(filter(None, known), None) or digest_of_rows(setup.kept.batch())
+        digests = self.towers.communicator.exchange(digest, "the comparison of batches")
+        other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise ProcessError(
+                "Expected all processes to read the same batches: each keeps its towers' rows. Received: other rows "
+                f"in process {other} than in process 0. Seed what shuffles or draws, by keras.utils.set_random_seed "
+                "and tf.data's shuffle(seed=...); and divide no dataset by process, as by shard()"
+            )
 
     def _run_fed(self, feeder: Feeder, graph: Callable, setup: "_Setup") -> Any:
         """Run what `_steps_on_iterator` does in a graph, on batches that a feeder has brought to the towers."""
@@ -341,7 +404,7 @@ class TowerStep(abc.ABC):
         results = self.guarded(run, setup)
         del self._unchecked[id(program)]
         try:
-            found = check.run(setup.kept.batch(), self.towers.names_of, len(self.towers))
+            found = check.run(setup.kept.batch(), self.towers.names_of, self.towers.shards.towers)
         except Unchecked as reason:
             self.towers.warn_once(f"The first step on towers was not checked: {reason}")
         except Exception as error:  # whatever it is: training goes on
@@ -377,7 +440,7 @@ class TowerStep(abc.ABC):
                 setup = _Setup(program, Rollback(program, self.towers, report), kept, meter)
             if source == _FED:
                 fetch = functools.partial(_next_batch, batch_specs)
-                staging = Staging(fetch, specs, self.towers.devices, meter)
+                staging = Staging(fetch, specs, self.towers.shards, meter)
                 setup = dataclasses.replace(setup, staging=staging)
                 on_parts = functools.partial(self._on_parts, setup)
                 graph = self._graph_function(on_parts, staging.signature)
@@ -436,12 +499,14 @@ class TowerStep(abc.ABC):
 
         TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
         """
+        if setup is not None:
+            self._ran, setup.rollback.undone = setup, False
         try:
             self.towers.sync()
             with self.towers.interruptible():
                 results = run()
             if setup is not None and self.towers.in_flight.active:
-                self.towers.in_flight.add(setup.written)
+                self.towers.in_flight.add(setup.written, results)
             return results
         except (StopIteration, tf.errors.OutOfRangeError):
             self.towers.in_flight.settle()  # the end of an epoch
@@ -451,11 +516,17 @@ class TowerStep(abc.ABC):
             nonfinite, self.towers.on_nonfinite.raised = self.towers.on_nonfinite.raised, None
             if nonfinite is not None:
                 raise nonfinite from None
+            others = self.towers.communicator.take_error()
+            if others is not None:  # TensorFlow wraps what a collective raises
+                self.towers.failed_collective()
+                raise others from error
             written = frozenset() if setup is None or not self.towers.in_flight.active else setup.written
             failure = self.towers.failed_collective(written) if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
-            if setup is not None and isinstance(error, tf.errors.CancelledError):
+            if self.towers.meets_processes:
+                self.towers.communicator.tell_of_failure(error)
+            elif setup is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(setup)
             raise
         finally:
@@ -541,7 +612,7 @@ def _report_nonfinite(
     """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
-    state.on_nonfinite.report(finite, names, batch.batch(), len(state))
+    state.on_nonfinite.report(finite, names, batch.batch(), state.owners)
 
 
 def python_step(step: Callable) -> Callable:
@@ -571,7 +642,8 @@ def to_tensor(leaf: Any) -> Any:
     other_libraries.check_undistributed(leaf)
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
-    return tf.convert_to_tensor(leaf)
+    with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back
+        return tf.convert_to_tensor(leaf)
 
 
 def leaves_of(structure: Any) -> list[Any]:

@@ -77,7 +77,8 @@ class Towers(TowerState):
 
         Returns:
             The results of `step` on one device for the whole batch. With `per_tower` a list of what each
-            of the N towers has of it, its rows or its part of a sum; None for a tower that had no sample.
+            of the N towers has of it, its rows or its part of a sum; None for a tower that had no sample, or
+            that is another process'. With `shards=`, what each shard has.
 
         Raises:
             TypeError: `step` cannot be called.
@@ -105,8 +106,9 @@ class Towers(TowerState):
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = shard_sizes(rows or 1, len(self))  # a batch without rows is tower 0's
-        return [result if size else None for result, size in zip(outcome, sizes, strict=True)]
+        sizes = shard_sizes(rows or 1, self.shards.towers)  # a batch without rows is tower 0's
+        own = dict(zip(self.shards.ranks, outcome, strict=True))
+        return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 
     def explain(self, batch: Any = None) -> Explanation:
         """Explain what a training step is on these towers: before the first one, or of the last that ran.

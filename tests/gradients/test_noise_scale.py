@@ -69,6 +69,7 @@ def scaled():
     return mlp(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "factory, towers, rows, backend",
     [(mlp, 4, 3, ""), (mlp, 3, 5, "py ops"), (embedding, 2, 20, ""), (scaled, 2, 9, "")],

@@ -40,7 +40,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_updates_are_bitwise_those_of_tensorflow(monkeypatch, name):
     """The same weights and optimizer state, to the last bit, whichever way a variable is updated."""

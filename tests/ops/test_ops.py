@@ -241,6 +241,7 @@ def test_shapes_that_differ_are_an_error():
         run(lambda model, x: {"sum": tf.reduce_sum(ops.all_reduce(x, "sum"))})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rows", [64, 61])
 def test_synchronised_normalisation(rows):
     """A normalisation by the whole batch's mean and variance, forward and backward, equals one device's."""
@@ -379,6 +380,7 @@ def test_small_buckets_make_more_collectives(py_ops):
     assert len(calls) == 4 + 4
 
 
+@pytest.mark.slow
 def test_divided_optimizer_by_py_ops(py_ops):
     """Each tower is given its part of each gradient, and the parts of the weights: as on one device."""
     model, alone = on_towers(lambda: mlp(metrics=None), 3, shard_optimizer=True), mlp(metrics=None)

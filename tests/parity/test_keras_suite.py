@@ -67,6 +67,7 @@ def test_what_fails_on_towers_alone_is_told(tmp_path, capsys):
     assert not good and f"known, but passes on towers as well: {name}test_trains" in text
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_takes_no_other_test_along(tmp_path):
     """A test that hangs, or ends its process, is a failure; those behind it run."""
     path = tmp_path / "ends_test.py"

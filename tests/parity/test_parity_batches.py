@@ -190,7 +190,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "towers"), spread(EMPTY))
 def test_batches_without_rows(name, towers):
     """They go by as on one device, as a step that has nothing to train on."""

@@ -394,7 +394,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(CASES))
 def test_metric(name, towers):
     """What `fit`, `evaluate` and single batches report, and what the metrics hold."""

@@ -121,7 +121,7 @@ def train_gan(model):
     return {"weights": model.get_weights(), "history": history.history}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", TOWERS[1:])
 def test_custom_train_step_with_two_optimizers(towers, gan_alone):
     """A GAN is three segments; the discriminator's update is seen by the generator's step."""

@@ -206,14 +206,14 @@ def test_synchronized(name, towers):
     check(SYNCHRONISED[name], towers)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(BY_OPTION, towers=(4, 3, 8, 2)))
 def test_synchronized_by_option(name, towers):
     """Layers that do not say so, in a model whose towers do."""
     check(BY_OPTION[name], towers)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(OTHER))
 def test_other_normalisation(name, towers):
     """What normalises each sample, a weight, or by what it was adapted to."""

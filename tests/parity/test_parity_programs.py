@@ -599,7 +599,7 @@ def test_step(name, towers):
     check(STEPS[name], towers)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(MODELS, towers=(3, 4, 2)))
 def test_model(name, towers):
     """Models of many kinds of layers, inputs and outputs."""

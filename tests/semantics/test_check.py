@@ -324,6 +324,7 @@ def test_the_option_is_true_or_false(wrong):
         nccl_parallel(towers=2, check_first_step=wrong)(lambda: None)
 
 
+@pytest.mark.slow
 def test_no_check_where_none_is_wanted(monkeypatch):
     monkeypatch.setattr(StepCheck, "run", lambda *_: pytest.fail("checked"))
     model = nccl_parallel(towers=2, check_first_step=False)(classifier)()
@@ -436,7 +437,7 @@ def everything(model):
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("fails", [False, True], ids=["passes", "fails"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_check_leaves_no_trace(name, fails, monkeypatch, caplog):
@@ -472,6 +473,7 @@ def test_a_check_leaves_no_trace(name, fails, monkeypatch, caplog):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_bit():
     weights = []
     for checks in (False, True):
@@ -520,7 +522,7 @@ def test_few_rows_are_repeated():
 # False alarms.
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("seed", range(MODELS))
 def test_no_false_alarm(seed):
     model, batch = generate(seed)

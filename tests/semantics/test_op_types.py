@@ -95,7 +95,7 @@ def cases_of(example: Example, rows: int) -> tuple[list[Case], list[Case]]:
     cases = [Case(example, samples), *cases[rows == FEW : MOST_COMBINATIONS - 1 : 2]]
     rng = random.Random(f"{example.name} {rows}")
     if rows == FEW:
-        n_chosen = int(example.index == 0 and rng.random() < 0.3)
+        n_chosen = int(example.index == 0 and rng.random() < 0.15)
     elif example.index == 0:
         n_chosen = 2
     else:

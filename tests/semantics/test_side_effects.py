@@ -117,6 +117,7 @@ def regression():
     return model, optimizer, update
 
 
+@pytest.mark.slow
 def test_updates_within_a_loop_over_a_dataset():
     found = []
     for towers in (None, 3):

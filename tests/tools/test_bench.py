@@ -23,6 +23,7 @@ from ncclsync import nccl_parallel
 from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
 from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.processes import missing_mpi
 from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
 from ncclsync.tools.bench.split import StepParts
@@ -127,6 +128,7 @@ def test_names_are_those_of_the_models():
     assert {"constant", *training.FEEDS} == set(fit.FEEDS)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit_their_data(name):
     """Every model takes its data, whole batches of them, and tells as many classes as there are."""
@@ -212,7 +214,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     [
         ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
-        ("step --against nobody", "expected one of mirrored, single, shard, sharded, received 'nobody'"),
+        ("step --against nobody", "expected one of mirrored, single, shard, sharded, processes, received 'nobody'"),
         ("step --model gpt", "expected one of mlp, cnn, resnet50, transformer, embedding, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
     ],
@@ -270,6 +272,7 @@ def run_bench(tmp_path, *arguments, gpus=()):
     return found, done.stdout
 
 
+@pytest.mark.slow
 def test_all_reduce(tmp_path):
     """All libraries that are always there: right results, bandwidths by nccl-tests' formulas, a picture."""
     found, table = run_bench(
@@ -290,6 +293,7 @@ def test_all_reduce(tmp_path):
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_exchange(tmp_path):
     """On virtual GPUs: both routes and no exchange at all, with right results; a tower's part of the host's time."""
     arguments = ("exchange", "--towers", "2", "--rounds", "1", "--plot", "it.svg")
@@ -341,9 +345,11 @@ def test_step(tmp_path):
     found, table = run_bench(
         tmp_path,
         *("step", "--model", "mlp", "--towers", "2", "--rounds", "1"),
-        *("--against", "mirrored,shard", "--plot", "it.svg", "--watched"),
+        *("--against", "mirrored,shard", "--plot", "it.svg", "--watched", "--shards", "2x"),
     )
     rows = {row["side"]: row for row in found["rows"]}
+    divided = rows.pop("2 shards a tower")
+    assert divided["ratios"]["ncclsync"]["median"] > 0 and "without shards=" in table
     assert list(rows) == ["ncclsync", "mirrored", "shard"]
     for side, row in rows.items():
         assert row["case"] == {"model": "mlp", "towers": 2, "batch_size": 256}
@@ -357,6 +363,27 @@ def test_step(tmp_path):
     assert ours["more"]["watched"]["median"] > 0 and "watched" in table
     assert "communicate" in table
     assert (tmp_path / "it.svg").read_text().startswith("<?xml")
+
+
+def test_towers_that_processes_cannot_share(capsys, monkeypatch):
+    """Said in one line, before anything is started."""
+    monkeypatch.setattr(training, "Side", None)
+    assert main(["bench", "step", "--towers", "3", "--against", "processes"]) == 2
+    assert "Expected towers that 2 processes can share. Received: --towers 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_step_of_processes(tmp_path):
+    """The same towers as two processes, in turns with one; the time is the later one's, of cores the sum."""
+    pytest.importorskip("mpi4py", reason="pip install 'ncclsync[hosts]'")
+    if missing_mpi():
+        pytest.skip(missing_mpi())
+    arguments = ("step", "--model", "mlp", "--towers", "2", "--rounds", "1", "--against", "processes", "--no-split")
+    found, table = run_bench(tmp_path, *arguments)
+    ours, several = found["rows"]
+    assert (ours["side"], several["side"]) == ("ncclsync", "processes")
+    assert several["ratios"]["ncclsync"]["median"] == pytest.approx(1 / ours["ratios"]["processes"]["median"])
+    assert several["more"]["cpu_s"]["median"] > 0 and "ncclsync's" in table
 
 
 @pytest.mark.slow

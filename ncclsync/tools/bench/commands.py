@@ -5,7 +5,6 @@ TensorFlow.
 """
 
 import argparse
-import glob
 import importlib.util
 import pathlib
 import re
@@ -13,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ncclsync.communicator.processes import Process, find_process
+from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import at_least, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
@@ -20,6 +21,7 @@ from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
 from ncclsync.tools.bench.turns import BenchError
 from ncclsync.tools.plan.links import Link, parse_link
+from ncclsync.tools.processes import tell_of
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
@@ -27,11 +29,13 @@ _DTYPES = ("float32", "float64", "float16", "int32", "int64")
 _LIBRARIES = (
     "mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; shard: the same on one "
     "tower's part of the batch (1 is ideal with a GPU for each tower; N towers that share cores have N times "
-    "its work); sharded: ncclsync with shard_optimizer"
+    "its work); sharded: ncclsync with shard_optimizer; processes: ncclsync as 2 processes, by mpirun, which share the "
+    "towers"
 )
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
-Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result]
+# None: another process has the result.
+Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result | None]
 
 
 def add_bench(commands: Any) -> None:
@@ -64,9 +68,10 @@ def _add_all_reduce(benchmarks: Any) -> None:
         help="the collective alone, as nccl-tests does",
         description="Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
-        "towers' buffers on all cores: it reads and writes the same bytes.",
+        "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
+        "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
     )
-    parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
+    parser.add_argument("--towers", type=listed(at_least(2)), metavar="N,N", help="default 2,4,8; not under mpirun")
     parser.add_argument(
         "--sizes",
         type=listed(_size),
@@ -85,7 +90,6 @@ def _add_all_reduce(benchmarks: Any) -> None:
     parser.add_argument(
         "--backend",
         choices=("nccl", "cpu"),
-        default="nccl" if glob.glob("/dev/nvidia[0-9]*") else "cpu",
         help="nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
     )
     _add_rounds(parser, 11, "turns of each library for each size")
@@ -159,7 +163,19 @@ def _add_step(benchmarks: Any) -> None:
     _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
     parser.add_argument("--watched", action="store_true", help="also time steps that Timeline and Throughput watch")
+    parser.add_argument(
+        "--shards",
+        type=listed(_times),
+        default=[],
+        metavar="1x,2x",
+        help="also time steps with so many shards for each tower, of the same batch; default none",
+    )
     _add_rounds(parser, 15, "turns of each side")
+
+
+def _times(text: str) -> int:
+    """Return 2 for "2x"."""
+    return at_least(1)(text.removesuffix("x"))
 
 
 def _add_start(benchmarks: Any) -> None:
@@ -270,16 +286,24 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> 
 
 
 def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[], list[Listing]]) -> int:
+    """Run a benchmark; of several processes the first one alone shows what it has found, and what stops it."""
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
     progress = Progress()
+    process = None
     try:
+        process = _process(given)
         result = benchmark(given, progress.show)
     except BenchError as error:
         progress.clear()
-        print(f"{_name(given)}: {error}", file=sys.stderr)
-        return NOT_RUN
+        if process is None:
+            print(f"{_name(given)}: {error}", file=sys.stderr)
+            return NOT_RUN
+        tell_of(error, process, _name(given))
+        return NOT_RUN if process.rank == 0 else DONE  # else mpirun might end the first before it has told
+    if result is None:
+        return DONE
     progress.clear()
     show(result, listings())
     if given.json:
@@ -287,6 +311,21 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
     if given.plot:
         plot(result, given.plot)
     return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE
+
+
+def _process(given: argparse.Namespace) -> Process | None:
+    try:
+        process = find_process()
+    except NcclSyncError as error:
+        raise BenchError(str(error)) from error
+    if process is not None and given.benchmark != "all-reduce":
+        if process.rank > 0:
+            raise SystemExit(DONE)
+        raise BenchError(
+            f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
+            f"({process.reason})"
+        )
+    return process
 
 
 def _name(given: argparse.Namespace) -> str:

@@ -7,13 +7,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ncclsync.tools.bench.processes import launched
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
-from ncclsync.tools.bench.turns import Side, Spread, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
 MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
-PEERS = ("mirrored", "single", "shard", "sharded")
+PEERS = ("mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("numpy", "tf.data", "generator")
 PARTS = ("compute", "communicate", "apply", "feed")
+
+PROCESSES = 2  # of the side "processes", which share the towers
 
 BATCH_SIZES = {"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256}
 _TURN_S = 0.2  # of one side
@@ -27,16 +30,26 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     """Time a step inside `fit`, and the parts of ncclsync's.
 
     Args:
-        given: `model`, a list; `towers`; `against`; `split`; `watched`; `rounds`.
+        given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
+            `rounds`.
         show: shows the user what is being done.
 
     Raises:
-        BenchError: a process failed.
+        BenchError: a process failed, or towers cannot be divided among processes.
     """
+    if "processes" in given.against:  # before anything is started
+        if given.towers % PROCESSES:
+            raise BenchError(f"Expected towers that {PROCESSES} processes can share. Received: --towers {given.towers}")
+        launched(PROCESSES)
     rows: list[Row] = []
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
+        names = {f"{each} shard{'s' * (each > 1)} a tower": each for each in given.shards}
+        started |= {
+            name: _fit_side("ncclsync", model, given.towers, "tf.data", shards=each * given.towers)
+            for name, each in names.items()
+        }
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
         watched = ("watched",) if given.watched else ()
         asked = (*variants, *watched)
@@ -53,6 +66,10 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             if library == "ncclsync" and watched:
                 more["watched"] = ratio(seconds["watched"], seconds[library])
             rows.append(Row(case, library, spread, ratios, more))
+        for name in names:
+            spread, ratios = Spread.of(seconds[name]), {"ncclsync": ratio(seconds[name], seconds["ncclsync"])}
+            more = {"samples_per_s": BATCH_SIZES[model] / spread.median, "cpu_s": Spread.of(cpu_seconds[name])}
+            rows.append(Row(case, name, spread, ratios, more))
     return Result("step", "s", tuple(rows))
 
 
@@ -101,9 +118,13 @@ def _about(model: str, show: Show) -> Show:
     return lambda text: show(f"{model}: {text}")
 
 
-def _fit_side(library: str, model: str, towers: int, feed: str) -> Side:
-    arguments = {"library": library, "model": model, "towers": towers, "feed": feed}
-    return Side(f"{library}, {model}, {feed}", "fit", arguments)
+def _fit_side(library: str, model: str, towers: int, feed: str, shards: int | None = None) -> Side:
+    arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards}
+    name = f"{library}, {model}, {feed}"
+    if library != "processes":
+        return Side(name, "fit", arguments)
+    launcher, environment = launched(PROCESSES)
+    return Side(name, "fit", {**arguments, "towers": towers // PROCESSES}, launcher, environment)
 
 
 def _fit_in_turns(
@@ -195,18 +216,20 @@ def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str
 
 
 def step_listings() -> list[Listing]:
-    """Return the tables of `bench step`: whole steps, the parts of ncclsync's, and what watching costs."""
+    """Return the tables of `bench step`: whole steps, shards, the parts of ncclsync's, and what watching costs."""
     whole = [
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
         Column("CPU time\nof a step", _spread_text("cpu_s")),
         Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
-        *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in PEERS),
+        *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
     ]
     parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
     watched = [*_case_columns("library"), Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"]))]
+    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", _ratio_to("ncclsync"))]
     return [
         Listing(whole),
+        Listing(shards, lambda row: "ncclsync" in row.ratios and row.side.endswith("a tower")),
         Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more),
         Listing(watched, lambda row: "watched" in row.more),
     ]

@@ -1,0 +1,167 @@
+"""Divide the segments of a step whose towers compute several shards each: what is done for a shard, what once.
+
+A *phase* is a part of a segment: either for each shard, with its rows, what it draws and its part of a metric, or
+once for a tower, on what is the same for all shards: every write of a weight is such. What shards give reaches the
+rest through exchanges alone, by the placements, so nothing has to be told apart by hand.
+
+The phases of a segment alternate: once, shards, once, … Mostly there are two, and one of them is empty: what
+shards need of the towers is computed with them.
+"""
+
+from collections.abc import Iterator
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
+from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.schedule import Schedule, dependencies
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placing import REPEATABLE
+from ncclsync.semantics.roles import Role
+
+
+def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
+    """Return a schedule of which each segment is for each shard, or once.
+
+    Args:
+        graph: the step, placed.
+        scheduled: its segments, each of which may become several.
+
+    Raises:
+        NcclSyncError: an op writes both what towers share and what belongs to a shard.
+    """
+    kinds = _Kinds(graph)
+    parts = [_Part(graph, scheduled, kinds, number) for number in range(scheduled.count)]
+    numbers: dict[tuple[int, int], int] = {}
+    for number, part in enumerate(parts):
+        for phase in sorted(part.used()) or [0]:
+            numbers[number, phase] = len(numbers)
+    return Schedule(
+        {name: numbers[number, parts[number].phase[name]] for name, number in scheduled.segments.items()},
+        {result: numbers[number, parts[number].sends] for result, number in scheduled.sent.items()},
+        {result: numbers[number, parts[number].receives[result]] for result, number in scheduled.received.items()},
+        len(numbers),
+        tuple(phase % 2 == 0 for _, phase in numbers),
+        numbers[scheduled.count - 1, 1] if graph.folds else 0,
+    )
+
+
+class _Kinds:
+    """Tell which ops are for each shard, which must run once, and which may be in either phase."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.shards: set[str] = set()
+        self.once: set[str] = set()
+        functions = Functions(graph.functions, graph.tf_graph)
+        # Where an exchange waits for its condition, what it gives is a shard's own until then.
+        own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
+        self.own = frozenset(own)
+        for op in graph.ops:
+            if op.name in graph.placeholders:
+                continue
+            roles = {graph.role[handle] for handle in graph.writes[op.name]}
+            inputs = graph.inputs[op.name]
+            if Role.SAME in roles:
+                if len(roles) > 1:
+                    raise NcclSyncError(
+                        "Expected a step with shards= in which no op writes both a weight and what belongs to a shard, "
+                        "as metrics, random state and accumulated gradients do. "
+                        f"Received: {op.type}, at {user_line(op.traceback)}. Write them in ops of their own"
+                    )
+                self.once.add(op.name)
+                continue
+            results = [output.name for output in op.outputs]
+            if any(name in graph.differing for name in (*inputs, *results)) or any(name in own for name in inputs):
+                self.shards.add(op.name)
+                if any(name in own for name in inputs):
+                    own.update(results)
+            elif tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE):
+                self.once.add(op.name)
+
+
+class _Part:
+    """Divide one segment.
+
+    Attributes:
+        phase: by name of an op of the segment; even: once.
+        sends: the phase that sends.
+        receives: by name of an exchange's result that arrives with this segment: the phase that gets it.
+    """
+
+    def __init__(self, graph: StepGraph, scheduled: Schedule, kinds: _Kinds, number: int) -> None:
+        self._graph, self._kinds = graph, kinds
+        self._here = {name for name, of in scheduled.segments.items() if of == number}
+        self._sent = [e for result, e in graph.exchanges.items() if scheduled.sent[result] == number]
+        self._arrives = {result for result, of in scheduled.received.items() if of == number}
+        final = number == scheduled.count - 1
+        self._folds = final and bool(graph.folds)
+        needed = self._needed_by_shards()
+        # What something else than shards waits for, among what shards need.
+        self._awaited = {
+            parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
+        }
+        self.phase: dict[str, int] = {}
+        for op in graph.ops:
+            if op.name in needed:
+                self.phase[op.name] = self._earliest(op.name)
+        self.sends = max([1, *(self._after(name) for name in self._roots_sent())])
+        self.sends += self.sends % 2 == 0
+        own = self._arrives & kinds.own
+        shards = any(phase % 2 for phase in self.phase.values()) or self._sent or self._folds or own
+        top = max([*self.phase.values(), *([self.sends] if self._sent else []), 1 if shards else 0])
+        last = top + top % 2
+        for op in graph.ops:
+            if op.name in self._here and op.name not in needed:
+                # A weight is written when all else is done.
+                self.phase[op.name] = last if final else self._earliest(op.name)
+                self.phase[op.name] += self.phase[op.name] % 2
+        used_in: dict[str, list[int]] = {result: [] for result in self._arrives}
+        for op, phase in self.phase.items():
+            for name in self._arrives.intersection(graph.inputs[op]):
+                used_in[name].append(phase)
+        for exchange in self._sent:
+            for name in self._arrives.intersection([exchange.source, exchange.when or ""]):
+                used_in[name].append(self.sends)
+        for fold in graph.folds if self._folds else ():
+            used_in.setdefault(fold.result, []).append(1)
+        # In the phase that uses it first, or once before the shards do.
+        self.receives = {result: min(used_in[result], default=last) // 2 * 2 for result in self._arrives}
+        self.receives.update(dict.fromkeys(own, 1))
+
+    def used(self) -> set[int]:
+        """Return the phases that there are."""
+        used = {*self.phase.values(), *self.receives.values()}
+        return used | ({self.sends} if self._sent else set()) | ({1} if self._folds else set())
+
+    def _roots_sent(self) -> Iterator[str]:
+        for exchange in self._sent:
+            for name in (exchange.source, exchange.when):
+                if name is not None:
+                    yield op_name(name)
+
+    def _needed_by_shards(self) -> set[str]:
+        """Return the segment's ops that shards compute, and all that these wait for."""
+        queue = [name for name in self._here if name in self._kinds.shards]
+        queue += [name for name in self._roots_sent() if name in self._here]
+        found: set[str] = set()
+        while queue:
+            name = queue.pop()
+            if name not in found:
+                found.add(name)
+                queue += [parent for parent, _ in dependencies(self._graph, name) if parent in self._here]
+        return found
+
+    def _earliest(self, name: str) -> int:
+        before = [self.phase[parent] for parent, _ in dependencies(self._graph, name) if parent in self.phase]
+        before += [1 for one in self._graph.inputs[name] if one in self._arrives and one in self._kinds.own]
+        phase = max(before, default=0)
+        if name in self._kinds.shards:
+            return phase + (phase % 2 == 0)
+        if name in self._kinds.once:
+            return phase + phase % 2
+        if self._graph.by_name[name].type == "ReadVariableOp" and name not in self._awaited:
+            return max(phase, 1)  # not held from one function to the other
+        return phase
+
+    def _after(self, name: str) -> int:
+        return self.phase.get(name, 0)

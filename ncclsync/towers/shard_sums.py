@@ -1,0 +1,89 @@
+"""Join what shards give where towers compute several of them: in one tree, whatever tower has which shard.
+
+A tower adds up its own shards' part of the tree (`ops/tree.py`) as they come, so that few of them take memory at
+once. What is left of the tree is computed alike by all towers.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from ncclsync.ops import Collective
+from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
+from ncclsync.program.program import Bucket
+from ncclsync.towers.state import TowerState
+
+_COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": tf.add,
+    "prod": tf.multiply,
+    "max": tf.maximum,
+    "min": tf.minimum,
+}
+
+
+def join_shards(
+    buckets: Sequence[Bucket], given: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState
+) -> list[list[list[tf.Tensor]]]:
+    """Join buckets by TensorFlow's ops, which copy between devices where they must.
+
+    Args:
+        buckets: [B].
+        given: [s][B] the shards' tensors, as many as `Bucket.specs`.
+        towers: all in this process.
+
+    Returns:
+        [s][B] what each shard receives.
+    """
+    joined: list[list[list[tf.Tensor]]] = [[] for _ in given]
+    for bucket, rows in zip(buckets, zip(*given, strict=True), strict=True):  # [s] lists of tensors
+        columns = [_join(bucket.wire, column, towers) for column in zip(*rows, strict=True)]
+        for received, tensors in zip(joined, zip(*columns, strict=True), strict=True):
+            received.append(list(tensors))
+    return joined
+
+
+def nodes_of_towers(values: Sequence[tf.Tensor], op: str, towers: TowerState) -> list[tf.Tensor]:
+    """Reduce each tower's shards as far as the tree does; return [n] tensors [m, ...] of as many nodes each."""
+    shards, owned = len(values), towers.shards_of
+    most = max(len(nodes_within(shards, own[0], own[-1] + 1)) for own in owned)
+    stacked = []
+    for device, own in zip(towers.devices, owned, strict=True):
+        with tf.device(f"/{device}"):
+            nodes = list(reduce_nodes(_COMBINE[op], shards, own[0], [values[shard] for shard in own]).values())
+            nodes += [tf.zeros_like(nodes[0])] * (most - len(nodes))
+            stacked.append(tf.stack(nodes))
+    return stacked
+
+
+def total_of_gathered(gathered: tf.Tensor, op: str, towers: TowerState, tower: int) -> tf.Tensor:
+    """Return, on a tower's device, the reduction of what `nodes_of_towers` has made, gathered: [n * m, ...]."""
+    shards, owned = towers.shards.towers, towers.shards_of
+    each = [nodes_within(shards, own[0], own[-1] + 1) for own in owned]
+    most = max(map(len, each))
+    with tf.device(f"/{towers.devices[tower]}"):
+        values = {node: gathered[most * place + i] for place, nodes in enumerate(each) for i, node in enumerate(nodes)}
+        return reduce_tree(_COMBINE[op], shards, values)
+
+
+def _join(wire: Collective, values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+    """Join one tensor of each shard; [s] in, [s] out."""
+    shards, owned = len(values), towers.shards_of
+    if wire.root >= shards:
+        raise ValueError(f"Expected root to be below the number of shards, {shards}. Received: {wire.root}")
+    if wire.kind == "broadcast":
+        return [values[wire.root]] * shards
+    nodes: dict[Node, tf.Tensor] = {}
+    if not wire.concatenates:
+        combine = _COMBINE[wire.op]
+        for device, own in zip(towers.devices, owned, strict=True):
+            with tf.device(f"/{device}"):
+                nodes |= reduce_nodes(combine, shards, own[0], [values[shard] for shard in own])
+    received: dict[str, tf.Tensor] = {}
+    for device in towers.devices:
+        if device not in received:
+            with tf.device(f"/{device}"):
+                received[device] = tf.concat(values, 0) if wire.concatenates else reduce_tree(combine, shards, nodes)
+    results = [received[device] for device, own in zip(towers.devices, owned, strict=True) for _ in own]
+    if wire.kind != "reduce_scatter":
+        return results
+    return [tf.split(result, shards)[shard] for shard, result in enumerate(results)]

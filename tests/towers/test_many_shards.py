@@ -1,0 +1,364 @@
+"""`shards=`: as many shards whatever the number of towers, and then the same bits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import gan
+from parity import assert_close, assert_towers_agree, data, flat, mlp, on_towers, state
+
+from ncclsync import BackupAndRestore, NonFiniteError, Towers, nccl_parallel
+from ncclsync.communicator import NcclCommunicator
+from ncclsync.communicator.buffers import CUDA, HOST
+from ncclsync.ops import current_context
+
+ROWS, BATCH = 43, 20  # the last batch has 3 rows, fewer than there are shards
+X, Y = data(ROWS)
+layers = keras.layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model, its data, and what must be the same to the bit for every number of towers.
+
+    Attributes:
+        make: makes the compiled model.
+        data: of rows.
+        options: of `nccl_parallel`.
+        exact: whether it is one device's, too, to rounding.
+    """
+
+    make: Callable[[], keras.Model]
+    data: tuple[Any, ...] = (X, Y)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+
+    def build(self):
+        keras.utils.set_random_seed(3)
+        return self.make()
+
+
+def made(*stack, optimizer=None, **arguments):
+    model = keras.Sequential(list(stack))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, **{"metrics": ["accuracy"], **arguments})
+    return model
+
+
+def cnn():
+    return made(
+        keras.Input((8, 8, 3)),
+        layers.Conv2D(4, 3, use_bias=False),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(5),
+    )
+
+
+def augmented():
+    return made(
+        keras.Input((8, 8, 3)),
+        layers.RandomFlip(seed=1),
+        layers.RandomRotation(0.2, seed=2),
+        layers.Conv2D(4, 3),
+        layers.Flatten(),
+        layers.Dropout(0.3, seed=3),
+        layers.Dense(5),
+    )
+
+
+def words():
+    return made(keras.Input((7,), dtype="int32"), layers.Embedding(30, 6), layers.GRU(5), layers.Dense(5))
+
+
+class Custom(keras.Model):
+    """A step of its own, with a variable of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((12,)), layers.Dense(8, "tanh"), layers.Dense(5)])
+        self.built = True
+        self.norm = self.add_weight(shape=(), initializer="zeros", trainable=False, name="norm")
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            logits = self.inner(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = tf.reduce_mean(losses) + 0.01 * tf.math.reduce_variance(logits)
+        weights = self.inner.trainable_weights
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, weights), 0.5)
+        self.optimizer.apply(gradients, weights)
+        self.norm.assign(0.9 * self.norm + 0.1 * tf.reduce_max(tf.abs(x)))
+        return {"loss": loss, "norm": self.norm, "largest": tf.reduce_max(logits)}
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def custom():
+    model = Custom()
+    model.compile(keras.optimizers.Adam(0.01), jit_compile=False)
+    return model
+
+
+def adamw(**arguments):
+    return lambda: mlp(keras.optimizers.AdamW(0.01, **arguments))
+
+
+def images(rows=ROWS):
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((rows, 8, 8, 3)).astype("float32"), rng.integers(0, 5, rows)
+
+
+def tokens():
+    rng = np.random.default_rng(2)
+    return rng.integers(0, 30, (ROWS, 7)).astype("int32"), rng.integers(0, 5, ROWS)
+
+
+RUNS = {
+    "mlp": Run(mlp),
+    "cnn": Run(cnn, images(), exact=False),
+    "cnn, synchronized": Run(cnn, images(), {"sync_batch_norm": True}),
+    "dropout and augmentation": Run(augmented, images(), exact=False),
+    "dropout and augmentation, invariant": Run(augmented, images(), {"batch_invariant_random": True}),
+    "embedding and gru": Run(words, tokens()),
+    "adamw, clipnorm": Run(adamw(clipnorm=0.1)),
+    "adamw, global clipnorm": Run(adamw(global_clipnorm=0.1)),
+    "adamw, accumulation": Run(adamw(gradient_accumulation_steps=2)),
+    "adamw, ema": Run(adamw(use_ema=True, ema_overwrite_frequency=2)),
+    "compression": Run(mlp, options={"compression": "bfloat16"}, exact=False),
+    "on_nonfinite": Run(mlp, options={"on_nonfinite": "skip"}),
+    "checked": Run(mlp, options={"check_first_step": True, "check_every": 1}),
+    "custom step": Run(custom),
+    "sample weights": Run(mlp, (X, Y, np.linspace(0, 1, ROWS, dtype="float32"))),
+    "gan": Run(gan, (X, data(ROWS, features=4)[0])),
+}
+
+
+def trained(model, run):
+    """What `fit`, `evaluate` and `predict` give, and what they leave."""
+    x, y, *weights = run.data
+    options = {"batch_size": BATCH, "verbose": 0}
+    weighted = {"sample_weight": weights[0]} if weights else {}
+    found = {"history": model.fit(x, y, epochs=2, shuffle=False, **weighted, **options).history, **state(model)}
+    if model.loss is not None:
+        found["evaluated"] = model.evaluate(x, y, **weighted, **options)
+        found["predicted"] = model.predict(x, **options)
+    return found
+
+
+def bits(structure):
+    return [np.asarray(leaf).tobytes() for leaf in flat(structure)]
+
+
+def assert_same_bits(run, shards, towers):
+    first = None
+    for count in towers:
+        model = on_towers(run.build, count, shards=shards, **run.options)
+        found = trained(model, run)
+        assert_towers_agree(model)
+        model.towers.close()
+        first = first or found
+        assert bits(found) == bits(first), f"{count} towers differ from {towers[0]}"
+    if run.exact:
+        assert_close(first, trained(run.build(), run))
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("name", list(RUNS))
+def test_any_number_of_towers_trains_to_the_same_bits(name):
+    """Weights, optimizer, history, metrics and predictions; and to those of one device."""
+    assert_same_bits(RUNS[name], 8, (1, 2, 4, 8))
+
+
+@pytest.fixture
+def nccl(standin, monkeypatch):
+    """The stand-in, to whose communicators TensorFlow's tensors in host memory may be given."""
+    monkeypatch.setattr(NcclCommunicator, "memory", {**CUDA, **HOST})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [4, 5])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn, synchronized", "adamw, accumulation", "embedding and gru", "compression"]
+)
+def test_by_nccl(nccl, name, shards):
+    """Sums are gathered and added up in the tree: the bits of one tower, which has nobody to meet."""
+    run = RUNS[name]
+    found = []
+    for towers in (1, 2, 3):
+        model = on_towers(run.build, towers, backend="nccl", shards=shards, **run.options)
+        found.append(bits(trained(model, run)))
+        assert_towers_agree(model)
+        model.towers.close()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [3, 5, 6, 7])
+def test_shards_that_the_towers_do_not_divide(shards):
+    """Some towers then have one shard more than others; the tree is the same."""
+    assert_same_bits(RUNS["adamw, accumulation"], shards, (1, 2, 3))
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own():
+    """`Towers.run`: results, rows, and what each shard has of them."""
+    first = None
+    for count in (1, 2, 4):
+        keras.utils.set_random_seed(1)
+        model = mlp()
+        with Towers(count, shards=4) as towers:
+
+            def step(batch, model=model):
+                x, y = batch
+                with tf.GradientTape() as tape:
+                    loss = model.loss(y, model(x, training=True))
+                weights = model.trainable_weights
+                model.optimizer.apply(tape.gradient(loss, weights), weights)
+                return loss, model(x)
+
+            found = [towers.run(step, (X[i : i + 10], Y[i : i + 10])) for i in (0, 10, 20)]
+            each = towers.run(step, (X[:10], Y[:10]), per_tower=True)
+            assert [None if one is None else len(one[1]) for one in each] == [3, 3, 2, 2]
+            found = [found, each, state(model)]
+        first = first or found
+        assert bits(found) == bits(first)
+
+
+def out_of_memory_above(rows):
+    """A layer that does not fit the memory with more rows than these."""
+
+    def exhausted():
+        raise MemoryError("OOM when allocating tensor")  # which TensorFlow makes a ResourceExhaustedError
+
+    class Large(layers.Layer):
+        def call(self, x):
+            context = current_context()
+            own = tf.shape(x)[0] if context is None else context.share.rows
+            more = tf.cond(own > rows, lambda: tf.numpy_function(exhausted, [], tf.float32), lambda: 0.0)
+            return x + tf.ensure_shape(more, [])
+
+    return Large()
+
+
+def test_a_step_that_does_not_fit_is_divided(caplog):
+    """It leaves no trace: dropout, metrics and weights are what they would have been."""
+
+    def build(rows=2**30):
+        keras.utils.set_random_seed(1)
+        return made(keras.Input((12,)), layers.Dense(8), out_of_memory_above(rows), layers.Dense(5))
+
+    run = Run(build)
+    model = on_towers(lambda: build(rows=3), 2, on_oom="split")
+    found = trained(model, run)
+    assert_close(found, trained(build(), run))
+    assert_towers_agree(model)
+    said = [record.message for record in caplog.records if "does not fit" in record.message]
+    assert len(said) == 2  # 10 rows of each tower, 5, 3
+    assert "8 shards, 4 of them on each" in said[1]
+    assert "It has 8 shards: a tower computes its 4 one after another" in str(model.towers.explain())
+    model.towers.close()
+
+
+@pytest.mark.slow
+def test_a_row_that_does_not_fit_is_the_error():
+    """With nothing left to divide."""
+    model = on_towers(lambda: made(keras.Input((12,)), out_of_memory_above(0), layers.Dense(5)), 2, on_oom="split")
+    before = model.get_weights()
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+    assert bits(model.get_weights()) == bits(before)
+    model.towers.close()
+
+
+def test_explain_tells_of_shards():
+    """How many, on which tower, and whether they are kept while others are computed."""
+    model = on_towers(mlp, 2, shards=4)
+    explained = model.towers.explain(10)
+    assert [(one.tower, one.begin, one.end) for one in explained.shards] == [
+        (0, 0, 3),
+        (0, 3, 6),
+        (1, 6, 8),
+        (1, 8, 10),
+    ]
+    assert "a tower computes its 2 one after another, and keeps of each what it adds to the sums" in str(explained)
+    model.towers.close()
+    model = on_towers(cnn, 2, shards=4, sync_batch_norm=True)
+    assert "since they meet in between" in model.towers.explain(10).order
+    model.towers.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"shards": "4"}, TypeError, "Expected shards to be an int"),
+        ({"shards": True}, TypeError, "Expected shards to be an int"),
+        ({"shards": 0}, ValueError, "Expected shards to be from 1 to 256"),
+        ({"towers": 4, "shards": 3}, ValueError, "Expected at least a shard for each of 4 towers"),
+        ({"shards": 4, "shard_optimizer": True}, ValueError, "Expected shards or shard_optimizer, not both"),
+        ({"shards": 4, "on_oom": "split"}, ValueError, "Expected shards or on_oom, not both"),
+        ({"on_oom": "split", "shard_optimizer": True}, ValueError, "Expected on_oom or shard_optimizer, not both"),
+        ({"on_oom": "wait"}, ValueError, "Expected on_oom to be None or 'split'"),
+    ],
+)
+def test_what_does_not_fit_together_is_an_error(options, error, words):
+    """Before anything is created."""
+    with pytest.raises(error, match=words):
+        nccl_parallel(**options)
+
+
+def test_random_numbers_from_hidden_state_are_refused():
+    """They belong to no shard."""
+
+    class Noisy(layers.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x))
+
+    model = on_towers(lambda: made(keras.Input((12,)), Noisy(), layers.Dense(5)), 2, shards=4)
+    with pytest.raises(Exception, match=r"RandomStandardNormal, whose state TensorFlow hides"):
+        model.fit(X, Y, verbose=0)
+    model.towers.close()
+
+
+def test_a_gradient_that_is_not_finite_is_of_a_tower():
+    """And of the rows of its shards that have such."""
+    x = X[:16].copy()
+    x[[5, 12, 15]] = np.nan
+    model = on_towers(mlp, 2, shards=8, on_nonfinite="raise")
+    with pytest.raises(NonFiniteError) as caught:
+        model.fit(x, Y[:16], batch_size=16, verbose=0)
+    assert {tower: found[:2] for tower, found in caught.value.towers.items()} == {0: (4, 6), 1: (12, 16)}
+    model.towers.close()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_towers(tmp_path):
+    """Begun on four towers and stopped, it ends on two with the bits of one that trained to the end."""
+
+    def build():
+        return made(keras.Input((12,)), layers.Dense(8), layers.Dropout(0.3, seed=3), layers.Dense(5))
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    def fit(towers, *callbacks):
+        model = on_towers(Run(build).build, towers, shards=4)
+        try:
+            model.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+        finally:
+            found = bits(state(model))
+            model.towers.close()
+        return found
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(4, BackupAndRestore(tmp_path / "backup"), Stop())
+    assert fit(2, BackupAndRestore(tmp_path / "backup")) == fit(1)

@@ -1,4 +1,4 @@
-"""Run the command line: `python -m ncclsync verify`, `bench`, `doctor`, `plan`.
+"""Run the command line: `python -m ncclsync verify`, `bench`, `doctor`, `plan`, `run`.
 
 TensorFlow is imported to do the work.
 """
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import at_least
 from ncclsync.tools.factories import UsageError, load, model_and_data
 
@@ -30,10 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_verify(commands)
-    _add_bench(commands)
-    _add_doctor(commands)
-    _add_plan(commands)
+    adders = {"verify": _add_verify, "bench": _add_bench, "doctor": _add_doctor, "plan": _add_plan, "run": _add_run}
+    words = sys.argv[1:] if arguments is None else arguments
+    # One that is named is imported alone: a supervisor stays for days, small and without libraries' threads.
+    for name in words[:1] if words and words[0] in adders else adders:
+        adders[name](commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)
@@ -80,6 +82,12 @@ def _add_plan(commands: Any) -> None:
     add_plan(commands)
 
 
+def _add_run(commands: Any) -> None:
+    from ncclsync.tools.run.commands import add_run
+
+    add_run(commands)
+
+
 def _verify(given: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -123,8 +131,8 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="find out whether training would run on this machine, and what to mend",
         description="Examine this machine: versions, GPUs and their links, the backend, an all-reduce whose "
-        "result is known, environment variables. Exit code 0: healthy; 1: training would fail; 2: doctor "
-        "itself failed.",
+        "result is known, environment variables. By a launcher, all processes together: process 0 shows each, and what "
+        "differs between them. Exit code 0: healthy; 1: training would fail; 2: doctor itself failed.",
     )
     parser.set_defaults(run=_doctor)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
@@ -133,10 +141,30 @@ def _add_doctor(commands: Any) -> None:
     )
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _examine(timeout_s: float) -> Any:
+    """Return doctor's report; None in all processes of a launcher but the first."""
     from ncclsync.tools.doctor.examination import examine
 
-    report = examine(timeout_s=given.timeout)
+    try:
+        from ncclsync.communicator.processes import find_process
+    except (ImportError, NcclSyncError):  # without the compiled part, as the report will say
+        return examine(timeout_s)
+    from ncclsync.tools.doctor.processes import examine_all, without_processes
+
+    try:
+        process = find_process()
+    except NcclSyncError as error:
+        return without_processes(error, timeout_s)
+    # A cluster for tf.distribute is described to each process by itself: nobody prints for the others.
+    if process is None or process.launcher == "TF_CONFIG":
+        return examine(timeout_s)
+    return examine_all(process, timeout_s)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    report = _examine(given.timeout)
+    if report is None:  # process 0 has it
+        return HEALTHY
     if given.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:

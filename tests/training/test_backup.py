@@ -15,6 +15,7 @@ import tensorflow as tf
 from parity import assert_close, on_towers
 
 from ncclsync import BackupAndRestore, NcclSyncError, Shuffled
+from ncclsync.training import progress
 from ncclsync.training.callbacks import backup
 
 ROWS, EPOCHS = 61, 2
@@ -216,6 +217,15 @@ def test_flushed_before_it_takes_the_name(double_checkpoint, folder, disk_events
         ("fsync", folder.parent.name),  # the new folder's own name
         *(event for name in files for event in replaced(name, folder)),
     ]
+
+
+def test_supervisor_is_told(folder, tmp_path, monkeypatch):
+    """By each backup, when it is there, epoch and samples of what goes on there."""
+    monkeypatch.setenv(progress.VARIABLE, str(tmp_path / "told"))
+    interrupt(alone(), folder, 1, 0)
+    lines = (tmp_path / "told").read_text().splitlines()
+    assert lines == [f"{position} {folder}" for position in ("0 48", "1 8")]
+    assert progress.read(tmp_path / "told") == {str(folder): (1, 8)}
 
 
 def replaced(name, folder):

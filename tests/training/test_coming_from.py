@@ -169,6 +169,8 @@ def test_several_processes(monkeypatch, name):
     monkeypatch.setenv(name, "4")
     with pytest.raises(NcclSyncError, match=rf"Expected one process, .* Received: {name}=4. .*devices=\['GPU:0'"):
         Towers(2)
+    with Towers(2, processes=False) as apart:
+        assert len(apart) == 2
     with Towers(["CPU:0", "CPU:0"]) as named:
         assert len(named) == 2
     monkeypatch.setenv(name, "1")

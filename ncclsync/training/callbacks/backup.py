@@ -19,6 +19,7 @@ import numpy as np
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.training import progress
 from ncclsync.training.callbacks.shuffled import Position, Shuffled
 from ncclsync.training.files import make_folders, replacing
 
@@ -86,6 +87,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch = 0  # of fit: that runs, or, between two, that comes next
         self._begun = Position(0, 0)  # where the data stood when that epoch began
         self._expected: Position | None = None  # where they must stand now, as far as batches show
+
+    @property
+    def data(self) -> Shuffled | None:
+        """Return the data whose place is stored."""
+        return self._data
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore what a backup holds, if there is one.
@@ -174,6 +180,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             with h5py.File(part, "a") as file:
                 file.attrs[_STATE] = json.dumps({**state, "digest": _digest(state)})
         _write_metadata(metadata, state["epoch"])
+        samples = state["data"]["samples"] if state["data"] else 0
+        progress.tell(os.path.abspath(self.backup_dir), state["epoch"], samples)
 
     def _state(self) -> dict[str, Any]:
         state = {"epoch": self._epoch, "seeds": [v.numpy().tolist() for v in _seeds(self.model)], "data": None}

@@ -1,0 +1,314 @@
+"""Start a script, and start it again when its process has died without its own fault.
+
+Nothing here imports TensorFlow, or knows the script: it is a process, with an exit code and a log, that appends to a
+file how far it has come (`training/progress.py`), and by which exception it ended (`script.py`).
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ncclsync.tools.doctor.health import Health, check_gpus, find_gpus
+from ncclsync.tools.run.relay import Relay
+from ncclsync.tools.run.report import Start, Step, as_line, as_text
+from ncclsync.tools.run.script import FORWARDED
+from ncclsync.training import progress
+
+NAME = "ncclsync run"
+
+_T = TypeVar("_T")
+
+_TIMEOUT_S = 60.0  # of a question about GPUs, as doctor's
+_END_S = 5.0  # of what is killed: what waits for a device inside the kernel cannot be ended
+_SLICE_S = 0.5
+_ONE_REQUEST_S = 0.5  # a signal to a group of processes may come twice: for the group, and passed on
+_GRACE_S = 30.0  # for a process to end that has raised a GPU's error: it may wait for that GPU
+_SI_KERNEL = 128  # si_code of a signal by the terminal's keys, which the script has got as well
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Describe what to run.
+
+    Attributes:
+        name: the script's file, or a module's name.
+        module: whether it is a module, as by `python -m`.
+        arguments: its own.
+        restarts: how often, at most, it is started again without progress between.
+        report: the file to write a line of JSON to after each start; None.
+    """
+
+    name: str
+    module: bool
+    arguments: tuple[str, ...]
+    restarts: int
+    report: pathlib.Path | None
+
+
+def supervise(command: Command, signals: "Signals") -> int:
+    """Run a command until it ends, or dies and is not started again; print what happened, unless all went well.
+
+    Args:
+        command: what to run.
+        signals: entered, before libraries that start threads are imported.
+
+    Returns:
+        Its exit code; of a signal, 128 and its number.
+    """
+    with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
+        supervisor = _Supervisor(command, pathlib.Path(folder), signals)
+        code = supervisor.run()
+    if code or len(supervisor.steps) > 1:
+        _say(as_text(f"{NAME}: {command.name}", supervisor.steps), prefix="")
+    return code
+
+
+class _Supervisor:
+    """Hold what one call of `supervise` knows."""
+
+    def __init__(self, command: Command, folder: pathlib.Path, signals: "Signals") -> None:
+        self.steps: list[Step] = []
+        self._command, self._signals = command, signals
+        self._told, self._ending = folder / "progress", folder / "ending"
+        self._environ = {**os.environ, progress.VARIABLE: str(self._told)}
+        self._asked: signal.Signals | None = None
+        self._asked_at = 0.0
+        self._vain = 0  # restarts without progress, the last ones
+
+    def run(self) -> int:
+        """Start the script until it is not to be started again; return its exit code."""
+        gpus = self._unless_asked(lambda: find_gpus(_TIMEOUT_S, self._environ)) or ()
+        while self._asked is None:
+            start = self._start(gpus)
+            health, then, again = self._judge(start)
+            self._add(Step(start, health.left_out, then))
+            if not again:
+                return start.exit_code
+            _say(f"start {start.number} {start.words}; {then}")
+            if gpus:  # by names that stay: where a GPU is lost, others have its number
+                self._environ["CUDA_VISIBLE_DEVICES"] = ",".join(health.healthy)
+            gpus = health.healthy
+        # Asked to end while nothing ran.
+        return self.steps[-1].start.exit_code if self.steps else 128 + self._asked
+
+    def _add(self, step: Step) -> None:
+        """Enter a start into the report."""
+        self.steps.append(step)
+        if self._command.report is not None:
+            try:
+                with self._command.report.open("a", encoding="utf-8") as file:
+                    file.write(as_line(step))
+            except OSError as error:  # such as a full disk, which is no reason to stop
+                _say(f"the report is not written: {error}")
+
+    def _judge(self, start: Start) -> tuple[Health, str, bool]:
+        """Return which GPUs are left, what is to be done in words, and whether to start the script again."""
+        unchanged = Health(start.gpus, {})
+        if self._asked is not None:
+            return unchanged, f"not started again: {self._asked.name} was received", False
+        if start.exit_code == 0:
+            return unchanged, "done", False
+        if not start.died:
+            own = "this signal is a request to end" if start.signal else "this is the script's own error or exit code"
+            return unchanged, f"not started again: {own}", False
+        self._vain = 0 if start.moved_on or not self.steps else self._vain + 1
+        if self._vain >= self._command.restarts:
+            return unchanged, f"given up: {self._vain} restarts in a row without progress", False
+        _end_left_behind(self._children)
+        health = self._unless_asked(
+            lambda: check_gpus(start.gpus, _TIMEOUT_S, self._environ, lambda: self._asked is None)
+        )
+        if health is None:
+            return unchanged, "not started again: a signal was received meanwhile", False
+        if start.gpus and not health.healthy:
+            return health, "given up: no GPU is healthy", False
+        where = f" on {len(health.healthy)} of {len(start.gpus)} GPUs" if health.left_out else ""
+        vain = f"; restarts without progress so far: {self._vain} of {self._command.restarts}" if self._vain else ""
+        return health, f"started again{where}{vain}", True
+
+    def _start(self, gpus: tuple[str, ...]) -> Start:
+        """Run the script once."""
+        self._ending.unlink(missing_ok=True)
+        before = progress.read(self._told)
+        self._children = _children()
+        began, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+        relay = Relay()
+        kind = "module" if self._command.module else "script"
+        arguments = [str(self._ending), str(os.getpid()), kind, self._command.name, *self._command.arguments]
+        process = subprocess.Popen(
+            [sys.executable, *_interpreter_options(), "-m", "ncclsync.tools.run.script", *arguments],
+            env=self._environ,
+            stdout=relay.streams[0],
+            stderr=relay.streams[1],
+        )
+        relay.started()
+        self._wait(process)
+        log = relay.ended()
+        after = progress.read(self._told)
+        ending: dict[str, Any] = {"error": "", "device": False}
+        if self._ending.exists():
+            ending = json.loads(self._ending.read_text())
+        code = process.returncode
+        return Start(
+            number=len(self.steps) + 1,
+            began=began,
+            seconds=time.monotonic() - clock,
+            gpus=gpus,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            error=ending["error"],
+            device=ending["device"],
+            progress=after,
+            moved_on=after != before,
+            log=tuple(log),
+        )
+
+    def _wait(self, process: subprocess.Popen) -> None:
+        """Wait for the script, and pass signals on to it; the second one kills it."""
+        is_killed, until = False, 0.0
+        while process.poll() is None:
+            received, by_keys = self._signals.wait(_SLICE_S)
+            if received == signal.SIGCHLD:
+                _reap(_children() - self._children - {process.pid})
+            elif received is not None:
+                is_first = self._ask(received)
+                if is_first is False:
+                    process.kill()
+                elif is_first and not by_keys:
+                    process.send_signal(received)
+            if not until and self._ending.exists() and json.loads(self._ending.read_text())["device"]:
+                until = time.monotonic() + _GRACE_S
+            if until and time.monotonic() > until and not is_killed:
+                is_killed = True
+                _say(f"the script has raised a GPU's error, and not ended within {_GRACE_S:g} s: it is killed")
+                process.kill()
+
+    def _ask(self, received: signal.Signals) -> bool | None:
+        """Note a request to end; return whether it is the first. None: it is the first one, once more."""
+        if self._asked is None:
+            self._asked, self._asked_at = received, time.monotonic()
+            return True
+        return False if time.monotonic() > self._asked_at + _ONE_REQUEST_S else None
+
+    def _unless_asked(self, question: Callable[[], _T]) -> _T | None:
+        """Return the answer to what may take long; None if a signal asks to end before."""
+        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        before = _children()
+        threading.Thread(target=work, name=NAME, daemon=True).start()
+        while not answer.done():
+            received, _ = self._signals.wait(0.05)
+            if received not in (None, signal.SIGCHLD):
+                self._ask(received)
+                until = time.monotonic() + _END_S
+                while not answer.done() and time.monotonic() < until:
+                    _end_left_behind(before)
+                return None
+        return answer.result()
+
+
+def _interpreter_options() -> list[str]:
+    """Return those that Python itself was given before `-m ncclsync run`, such as -u."""
+    count = len(sys.argv) - 1
+    begin = sys.orig_argv[: len(sys.orig_argv) - count]
+    return begin[1:-2] if begin[-2:] == ["-m", "ncclsync"] else []
+
+
+class Signals:
+    """Take signals by waiting for them, and so learn where they come from; those that are ignored stay so.
+
+    They are blocked. A thread that was there before, such as a library's, has not blocked them, and may get one; so
+    they have handlers, too.
+    """
+
+    def __enter__(self) -> "Signals":
+        """Begin, in the main thread."""
+        self._taken: list[signal.Signals] = []
+        heeded = [one for one in FORWARDED if signal.getsignal(one) != signal.SIG_IGN]
+        self._awaited = [*heeded, signal.SIGCHLD]
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
+        self._handlers = {one: signal.signal(one, self._take) for one in heeded}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give them back to whom they were."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for one, handler in self._handlers.items():
+            signal.signal(one, handler)
+
+    def _take(self, number: int, _: object) -> None:
+        self._taken.append(signal.Signals(number))
+
+    def wait(self, seconds: float) -> tuple[signal.Signals | None, bool]:
+        """Return the next signal, or None after some time, and whether a terminal's keys have sent it."""
+        received = signal.sigtimedwait(self._awaited, 0 if self._taken else seconds)
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            return signal.Signals(received.si_signo), received.si_code == _SI_KERNEL
+        if self._taken:
+            return self._taken.pop(0), False
+        return (None if received is None else signal.SIGCHLD), False
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Become the parent of processes that the script leaves behind, such as workers that read data."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _children() -> set[int]:
+    """Return the processes whose parent is this one."""
+    found = set()
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _end_left_behind(before: set[int]) -> None:
+    """Kill all children but these, and theirs, which become ours: they may hold memory of the GPUs."""
+    until = time.monotonic() + _END_S
+    while (left := _children() - before) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap(left)
+        time.sleep(0.01)
+
+
+def _reap(pids: set[int]) -> None:
+    """Let the kernel forget those that have ended."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _say(words: str, prefix: str = f"{NAME}: ") -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more
+        print(f"{prefix}{words}", file=sys.stderr, flush=True)

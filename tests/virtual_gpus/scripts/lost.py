@@ -1,0 +1,52 @@
+"""Train on all GPUs with backups; when it is started first, a GPU fails in the midst. Run by test_lost_gpu.py.
+
+    lost.py HOW
+
+HOW: "lost", whatever is asked of the GPU fails from then on; or "hang", a collective does not end, this once.
+"""
+
+import ctypes
+import os
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ncclsync
+
+FAILED = pathlib.Path("failed")
+X = np.random.default_rng(0).normal(size=(61, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 61)
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+class Fail(keras.callbacks.Callback):
+    """Has GPU 1, as it is numbered without CUDA_VISIBLE_DEVICES, fail in the second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == 12 and not FAILED.exists():
+            FAILED.touch()
+            if sys.argv[1] == "lost":
+                pathlib.Path(os.environ["STANDIN_LOST"]).write_text("1")
+            else:
+                ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"]).standin_fail(b"stuck:1")
+
+
+model = ncclsync.nccl_parallel(timeout_s=3)(build)()
+print("towers", len(model.towers.devices), flush=True)
+data = ncclsync.Shuffled(X, Y, batch_size=8, seed=3)
+backup = ncclsync.BackupAndRestore("backup", save_freq=2, data=data)
+model.fit(data, epochs=3, verbose=0, callbacks=[backup, Fail()])
+with tf.device("/CPU:0"):
+    alone = build()
+    alone.fit(ncclsync.Shuffled(X, Y, batch_size=8, seed=3), epochs=3, verbose=0)
+apart = max(np.max(np.abs(a - b)) for a, b in zip(model.get_weights(), alone.get_weights(), strict=True))
+print("steps", int(model.optimizer.iterations), "equal" if apart < 1e-4 else f"apart by {apart}", flush=True)

@@ -6,14 +6,18 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 from documents import PAGES, ROOT, blocks, read
 from forked import run_programs
+
+from ncclsync.communicator.processes import find_process
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = ("large_batches.py", "own_loop.py", "stop_and_go_on.py", "watch.py")
@@ -33,7 +37,7 @@ TWO_TOWERS = """
 from ncclsync.towers import state
 from ncclsync.towers.placement import Placement
 chosen = state.choose_placement
-state.choose_placement = lambda count, devices, backend: (
+state.choose_placement = lambda count, devices, backend, process: (
     chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
 )
 """
@@ -295,6 +299,7 @@ def test_compare_parity_tells_equal_from_wrong_from_exception(tmp_path):
     assert (tmp_path / "parity.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_compare_parity_needs_the_tables(tmp_path):
     """Copied out of a clone it says what is missing."""
     for name in ("compare_parity.py", "parity_runs.py"):
@@ -303,3 +308,95 @@ def test_compare_parity_needs_the_tables(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     assert re.match(r"Expected the tables in .*parity\. Run this from a clone", done.stderr)
+
+
+def test_slurm_script():
+    """A shell understands it; it has a task for each host, and runs a program that is there."""
+    path = EXAMPLES / "train.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert int(options["nodes"]) > 1 and options["ntasks-per-node"] == "1" and int(options["gpus-per-node"]) > 1
+    (program,) = re.findall(r"^srun \S+ (\S+\.py)$", text, re.MULTILINE)
+    assert (ROOT / program).exists()
+
+
+def test_ray_example_tells_what_a_launcher_does(tmp_path, monkeypatch):
+    """Each worker's variables make it one of several; the program runs in them, as it is."""
+    found = runpy.run_path(str(EXAMPLES / "ray_cluster.py"))
+    processes = [find_process(found["variables_of"](rank, 3, ("10.0.0.1", 4000))) for rank in range(3)]
+    assert [(one.rank, one.size, one.local_size, one.address) for one in processes] == [
+        (rank, 3, 1, "10.0.0.1:4000") for rank in range(3)
+    ]
+    ray = types.ModuleType("ray")
+    ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    host, port = found["find_address"]()
+    assert host == "10.0.0.1" and 0 < port < 1 << 16
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys; print(__name__, sys.argv, os.environ['RANK'])")
+    code = f"import runpy; runpy.run_path({str(EXAMPLES / 'ray_cluster.py')!r})['run_program']({str(program)!r}, "
+    printed = subprocess.run([sys.executable, "-c", code + "{'RANK': '2'})"], capture_output=True, text=True).stdout
+    assert printed == f"__main__ [{str(program)!r}] 2\n"
+
+
+RAY_CLUSTER = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+
+hosts = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={**hosts, "include_dashboard": False})
+cluster.add_node(**hosts)
+try:
+    command = [sys.executable, *sys.argv[1:], "--hosts", "2", "--gpus", "2"]
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": cluster.address}, timeout=240)
+finally:
+    cluster.shutdown()
+sys.exit(done.returncode)
+"""
+TRAINED_BY_RAY = """
+import runpy, sys
+
+sys.argv = ["run.py", "--gpus", "2", {path!r}]
+runpy.run_path({run!r}, run_name="__main__")
+"""
+TRAINS = """
+import pathlib
+import keras, numpy as np, ncclsync
+
+@ncclsync.nccl_parallel
+def build_model():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+x = np.ones((16, 6), "float32")
+model = build_model()
+model.fit(x, x[:, :3], batch_size=8, verbose=0)
+words = f"{{len(model.towers)}} {{float(np.abs(model.get_weights()[0]).sum())!r}}"
+pathlib.Path({out!r}, str(model.towers.communicator.ranks[0])).write_text(words)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ray_example_trains_on_two_hosts(tmp_path):
+    """Two Ray nodes on this machine with two virtual GPUs each: both end with the same weights, of four towers."""
+    pytest.importorskip("ray", reason="pip install ray")
+    for folder in ("out", "standin"):
+        (tmp_path / folder).mkdir()
+    trains, program, cluster = (tmp_path / name for name in ("trains.py", "program.py", "cluster.py"))
+    trains.write_text(TRAINS.format(out=str(tmp_path / "out")))
+    program.write_text(TRAINED_BY_RAY.format(path=str(trains), run=str(ROOT / "tests" / "virtual_gpus" / "run.py")))
+    cluster.write_text(RAY_CLUSTER)
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "STANDIN_FOLDER": str(tmp_path / "standin"),
+    }
+    command = [sys.executable, cluster, EXAMPLES / "ray_cluster.py", program]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (found.read_text() for found in (tmp_path / "out").iterdir())
+    assert first == second and first.startswith("4 ")

@@ -4,6 +4,7 @@ Everything is read from the source text by `ast`; nothing here imports TensorFlo
 """
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -46,6 +47,7 @@ MAY_BE_WIDE = {"parallel.nccl_parallel"}
 TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "ncclsync", "csrc", "tests", "examples"}
 
 
+@functools.cache
 def sources() -> dict[str, ast.Module]:
     """Return the package's modules by name, those of a package within it with a dot."""
     return {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
@@ -113,6 +115,7 @@ def foreign_interfaces(tree: ast.AST) -> set[str]:
     """
     found = {name for name in imported_names(tree) if name.startswith(("tensorflow.python", "keras.src"))}
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    defined.add("_replace")  # a named tuple's, which Python documents
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             defined.add(node.attr)

@@ -146,17 +146,19 @@ def test_command(monkeypatch, line):
             assert (ROOT / word).exists()
     while "=" in command[0]:
         command = command[1:]
+    if command[:2] == ["mpirun", "-np"]:
+        command = command[3:]
     if command[:3] == ["python", "-m", "ncclsync"]:
         assert understood(monkeypatch, command[3:])
     else:
-        tools = r"cc|\./check_cpu|python3?|(\.venv/bin/)(python|pip|ruff|mypy)|\.ci/\w+"
+        tools = r"cc|mpirun|\./check_cpu|python3?|(\.venv/bin/)(python|pip|ruff|mypy)|\.ci/\w+"
         assert re.fullmatch(tools, command[0]), command
 
 
 def test_commands_in_prose_exist(capsys):
     """`python -m ncclsync COMMAND`, and of the tools' page every option."""
     helps = {}
-    for command in ("verify", "doctor", "plan", *(f"bench {name}" for name in ("all-reduce", "step"))):
+    for command in ("verify", "doctor", "plan", "run", *(f"bench {name}" for name in ("all-reduce", "step"))):
         with pytest.raises(SystemExit):
             cli.main([*command.split(), "--help"])
         helps[command] = capsys.readouterr().out

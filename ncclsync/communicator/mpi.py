@@ -53,9 +53,9 @@ _BYTES = ffi.typeof("char*")
 
 # What a process is about to do: run a collective, tell that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
-_LENGTH = struct.Struct("<q")
 _HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
+_LENGTH = struct.Struct("<q")  # of a pickled value, in bytes
 
 # [size] lists of what each process is sent; what this one would send itself is left out.
 Messages: TypeAlias = list[list[np.ndarray]]

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.run(given)
     except UsageError as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
-    except Exception:  # whatever the user's factory raises
+    except Exception:  # whatever a command raises, such as the user's factory
         # Not left to Python, whose exit code is 1: a script would take it for an answer.
         traceback.print_exc()
     return NOT_COMPARED

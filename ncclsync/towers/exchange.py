@@ -102,7 +102,7 @@ class Exchanges:
             return self.meet(done)
         rows = [_by_bucket(buckets, row) for row in sent]  # [s][B]
         after = None
-        for indices in together(buckets) if self._towers.shards.towers > 1 else []:
+        for indices in together(buckets) if self._towers.shards.total > 1 else []:
             given = [[row[i] for i in indices] for row in rows]
             labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
             call = _Call(number, indices, [buckets[i] for i in indices], given, labels, done)

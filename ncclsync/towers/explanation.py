@@ -170,11 +170,11 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
         result = updates.get(handle)
         whose = "shard" if towers.has_shards else "tower"
         rule = _RULES[role].format(one=whose) if result is None else _words(exchanges[result])
-        if towers.shards.towers == 1:
+        if towers.shards.total == 1:
             rule, result = "one tower: nothing is exchanged", None
         size = int(variable.shape.num_elements() or 0) * variable.dtype.size
         variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
-    count = towers.shards.towers
+    count = towers.shards.total
     cuts = tuple(_cuts(program.segments, subjects, count, rows))
     wholes = _wholes(program, rows) if count > 1 else ()
     parts = len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes
@@ -183,7 +183,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
 
 def _order(program: Program, towers: TowerState) -> str:
     """Say what a tower with several shards keeps of each, while it computes the others."""
-    count, most = towers.shards.towers, max(map(len, towers.shards_of))
+    count, most = towers.shards.total, max(map(len, towers.shards_of))
     if most == 1:
         return ""
     of_shards = [segment for segment in program.segments if not segment.once]
@@ -235,7 +235,7 @@ def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
         for shard in own
     }
     found, begin = [], 0
-    for shard, size in enumerate(shard_sizes(rows, towers.shards.towers) if rows else ()):
+    for shard, size in enumerate(shard_sizes(rows, towers.shards.total) if rows else ()):
         tower, device = owners.get(shard, (shard, "of another process"))
         found.append(ShardRow(tower, device, begin, begin + size))
         begin += size

@@ -42,12 +42,12 @@ class Places(NamedTuple):
     Attributes:
         devices: [n] of this process' towers.
         ranks: [n] their numbers.
-        towers: how many there are in all processes.
+        total: how many there are in all processes.
     """
 
     devices: Sequence[str]
     ranks: Sequence[int]
-    towers: int
+    total: int
 
 
 def split_batch(
@@ -66,7 +66,7 @@ def split_batch(
     spans = [begin(meter, rank, SHARD, after) for rank in places.ranks]
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
-        shards = shard_batch(given, places.towers, places.ranks)
+        shards = shard_batch(given, places.total, places.ranks)
     batches, shares = [], list(shards.shares)
     for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
         batch, share = shards.batches[i], shares[rank]
@@ -148,7 +148,7 @@ class Staging:
         """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
         rows, *rest = parts
         with tf.device("/CPU:0"):
-            sizes, shares = divide_rows(rows, self._places.towers)
+            sizes, shares = divide_rows(rows, self._places.total)
         batches, width = [], len(rest) // len(self._places.ranks)
         for i, rank in enumerate(self._places.ranks):
             fraction, *components = rest[i * width : (i + 1) * width]

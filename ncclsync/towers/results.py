@@ -40,10 +40,10 @@ def combine(
             for tower in values
         ]
         rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
-        joins = [how == "concat" and every.towers > 1 for _, how in parts]
+        joins = [how == "concat" and every.total > 1 for _, how in parts]
 
         def joined_rows(column: Sequence[Any]) -> Any:
-            if len(column) == every.towers:
+            if len(column) == every.total:
                 return concat_rows(column, sizes)
             return _gather_rows(column, sizes, towers, turns)[0]
 

@@ -57,7 +57,7 @@ def nodes_of_towers(values: Sequence[tf.Tensor], op: str, towers: TowerState) ->
 
 def total_of_gathered(gathered: tf.Tensor, op: str, towers: TowerState, tower: int) -> tf.Tensor:
     """Return, on a tower's device, the reduction of what `nodes_of_towers` has made, gathered: [n * m, ...]."""
-    shards, owned = towers.shards.towers, towers.shards_of
+    shards, owned = towers.shards.total, towers.shards_of
     each = [nodes_within(shards, own[0], own[-1] + 1) for own in owned]
     most = max(map(len, each))
     with tf.device(f"/{towers.devices[tower]}"):

@@ -130,7 +130,7 @@ class TowerState:
 
     def __len__(self) -> int:
         """Return the number of towers in all processes."""
-        return self.places.towers
+        return self.places.total
 
     @property
     def places(self) -> Places:
@@ -162,7 +162,7 @@ class TowerState:
 
     def split_further(self, rows: int) -> bool:
         """Let towers have twice the shards from now on; return False if each shard has one row already."""
-        before = self.shards.towers
+        before = self.shards.total
         if before >= rows or 2 * before > MOST_TOWERS:
             return False
         self._shards = 2 * before
@@ -579,7 +579,7 @@ class TowerState:
         """
         holders = self._holders(role)
         value, ranks = variable.value(), holders.ranks
-        if holders.towers == 1:
+        if holders.total == 1:
             return
         placed = [self._device_of(variable, place, role) for place in range(len(ranks))]
         self.communicator.reopen()

@@ -108,7 +108,7 @@ class TowerStep(abc.ABC):
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
-        self._shards = towers.shards.towers  # for which these are
+        self._shards = towers.shards.total  # for which these are
         self._ran: _Setup | None = None  # what was run last
 
     @abc.abstractmethod
@@ -185,19 +185,19 @@ class TowerStep(abc.ABC):
 
     def _to_be_checked(self, program: Program, traced: Trace) -> Program:
         """Keep what a program was made of until it has run, if it is to be checked then."""
-        if self._trains and self.towers.check_first_step and self.towers.shards.towers > 1:
+        if self._trains and self.towers.check_first_step and self.towers.shards.total > 1:
             self._unchecked[id(program)] = traced
         return program
 
     def warn_of(self, part: Inexact) -> None:
         """Warn of a reason why the step is not one device's."""
-        count = self.towers.shards.towers
+        count = self.towers.shards.total
         what = f"{count} shards" if self.towers.has_shards else f"{count} towers"
         self.towers.warn_once(f"{what} do not train as one device: {part}")
 
     def warn_of_choices(self, program: Program, known: set[str]) -> None:
         """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
-        if self.towers.shards.towers == 1 or not self._trains:
+        if self.towers.shards.total == 1 or not self._trains:
             return
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
@@ -317,7 +317,7 @@ class TowerStep(abc.ABC):
         return results if source == _GIVEN else (None, results)
 
     def _forget_programs_of_other_shards(self) -> None:
-        shards = self.towers.shards.towers
+        shards = self.towers.shards.total
         if shards != self._shards:
             self._shards = shards
             self._programs.clear()
@@ -404,7 +404,7 @@ class TowerStep(abc.ABC):
         results = self.guarded(run, setup)
         del self._unchecked[id(program)]
         try:
-            found = check.run(setup.kept.batch(), self.towers.names_of, self.towers.shards.towers)
+            found = check.run(setup.kept.batch(), self.towers.names_of, self.towers.shards.total)
         except Unchecked as reason:
             self.towers.warn_once(f"The first step on towers was not checked: {reason}")
         except Exception as error:  # whatever it is: training goes on

@@ -106,7 +106,7 @@ class Towers(TowerState):
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = shard_sizes(rows or 1, self.shards.towers)  # a batch without rows is tower 0's
+        sizes = shard_sizes(rows or 1, self.shards.total)  # a batch without rows is tower 0's
         own = dict(zip(self.shards.ranks, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 

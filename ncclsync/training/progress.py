@@ -4,9 +4,11 @@
 of which the first that differ count, and the name of what has come so far.
 """
 
-import contextlib
+import logging
 import os
 import pathlib
+
+logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_PROGRESS"
 
@@ -19,10 +21,15 @@ def tell(name: str, *position: int) -> None:
         position: how far: such as epoch and samples.
     """
     path = os.environ.get(VARIABLE)
-    if path:
-        # A supervisor that is gone is no reason to stop.
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"{' '.join(map(str, position))} {name}\n")
+    except OSError as error:  # a supervisor that is gone is no reason to stop
+        logger.warning(
+            "The supervisor is not told of %s, and may take the run for one without progress: %s", name, error
+        )
 
 
 def read(path: pathlib.Path) -> dict[str, tuple[int, ...]]:

@@ -122,7 +122,7 @@ def _meet(process: Process, timeout_s: float) -> Peers:
         raise NcclUnavailableError(
             f"Expected TensorFlow, which joins processes at {process.address}. Received: {type(error).__name__}: "
             f"{error}. Run doctor there by itself"
-        ) from None
+        ) from error
     return placement.peers_of(process, timeout_s)
 
 

@@ -86,7 +86,7 @@ class NoiseScale(keras.callbacks.Callback):
 
     def _averages(self) -> NoiseAverages | None:
         towers = getattr(self.model, "towers", None)
-        return None if towers is None or towers.shards.towers == 1 else towers.noise
+        return None if towers is None or towers.shards.total == 1 else towers.noise
 
     def _log(self, logs: Any) -> bool:
         averages = self._averages()

@@ -262,6 +262,18 @@ class Communicator(abc.ABC):
         """Let messages in other processes say this of this one, too."""
         return
 
+    def tell_of_file(self) -> None:
+        """Let other processes know that this one has written a file that they leave to it. Waits for nobody."""
+        return
+
+    def wait_for_file(self) -> None:
+        """Wait for a file that this process leaves to process 0.
+
+        Raises:
+            ProcessError, NcclTimeoutError: process 0 fails, or does not write it.
+        """
+        return
+
     def take_error(self) -> Exception | None:
         """Return what another process has made the last collective raise, once; None if none has."""
         return None

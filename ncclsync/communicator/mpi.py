@@ -62,7 +62,8 @@ Messages: TypeAlias = list[list[np.ndarray]]
 # A collective yields first what it sends, then, when all processes have agreed, requests for what it receives, and when
 # that is there, requests for the rest. It is complete when it ends.
 Stages: TypeAlias = Iterator[Any]
-_BEAT = struct.Struct(f"<qqq{MOST_TEXT}s")  # collectives begun, failures, whether it has ended, words
+# Collectives begun, `Peers.files`, failures, whether it has ended, words.
+_BEAT = struct.Struct(f"<qqqqq{MOST_TEXT}s")
 
 
 class MpiPeers(Peers):
@@ -88,7 +89,6 @@ class MpiPeers(Peers):
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self.lock = threading.RLock()
         self.others = [i for i in range(self.size) if i != self.rank]
-        self._begun = 0  # collectives
         self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
         self._telling = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
@@ -127,7 +127,7 @@ class MpiPeers(Peers):
         # At its end a process meets the others whatever it has heard, unless a call has failed that all were in.
         if self.failure is not None and not (kind == _ENDED and self.by_notice):
             raise self.failure
-        self._begun += 1
+        self.begun += 1
         digest = hashlib.blake2b(what + text.encode(), digest_size=16).digest()
         if self.size == 1:
             return []
@@ -241,7 +241,7 @@ class MpiPeers(Peers):
                 self.agree(words, timeout_s=_END_S, kind=_ENDED)
             silent = self._silent()
             if silent:  # MPI ends when it aborts, and with it the others, who may save what they have
-                self._begun = _LEFT
+                self.begun = _LEFT
                 end = time.monotonic() + _LEAVE_S
                 while time.monotonic() < end and not self._have_others_left():
                     time.sleep(_BEAT_S / 4)
@@ -257,8 +257,11 @@ class MpiPeers(Peers):
         self._telling = self.failures[self.rank], int(ended), _cut_off(words)
         self._now.set()
 
+    def _has_passed(self, begun: int) -> bool:
+        return self._heard[0][1] > begun or self._thread.ident is None
+
     def _missing(self) -> str:
-        late = [self.name(i) for i, (_, begun) in enumerate(self._heard) if i != self.rank and begun < self._begun]
+        late = [self.name(i) for i, (_, begun) in enumerate(self._heard) if i != self.rank and begun < self.begun]
         return f"{', '.join(late)} not arrived" if late else "all processes have arrived"
 
     def _silent(self) -> list[int]:
@@ -280,16 +283,16 @@ class MpiPeers(Peers):
             self._now.clear()
             while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
                 self._beats.Recv([received, byte], source=status.Get_source())
-                begun, failures, ended, text = _BEAT.unpack(received)
+                begun, *files, failures, ended, text = _BEAT.unpack(received)
                 words = text.rstrip(bytes(1)).decode(errors="replace")
                 self._heard[status.Get_source()] = time.monotonic(), begun
-                self.hear(status.Get_source(), failures, "" if ended else words, words if ended else "")
+                self.hear(status.Get_source(), failures, "" if ended else words, words if ended else "", files)
             now = time.monotonic()
             for other in range(self.size):
                 request, _, at = sent.get(other, (None, b"", -math.inf))
                 is_due = tells_now or now - at >= _BEAT_S
                 if other != self.rank and is_due and (request is None or request.Test()):
-                    message = _BEAT.pack(self._begun, *self._telling)
+                    message = _BEAT.pack(self.begun, *self.files[self.rank], *self._telling)
                     sent[other] = self._beats.Isend([message, byte], dest=other), message, now
 
 
@@ -397,6 +400,14 @@ class MpiCommunicator(Communicator):
     def note(self, words: str) -> None:
         """Say it in messages of other processes, too."""
         self.peers.note = f"; {words}"
+
+    def tell_of_file(self) -> None:
+        """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""
+        self.peers.tell_of_file()
+
+    def wait_for_file(self) -> None:
+        """Wait for process 0; see `Communicator.wait_for_file`."""
+        self.peers.wait_for_file(self.timeout_s)
 
     def take_error(self) -> ProcessError | None:
         """Return what another process has made a collective raise, once; see `Communicator.take_error`."""

@@ -412,6 +412,16 @@ class NcclCommunicator(Communicator):
         if self.peers is not None:
             self.peers.note = f"; {words}"
 
+    def tell_of_file(self) -> None:
+        """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""
+        if self.peers is not None:
+            self.peers.tell_of_file()
+
+    def wait_for_file(self) -> None:
+        """Wait for process 0; see `Communicator.wait_for_file`."""
+        if self.peers is not None:
+            self.peers.wait_for_file(self.timeout_s)
+
     def tell_of_failure(self, error: BaseException) -> None:
         """Let the other processes, whatever they wait for, raise that something of this one's own has failed."""
         if self.peers is not None and not isinstance(error, ProcessError) and error is not self._told_of:

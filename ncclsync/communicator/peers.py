@@ -27,6 +27,7 @@ SILENCE_S = 15.0  # after which a process that says nothing counts as dead
 HEARTBEAT_S = 10.0  # the same, where a service tells
 MOST_TEXT = 600  # bytes of what is told
 _PULSE_S = 1.0
+_NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
 _ALIVE = "ncclsync/alive"
 _END_S = 5.0  # that a process waits for the service to take what it tells, and process 0 for each other to hear its end
@@ -48,7 +49,9 @@ class Peers(abc.ABC):
         note: what else a message about this process is to say.
         failures: [size] how often each process is known to have failed.
         told: [size] how many of these have been raised here.
-        by_notice: whether `failure` is of what was heard, and not of a call that all processes were in.
+        begun: how often this process has begun to meet the others.
+        files: [size] the last file of each process that is known: how often it had begun to meet the others, and how
+            many files it has written since, or left to process 0.
         silence_s: after which a process that says nothing counts as dead.
         by_notice: whether a notice has ended the agreement, and not a call that all processes were in.
     """
@@ -63,6 +66,8 @@ class Peers(abc.ABC):
         self.lost: set[int] = set()
         self.note = ""
         self.failures, self.told = [0] * size, [0] * size
+        self.begun = 0
+        self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
@@ -94,6 +99,10 @@ class Peers(abc.ABC):
     def _silent(self) -> list[int]:
         """Return the processes that have not been heard of for too long."""
 
+    def _has_passed(self, begun: int) -> bool:
+        """Return whether process 0 is known to have begun to meet the others more often than that."""
+        return False
+
     def fail(self, words: str, *, by_notice: bool = False) -> NoReturn:
         """Raise what ends the agreement."""
         self.raised = self.failure = ProcessError(words)
@@ -108,8 +117,56 @@ class Peers(abc.ABC):
         """Let the others raise, whatever they wait for, that something of this process' own has failed."""
         self.failures[self.rank] += 1
         self.told[self.rank] += 1
+        self._words[self.rank] = words
         with contextlib.suppress(NcclSyncError):
             self._tell(words, False)
+
+    def tell_of_file(self) -> None:
+        """Let the others know that this process has written a file, or has failed to. Waits for nobody."""
+        self._count_file()
+        with contextlib.suppress(NcclSyncError):
+            self._tell(self._words[self.rank], False)
+
+    def wait_for_file(self, timeout_s: float | None) -> None:
+        """Wait until process 0 has written the file that this process leaves to it, or has gone on without it.
+
+        Raises:
+            ProcessError, NcclTimeoutError, NcclSyncError: as `exchange`.
+        """
+        wanted = self._count_file()
+        if self.failure is not None:  # it writes no more
+            return
+
+        def is_there() -> bool:
+            return self.files[0] >= wanted or self._has_passed(wanted[0])
+
+        def poll(slice_s: float) -> bool:
+            until = time.monotonic() + slice_s
+            while not is_there() and time.monotonic() < until:
+                time.sleep(_NAP_S)
+            return is_there()
+
+        def check(what: str) -> None:
+            try:
+                self.check(what)
+            except ProcessError:
+                if self.failure is None or not is_there():  # process 0 may have written it, and ended
+                    raise
+
+        timeouts.wait(
+            poll,
+            poll,
+            call="save",
+            what=lambda: "a file that process 0 writes",
+            timeout_s=timeout_s,
+            arrived=lambda: f"{self.name(0)} has not written it",
+            check=check,
+        )
+
+    def _count_file(self) -> tuple[int, int]:
+        begun, count = self.files[self.rank]
+        self.files[self.rank] = self.begun, count + 1 if begun == self.begun else 1
+        return self.files[self.rank]
 
     def check(self, what: str) -> None:
         """Raise what makes it vain to wait for the others, if there is something; a failure once.
@@ -150,8 +207,10 @@ class Peers(abc.ABC):
         self.failures = [max(column) for column in zip(*each, strict=True)]
         self.told = list(self.failures)
 
-    def hear(self, rank: int, failures: int, words: str, ended: str) -> None:
+    def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
         """Take over what a process has told."""
+        begun, count = files
+        self.files[rank] = max(self.files[rank], (begun, count))
         if ended:
             self._ended[rank] = ended
         if failures > self.failures[rank]:
@@ -195,7 +254,6 @@ class ServicePeers(Peers):
         super().__init__(rank, size)
         self._service = service
         self._lock = threading.Lock()
-        self._exchanged = 0
         self._notices = 0  # that were heard
         self._heard = time.monotonic()  # from process 0
         self._dead: set[int] = set()
@@ -211,8 +269,8 @@ class ServicePeers(Peers):
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._exchanged += 1
-            number = self._exchanged
+            self.begun += 1
+            number = self.begun
             given = base64.b85encode(pickle.dumps((text, self.note, value))).decode()
             received: list[Any] = []
 
@@ -271,7 +329,7 @@ class ServicePeers(Peers):
 
     def _tell(self, words: str, ended: bool) -> None:
         told = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
-        notice = {"rank": self.rank, "failures": self.failures[self.rank], **told}
+        notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **told}
         # A process 0 that is stopped takes nothing: nobody waits for that.
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
 

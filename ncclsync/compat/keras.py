@@ -1,5 +1,6 @@
 """Wrap the interfaces that Keras does not promise to keep, those of its optimizers aside."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -60,24 +61,25 @@ def paths_of(model: keras.Model) -> dict[int, str]:
 _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
 
 
-def write_models_if(decide: Callable[[Any], bool]) -> None:
-    """Let Keras write a model's file, also by `keras.saving.save_model`, only if `decide(model)` is true.
+def write_models_within(context: Callable[[Any], contextlib.AbstractContextManager[bool]]) -> None:
+    """Let Keras write a model's file, also by `keras.saving.save_model`, within `context(model)`, if that yields True.
 
     For the rest of the process; a second call with the same function changes nothing.
     """
     for module, name in _WRITERS:
         write = getattr(module, name)
-        if getattr(write, "decide", None) is not decide:
-            setattr(module, name, _deciding(write, decide))
+        if getattr(write, "context", None) is not context:
+            setattr(module, name, _within(write, context))
 
 
-def _deciding(write: Callable[..., Any], decide: Callable[[Any], bool]) -> Callable[..., Any]:
+def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(write)
-    def write_if(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return write(model, *args, **kwargs) if decide(model) else None
+    def write_within(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(model) as writes:
+            return write(model, *args, **kwargs) if writes else None
 
-    write_if.decide = decide  # type: ignore[attr-defined]
-    return write_if
+    write_within.context = context  # type: ignore[attr-defined]
+    return write_within
 
 
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:

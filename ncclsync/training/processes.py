@@ -5,6 +5,7 @@ elsewhere would be done as often as there are processes: here a model's methods,
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import math
@@ -45,7 +46,7 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
     for name in ("save", "save_weights", "export"):
         setattr(model, name, _written_once(towers, getattr(model, name)))
     model.load_weights = _read_once(model, towers, read)
-    keras_compat.write_models_if(_writes_here)
+    keras_compat.write_models_within(_model_file)
 
 
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
@@ -143,7 +144,7 @@ def _written_by_first(
         callback,
         on_train_begin=restore,
         _load_model=lambda: None,
-        _save_model=towers.add_up_parts,  # as `save_weights` does in process 0
+        _save_model=functools.partial(_leave_file, towers),  # to the `save_weights` of process 0
         delete_checkpoint=False,
     )
 
@@ -215,20 +216,46 @@ def _send(model: keras.Model, towers: Towers) -> None:
     towers.sync()
 
 
-def _writes_here(model: Any) -> bool:
-    """Return whether this process writes a model's file, also by `keras.saving.save_model`; complete it before."""
-    towers = getattr(model, "towers", None)
-    if not isinstance(towers, Towers) or not towers.meets_processes:
-        return True
+_is_writing: contextvars.ContextVar[bool] = contextvars.ContextVar("ncclsync_is_writing", default=False)
+
+
+@contextlib.contextmanager
+def _file(towers: Towers) -> Iterator[bool]:
+    """Yield whether this process writes a file, within; else wait for process 0, if it writes one now as well."""
+    if _is_writing.get():  # a part of one
+        yield True
+        return
     towers.add_up_parts()
-    return towers.communicator.leads
+    if not towers.communicator.leads:
+        yield False
+        towers.communicator.wait_for_file()
+        return
+    token = _is_writing.set(True)
+    try:
+        yield True
+    finally:
+        _is_writing.reset(token)
+        towers.communicator.tell_of_file()
+
+
+def _leave_file(towers: Towers) -> None:
+    with _file(towers):
+        pass
+
+
+def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
+    """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
+    towers = getattr(model, "towers", None)
+    if isinstance(towers, Towers) and towers.meets_processes:
+        return _file(towers)
+    return contextlib.nullcontext(True)
 
 
 def _written_once(towers: Towers, write: Callable) -> Callable:
     @functools.wraps(write)
     def written_once(*args, **kwargs):
-        towers.add_up_parts()
-        return write(*args, **kwargs) if towers.communicator.leads else None
+        with _file(towers) as writes:
+            return write(*args, **kwargs) if writes else None
 
     return written_once
 

@@ -1,11 +1,14 @@
-"""Which launcher has started this process, as one of how many."""
+"""Which launcher has started this process, as one of how many; and how it waits for files of process 0."""
 
 import json
+import threading
 
 import pytest
 
-from ncclsync import NcclSyncError
+from ncclsync import NcclSyncError, NcclTimeoutError
+from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import find_process
+from ncclsync.errors import ProcessError
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -82,3 +85,61 @@ def test_half_set(variables, named):
     with pytest.raises(NcclSyncError) as caught:
         find_process(variables)
     assert named in str(caught.value) and "processes=False" in str(caught.value)
+
+
+class Others(Peers):
+    """Process 1 of 2, to which the test tells what it hears."""
+
+    def __init__(self):
+        super().__init__(1, 2)
+        self.passed = -1
+
+    def exchange(self, value, text, timeout_s=None, *, heeds=True):
+        self.begun += 1
+
+    def end(self, words):
+        raise AssertionError
+
+    def _tell(self, words, ended):
+        raise AssertionError
+
+    def _silent(self):
+        return []
+
+    def _has_passed(self, begun):
+        return self.passed > begun
+
+
+def test_files_are_waited_for_one_by_one():
+    """Until process 0 has written as many since the processes met, or has gone on; not longer if it then ends."""
+    others = Others()
+    others.exchange(None, "")
+    waiting = [threading.Thread(target=others.wait_for_file, args=(60,)) for _ in range(2)]
+    for number, thread in enumerate(waiting, start=1):
+        thread.start()
+        others.hear(0, 0, "", "", (0, 9))  # before they met
+        others.hear(0, 0, "", "", (1, number - 1))
+        thread.join(0.05)
+        assert thread.is_alive()
+        others.hear(0, 0, "", "", (1, number))
+        thread.join(60)
+        assert not thread.is_alive()
+    others.hear(0, 0, "", "", (1, 4))
+    others.hear(0, 0, "", "", (0, 1))  # late
+    for _ in range(2):  # written before
+        others.wait_for_file(60)
+    others.passed = 2
+    others.wait_for_file(60)  # process 0 does not write it
+    others.exchange(None, "")
+    others.hear(0, 0, "", "has ended", (2, 1))
+    others.wait_for_file(60)
+    with pytest.raises(ProcessError, match="process 0 has ended"):
+        others.passed = -1
+        others.wait_for_file(60)
+    others.wait_for_file(60)  # nobody writes it any more
+
+
+def test_a_file_that_nobody_writes():
+    """Ends the wait in time."""
+    with pytest.raises(NcclTimeoutError, match=r"a file that process 0 writes.*process 0 has not written it"):
+        Others().wait_for_file(0.05)

@@ -973,24 +973,27 @@ def test_function_of_moments():
     assert calls == ["_compute_moments_sync"]
 
 
-def test_write_models_if(monkeypatch, tmp_path):
+def test_write_models_within(monkeypatch, tmp_path):
     """Each of Keras' functions, and the methods, write the models that they are let; a second call adds nothing."""
     for module, name in keras_compat._WRITERS:
         monkeypatch.setattr(module, name, getattr(module, name))  # to be undone
     models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
-    asked = []
+    asked, ended = [], []
 
+    @contextlib.contextmanager
     def is_first(model):
         asked.append(model)
-        return model is models[0]
+        yield model is models[0]
+        ended.append(len([*tmp_path.iterdir()]))
 
     for _ in range(2):
-        keras_compat.write_models_if(is_first)
+        keras_compat.write_models_within(is_first)
     for i, model in enumerate(models):
         for name in ("function.keras", "function.h5"):
             keras.saving.save_model(model, tmp_path / f"{i}.{name}")
         model.save(tmp_path / f"{i}.method.keras")
         model.save_weights(tmp_path / f"{i}.weights.h5")
     assert len(asked) == 8
+    assert ended == [1, 2, 3, 4, 4, 4, 4, 4]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"0.function.keras", "0.function.h5", "0.method.keras", "0.weights.h5"}

@@ -5,6 +5,7 @@
 TOWERS are those of each process, such as 2,1,1. Process r works in OUT/r/NAME, and writes its numbers to OUT/r.npz.
 """
 
+import functools
 import os
 import pathlib
 import sys
@@ -57,11 +58,20 @@ def saving(towers):
     """Save in three ways, read back at once, and in the factory of another model."""
     model = on_towers(towers)
     fit(model)
-    model.save("model.keras")
-    model.save_weights("model.weights.h5")
-    model.export("exported", verbose=False)
-    keras.saving.save_model(model, "function.keras")
-    keras.saving.save_model(model, "function.h5")
+    saves = [
+        (model.save, "model.keras"),
+        (model.save_weights, "model.weights.h5"),
+        (functools.partial(model.export, verbose=False), "exported"),
+        (functools.partial(keras.saving.save_model, model), "function.keras"),
+        (functools.partial(keras.saving.save_model, model), "function.h5"),
+    ]
+    for save, name in saves:
+        if RANK == 0:
+            time.sleep(0.3)
+        save(name)
+        assert (OUT / "0" / "saving" / name).exists()
+    if model.towers.is_chief:
+        keras.saving.save_model(model, "alone.keras")  # nobody waits for it
     keras.saving.save_model(keras.Sequential([keras.Input((1,)), layers.Dense(1)]), OUT / f"own{RANK}.keras")
     found = state_of(model, "saved")
     fit(model)

@@ -82,6 +82,12 @@ def train():
     found["predict"] = model.predict(IMAGES, batch_size=16, verbose=0)
     assert model.towers.divergence() == 0.0
     found.update({f"weight {i}": value for i, value in enumerate(model.get_weights())})
+    for name in ("one", "other"):
+        if RANK == 0:
+            time.sleep(0.5)
+        model.save(f"{OUT}.{name}.keras")  # each process reads what process 0 has just written
+        loaded = keras.models.load_model(f"{OUT}.{name}.keras").get_weights()
+        found.update({f"{name} loaded {i}": value for i, value in enumerate(loaded)})
     print(model.towers, model.towers.explain())
     np.savez(f"{OUT}.{RANK}.npz", **found, **own_loop())
     print([device.name for device in tf.config.list_logical_devices()], tf.constant(1.0).device)

@@ -92,7 +92,7 @@ class MpiPeers(Peers):
         self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
         self._telling = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
-        self._stop, self._now = threading.Event(), threading.Event()
+        self._stop, self._now, self._has_news = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread.start()
@@ -255,6 +255,10 @@ class MpiPeers(Peers):
 
     def _tell(self, words: str, ended: bool) -> None:
         self._telling = self.failures[self.rank], int(ended), _cut_off(words)
+        self._has_news = True
+        self._now.set()
+
+    def _listen_now(self) -> None:
         self._now.set()
 
     def _has_passed(self, begun: int) -> bool:
@@ -279,8 +283,9 @@ class MpiPeers(Peers):
         byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(_BEAT.size)
         sent: dict[int, tuple[Any, bytes, float]] = {}
         while not self._stop.is_set():
-            tells_now = self._now.wait(_BEAT_S / 4)
+            self._now.wait(_BEAT_S / 4)
             self._now.clear()
+            tells_now, self._has_news = self._has_news, False
             while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
                 self._beats.Recv([received, byte], source=status.Get_source())
                 begun, *files, failures, ended, text = _BEAT.unpack(received)

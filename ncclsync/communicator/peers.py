@@ -99,6 +99,10 @@ class Peers(abc.ABC):
     def _silent(self) -> list[int]:
         """Return the processes that have not been heard of for too long."""
 
+    def _listen_now(self) -> None:
+        """Hear soon what others have told."""
+        return
+
     def _has_passed(self, begun: int) -> bool:
         """Return whether process 0 is known to have begun to meet the others more often than that."""
         return False
@@ -143,6 +147,7 @@ class Peers(abc.ABC):
         def poll(slice_s: float) -> bool:
             until = time.monotonic() + slice_s
             while not is_there() and time.monotonic() < until:
+                self._listen_now()
                 time.sleep(_NAP_S)
             return is_there()
 

@@ -75,6 +75,7 @@ def nccl_parallel(
     backend: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     shards: int | None = None,
+    shards_at_once: int = 1,
     batch_invariant_random: bool = False,
     compression: str | None = None,
     shard_optimizer: bool = False,

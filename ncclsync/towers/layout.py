@@ -115,9 +115,10 @@ class _Run:
         for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
             own = self._places[i]
             ends: list[Any] = []
-            for place in own[:1] if segment.once else own:
-                # A shard after another: only what one gives takes memory while the next is computed.
-                before = [*after[i], *ends[-1:]]
+            tokens: list[tf.Tensor] = []
+            for turn, place in enumerate(own[:1] if segment.once else own, start=-self._towers.shards_at_once):
+                # So many at once: only what the others give takes memory meanwhile.
+                before = [*after[i], *(tokens[turn : turn + 1] if turn >= 0 else ())]
                 incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
                 span = begin(self._meter, rank, segment_name(self._program, number), [*before, *given])
@@ -130,6 +131,7 @@ class _Run:
                 for one in own if segment.once else [place]:
                     self.values[one].update(zip(segment.fetches, outcome, strict=False))
                 sent.append(outcome[len(segment.fetches) : -1])
+                tokens.append(outcome[-1])
                 ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
             done.append(ends)
         return sent, done

@@ -50,6 +50,8 @@ class TowerOptions:
             tower computes its shards one after another, each with the random numbers that belong to the shard, and
             what shards give is added up in one tree: with as many shards, any number of towers trains to the same
             bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
+        shards_at_once: how many of its shards a tower computes side by side, where it has several. More of them
+            take the memory of as many, and give kernels that are small something to run beside; the bits stay.
         batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
             draw for these very samples, so that training with dropout does not depend on the number of
             towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
@@ -103,6 +105,7 @@ class TowerOptions:
     backend: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     shards: int | None = None
+    shards_at_once: int = 1
     batch_invariant_random: bool = False
     compression: str | None = None
     shard_optimizer: bool = False
@@ -146,7 +149,14 @@ class TowerOptions:
                 raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")
 
     def _check_shards(self) -> None:
-        shards = self.shards
+        shards, at_once = self.shards, self.shards_at_once
+        if not _is_int(at_once) or at_once < 1:
+            raise ValueError(f"Expected shards_at_once to be a positive int. Received: {at_once!r}")
+        if at_once > 1 and shards is None and self.on_oom is None:
+            raise ValueError(
+                "Expected shards with shards_at_once: else a tower has one. "
+                f"Received: shards_at_once={at_once}, and no shards"
+            )
         if shards is None:
             if self.on_oom is not None and self.shard_optimizer:
                 raise ValueError(

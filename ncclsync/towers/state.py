@@ -59,6 +59,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        shards_at_once: how many of its shards a tower computes side by side.
         on_oom: "split" if a step that does not fit the memory is to be divided further.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
@@ -98,7 +99,7 @@ class TowerState:
         placement = choose_placement(options.towers, options.devices, options.backend, process)
         self.noise = NoiseAverages()
         self.devices = placement.devices
-        self._shards = options.shards
+        self._shards, self.shards_at_once = options.shards, options.shards_at_once
         self.on_oom = options.on_oom
         if options.shards is not None and options.shards < len(self.devices):
             raise ValueError(

@@ -1,6 +1,8 @@
 """`shards=`: as many shards whatever the number of towers, and then the same bits."""
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import gan
+from models import gan, step_of
 from parity import assert_close, assert_towers_agree, data, flat, mlp, on_towers, state
 
 from ncclsync import BackupAndRestore, NonFiniteError, Towers, nccl_parallel
@@ -202,6 +204,43 @@ def test_by_nccl(nccl, name, shards):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "cnn, synchronized", "adamw, accumulation"])
+def test_shards_at_once(name):
+    """Shards that are computed side by side have the bits of those that are computed in turn."""
+    run, found = RUNS[name], []
+    for at_once in (1, 2, 3, 9):
+        model = on_towers(run.build, 2, shards=7, shards_at_once=at_once, **run.options)
+        found.append(bits(trained(model, run)))
+        model.towers.close()
+    assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize(("at_once", "turns"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+def test_so_many_shards_are_computed_at_once(at_once, turns):
+    """And no more: each call of a segment waits for the one so many before."""
+    model = on_towers(mlp, 1, shards=4, shards_at_once=at_once)
+    model.train_on_batch(X[:8], Y[:8])
+    ((function, _),) = step_of(model)._graphs.values()
+
+    @functools.cache
+    def calls_before(op):
+        """How many calls of each function follow each other, up to an op."""
+        found = collections.Counter()
+        for parent in {*op.control_inputs, *(tensor.op for tensor in op.inputs)}:
+            found |= calls_before(parent)
+        if op.type.endswith("PartitionedCall"):
+            found[op.get_attr("f").name] += 1
+        return found
+
+    ops = function.graph.get_operations()
+    calls = collections.Counter(op.get_attr("f").name for op in ops if op.type.endswith("PartitionedCall"))
+    of_shards = [name for name, count in calls.items() if count == 4]
+    assert of_shards
+    assert [max(calls_before(op)[name] for op in ops) for name in of_shards] == [turns] * len(of_shards)
+    model.towers.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [3, 5, 6, 7])
 def test_shards_that_the_towers_do_not_divide(shards):
     """Some towers then have one shard more than others; the tree is the same."""
@@ -294,6 +333,9 @@ def test_explain_tells_of_shards():
     model = on_towers(cnn, 2, shards=4, sync_batch_norm=True)
     assert "since they meet in between" in model.towers.explain(10).order
     model.towers.close()
+    model = on_towers(mlp, 2, shards=6, shards_at_once=2)
+    assert "a tower computes its 3 2 at a time" in model.towers.explain(10).order
+    model.towers.close()
 
 
 @pytest.mark.parametrize(
@@ -306,6 +348,8 @@ def test_explain_tells_of_shards():
         ({"shards": 4, "shard_optimizer": True}, ValueError, "Expected shards or shard_optimizer, not both"),
         ({"shards": 4, "on_oom": "split"}, ValueError, "Expected shards or on_oom, not both"),
         ({"on_oom": "split", "shard_optimizer": True}, ValueError, "Expected on_oom or shard_optimizer, not both"),
+        ({"shards_at_once": 2}, ValueError, "Expected shards with shards_at_once"),
+        ({"shards": 4, "shards_at_once": 0}, ValueError, "Expected shards_at_once to be a positive int"),
         ({"on_oom": "wait"}, ValueError, "Expected on_oom to be None or 'split'"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ncclsync import ops as ops
     from ncclsync.communicator.native import nccl_version as nccl_version
+    from ncclsync.errors import AuditError as AuditError
     from ncclsync.errors import DivergenceError as DivergenceError
     from ncclsync.errors import NcclError as NcclError
     from ncclsync.errors import NcclSyncError as NcclSyncError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AuditError": "errors",
     "BackupAndRestore": "training.callbacks.backup",
     "CrossDeviceOps": "towers.cross_device_ops",
     "DivergenceError": "errors",

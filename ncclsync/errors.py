@@ -100,6 +100,48 @@ class DivergenceError(NcclSyncError):
         return type(self), (self.step, self.variables)
 
 
+class AuditError(NcclSyncError):
+    """Report that towers have computed other numbers from the same rows and weights.
+
+    Attributes:
+        step: training steps that these towers had made, the last one included.
+        pairs: the towers that differ.
+        culprits: those that differ from two others, which are equal; empty where nobody can tell.
+        names: what differs.
+        devices: of the towers, by number.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        pairs: Sequence[tuple[int, int]],
+        culprits: Sequence[int],
+        names: Sequence[str],
+        devices: Mapping[int, str],
+    ) -> None:
+        self.step, self.pairs, self.culprits = step, tuple(pairs), tuple(culprits)
+        self.names, self.devices = tuple(names), dict(devices)
+        named = ", ".join(self.names[:_NAMED])
+        if len(self.names) > _NAMED:
+            named += f" and {len(self.names) - _NAMED} more"
+        if self.culprits:
+            who = " and ".join(f"tower {one} ({self.devices[one]})" for one in self.culprits)
+            who += ", which differs from two others" if len(self.culprits) == 1 else ", which differ from two others"
+        else:
+            each = [f"towers {a} and {b} ({self.devices[a]}, {self.devices[b]})" for a, b in self.pairs]
+            who = ", and ".join(each) + ": one of them is wrong"
+        leave = [self.devices[one] for one in self.culprits] or ["one of them"]
+        super().__init__(
+            "Expected towers to compute the same bits from the same rows. "
+            f"Received, in step {step}: others for {named}, by {who}. The weights hold what was computed wrong: "
+            f"go on from a backup, on devices= without {' and '.join(leave)}, and examine it"
+        )
+
+    def __reduce__(self):
+        """Pickle by the attributes: ``Exception`` would pass the message alone."""
+        return type(self), (self.step, self.pairs, self.culprits, self.names, self.devices)
+
+
 class NonFiniteError(NcclSyncError):
     """Report a NaN or an infinity in a tower's own gradient.
 

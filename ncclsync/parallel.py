@@ -82,6 +82,7 @@ def nccl_parallel(
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     preflight: bool = True,
     check_every: int | None = None,
+    audit_every: int | None = None,
     on_divergence: str = "raise",
     on_nonfinite: str | None = None,
     on_oom: str | None = None,

@@ -11,34 +11,41 @@ import tensorflow as tf
 
 
 class Sentinel:
-    """Count training steps, and say when the towers are to be compared.
+    """Count training steps, and say when the towers are to be compared, or audited.
 
     Attributes:
         repairs: whether what differs is to be repaired; else it is an error.
         steps: counted so far.
     """
 
-    def __init__(self, check_every: int | None, on_divergence: str) -> None:
+    def __init__(self, check_every: int | None, on_divergence: str, audit_every: int | None = None) -> None:
         """Start before the first step.
 
         Args:
-            check_every, on_divergence: see `TowerOptions`.
+            check_every, on_divergence, audit_every: see `TowerOptions`.
         """
-        self._check_every = check_every
+        self._check_every, self._audit_every = check_every, audit_every
         self.repairs = on_divergence == "repair"
         self.steps = 0
+        self._audited = 0  # steps, up to the last audit
 
     @property
     def active(self) -> bool:
-        """Return whether towers are ever compared."""
-        return self._check_every is not None
+        """Return whether steps are to be counted."""
+        return self._check_every is not None or self._audit_every is not None
+
+    def takes_audit(self, steps: int) -> bool:
+        """Return whether the next call, of so many steps, is to be an audit; it then is one."""
+        every = self._audit_every
+        if every is None or (self.steps + steps) // every <= self._audited // every:
+            return False
+        self._audited = self.steps + steps
+        return True
 
     def is_due(self, steps: int) -> bool:
         """Count `steps` more; return whether they include one after which to compare."""
-        if self._check_every is None:
-            return False
         before, self.steps = self.steps, self.steps + steps
-        return self.steps // self._check_every > before // self._check_every
+        return self._check_every is not None and self.steps // self._check_every > before // self._check_every
 
 
 def checksum(value: tf.Tensor) -> tf.Tensor:

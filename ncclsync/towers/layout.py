@@ -12,6 +12,7 @@ from ncclsync.ops.group_ops import Turns
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Segment
 from ncclsync.semantics.shards import Shards, components_of
+from ncclsync.towers.audit import Audit
 from ncclsync.towers.exchange import After, Exchanges
 from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
@@ -19,7 +20,14 @@ from ncclsync.towers.results import combine
 from ncclsync.towers.state import TowerState
 
 
-def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback, meter: Meter | None = None) -> Any:
+def lay_out(
+    program: Program,
+    towers: TowerState,
+    batch: Any,
+    rollback: Rollback,
+    meter: Meter | None = None,
+    audit: Audit | None = None,
+) -> Any:
     """Run `program` on all towers, in the graph that is being built if there is one.
 
     Args:
@@ -28,6 +36,7 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
         batch: is split; or `Shards`, which lie on the towers' devices.
         rollback: made for the same program.
         meter: records when the parts of the step begin and end; None: nothing is added to the graph.
+        audit: lets towers compute each other's shards again; None: nothing is added, either.
 
     Returns:
         The step's results as one tower's would be: its structure, tensors combined as the program says.
@@ -38,13 +47,14 @@ def lay_out(program: Program, towers: TowerState, batch: Any, rollback: Rollback
     else:
         step = begin(meter, STEPS, STEP, components_of(batch))
         shards = split_batch(batch, towers.shards, meter, step.ops)
-    run = _Run(program, towers, shards, meter)
+    run = _Run(program, towers, shards, meter, audit)
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
         after = run.exchange(number, segment, sent, done)
     done = run.apply(rollback, after)
-    ends = [*run.recorded, *step.end([done, *run.recorded], samples=shards.shares[0].total)]
+    recorded = run.recorded
+    ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
         return combine(program, run.values, shards, towers, run.turns)
 
@@ -56,7 +66,9 @@ class _Run:
         values: [s] tensors and handles by their names in the program, of the shards of this process' towers.
     """
 
-    def __init__(self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
+    def __init__(
+        self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
+    ) -> None:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
         self._exchanges = Exchanges(towers, shards, meter)
         with tf.device("/CPU:0"):
@@ -72,6 +84,7 @@ class _Run:
             arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
+        self._repeats = None if audit is None else audit.begin(self.values)
 
     @property
     def turns(self) -> Turns:
@@ -80,8 +93,9 @@ class _Run:
 
     @property
     def recorded(self) -> list[tf.Operation]:
-        """Return timestamps that nothing of the step waits for."""
-        return self._exchanges.recorded
+        """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
+        kept = [] if self._repeats is None else self._repeats.end()
+        return [*self._exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""
@@ -90,6 +104,8 @@ class _Run:
         # that the step is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()
+        if self._repeats is not None:
+            saved = [*saved, *self._repeats.begun]
         others: After = [[] for _ in self._towers.devices[1:]]
         if not checks and not saved:
             return [[], *others]
@@ -110,6 +126,7 @@ class _Run:
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
         sent: list[list[tf.Tensor]] = []
+        arguments: list[list[Any]] = []
         done: After = []
         places = self._towers.places
         for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
@@ -127,13 +144,16 @@ class _Run:
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
                     tower = [tf.constant(place == 0), *([tf.constant(rank)] if segment.metered else [])]
                     share = [self._shards.shares[shard].fraction, self._has_samples[shard]]
-                    outcome = segment.function(*sources, *incoming, *share, *tower)
+                    arguments.append([*incoming, *share, *tower])
+                    outcome = segment.function(*sources, *arguments[-1])
                 for one in own if segment.once else [place]:
                     self.values[one].update(zip(segment.fetches, outcome, strict=False))
                 sent.append(outcome[len(segment.fetches) : -1])
                 tokens.append(outcome[-1])
                 ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
             done.append(ends)
+        if self._repeats is not None and number < len(self._program.segments):
+            self._repeats.compute(segment, arguments, sent, list(zip(places.devices, after, done, strict=True)))
         return sent, done
 
     def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:

@@ -50,8 +50,8 @@ class TowerOptions:
             tower computes its shards one after another, each with the random numbers that belong to the shard, and
             what shards give is added up in one tree: with as many shards, any number of towers trains to the same
             bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
-        shards_at_once: how many of its shards a tower computes side by side, where it has several. More of them
-            take the memory of as many, and give kernels that are small something to run beside; the bits stay.
+        shards_at_once: how many of its shards a CPU tower computes side by side, where it has several, in the memory
+            of as many; the bits stay. A GPU computes one after another: TensorFlow gives its kernels one stream.
         batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
             draw for these very samples, so that training with dropout does not depend on the number of
             towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
@@ -75,6 +75,12 @@ class TowerOptions:
         check_every: after every so many training steps, compute a checksum of the bits of each variable that
             must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
             `DivergenceError` names variables, towers and the step. None: never.
+        audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
+            compare what they send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
+            `check_every` cannot see, since all weights are equal behind the sum. An `AuditError` names the variables,
+            the step and, of three towers or more, the culprit; of two the pair. Such a step takes three times as long
+            (twice, on two towers), and memory for what it computes again. It needs
+            `tf.config.experimental.enable_op_determinism()`, and two towers in each process. None: never.
         on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
             send tower 0's values to all, unless it is tower 0 that differs from most others.
         on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
@@ -112,6 +118,7 @@ class TowerOptions:
     timeout_s: float | None = DEFAULT_TIMEOUT_S
     preflight: bool = True
     check_every: int | None = None
+    audit_every: int | None = None
     on_divergence: str = "raise"
     on_nonfinite: str | None = None
     on_oom: str | None = None
@@ -139,11 +146,19 @@ class TowerOptions:
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
         self._check_shards()
-        if self.check_every is not None:
-            if not _is_int(self.check_every):
-                raise TypeError(f"Expected check_every to be a number of steps. Received: {self.check_every!r}")
-            if self.check_every < 1:
-                raise ValueError(f"Expected check_every to be at least 1. Received: {self.check_every}")
+        for name in ("check_every", "audit_every"):
+            every = getattr(self, name)
+            if every is None:
+                continue
+            if not _is_int(every):
+                raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}")
+            if every < 1:
+                raise ValueError(f"Expected {name} to be at least 1. Received: {every}")
+        if self.audit_every is not None and (self.shards is not None or self.on_oom is not None):
+            raise ValueError(
+                "Expected audit_every, or shards and on_oom, not both: an audit compares the one shard of each tower. "
+                f"Received: audit_every={self.audit_every}, shards={self.shards}, on_oom={self.on_oom!r}"
+            )
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
                 raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")

@@ -59,6 +59,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
+        audits: whether some steps are audited.
         shards_at_once: how many of its shards a tower computes side by side.
         on_oom: "split" if a step that does not fit the memory is to be divided further.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
@@ -78,7 +79,8 @@ class TowerState:
         """
         self.check_first_step = options.check_first_step
         self.found_by_check: list[Any] = []
-        self._sentinel = Sentinel(options.check_every, options.on_divergence)
+        self._sentinel = Sentinel(options.check_every, options.on_divergence, options.audit_every)
+        self.audits = options.audit_every is not None
         self.on_nonfinite = OnNonFinite(options.on_nonfinite)
         process = find_process() if options.processes else None
         if options.processes and process is None and options.devices is None:
@@ -100,6 +102,11 @@ class TowerState:
         self.noise = NoiseAverages()
         self.devices = placement.devices
         self._shards, self.shards_at_once = options.shards, options.shards_at_once
+        if self.shards_at_once > 1 and all("GPU" in device for device in self.devices):
+            logger.warning(
+                "shards_at_once has no effect on GPUs: TensorFlow runs a GPU's kernels one after another, in one stream"
+            )
+            self.shards_at_once = 1
         self.on_oom = options.on_oom
         if options.shards is not None and options.shards < len(self.devices):
             raise ValueError(
@@ -107,6 +114,8 @@ class TowerState:
                 f"shards={options.shards}. A tower without a shard would compute nothing: use fewer towers, "
                 "or more shards"
             )
+        if self.audits:
+            self._check_audits()
         self.backend = placement.backend
         self.bucket_bytes = options.bucket_bytes
         self.batch_invariant_random = options.batch_invariant_random
@@ -336,6 +345,28 @@ class TowerState:
             raise error
         logger.warning("%s. Repaired: tower 0's values were sent to all", error)
         self._send([id(variable) for variable, _ in differing])
+
+    def takes_audit(self, steps: int) -> bool:
+        """Return whether the next call, of so many training steps, is to be an audit; it then is one."""
+        return self._sentinel.takes_audit(steps)
+
+    @property
+    def steps(self) -> int:
+        """Return how many training steps were counted; see `counts_steps`."""
+        return self._sentinel.steps
+
+    def _check_audits(self) -> None:
+        if len(self.devices) < 2:
+            raise ValueError(
+                "Expected two towers in each process at least with audit_every: one computes the shard of the other. "
+                f"Received: {self.devices}"
+            )
+        if not tf_compat.is_op_determinism_enabled():
+            raise ValueError(
+                "Expected deterministic ops with audit_every: else towers may differ in the last bits, and nothing is "
+                "wrong. Received: TensorFlow without them. Call tf.config.experimental.enable_op_determinism() first, "
+                "and keras.utils.set_random_seed(...)"
+            )
 
     def check_repeatable(self) -> None:
         """Warn if op determinism was turned on only after NCCL had joined the towers."""

@@ -31,6 +31,7 @@ from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import components_of, digest_of_rows, open_specs, rowed_leaves, rows_of
+from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.placement import check_xla_captures_nothing
@@ -55,6 +56,7 @@ class _Setup:
     kept: KeptBatch
     meter: Meter | None
     staging: Staging | None = None
+    audit: Audit | None = None
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
@@ -110,6 +112,7 @@ class TowerStep(abc.ABC):
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
         self._shards = towers.shards.total  # for which these are
         self._ran: _Setup | None = None  # what was run last
+        self._audited: Audit | None = None  # by the steps that have run and are not counted
 
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
@@ -151,7 +154,7 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs)
-        repeats = self.towers.batch_invariant_random or self.towers.has_shards
+        repeats = self.towers.batch_invariant_random or self.towers.has_shards or self.towers.audits
         check_draws(traced.function, refuses=repeats)
         program = cut(
             traced,
@@ -290,9 +293,18 @@ class TowerStep(abc.ABC):
         return results
 
     def count(self, steps: tf.Tensor | None) -> None:
-        """Report `steps` that have run, None for one, to the towers, if they count them."""
-        if self._trains and self.towers.counts_steps:
-            self.towers.count_steps(1 if steps is None else int(steps))
+        """Report `steps` that have run, None for one, to the towers, if they count them; see what an audit has found.
+
+        Raises:
+            AuditError, DivergenceError: towers have computed, or hold, different numbers.
+        """
+        if not self._trains or not self.towers.counts_steps:
+            return
+        audit, self._audited = self._audited, None
+        made = 1 if steps is None else int(steps)
+        if audit is not None:
+            audit.check(self.towers.steps + made)
+        self.towers.count_steps(made)
 
     def _run(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
         """Run the graph function for batches of these specs; with more shards if it does not fit the memory."""
@@ -340,8 +352,10 @@ class TowerStep(abc.ABC):
         if not watchers:
             if self._meter is not None:
                 self._meter.forget()
-            graph, setup = self._graph_of(batch_specs, source, None)
+            audits = self._trains and self.towers.audits and self.towers.takes_audit(self.steps_per_execution)
+            graph, setup = self._graph_of(batch_specs, source, None, audits=audits)
             results = self._run_checked(functools.partial(run, graph, setup), setup)
+            self._audited = setup.audit
             self._compare_batches(setup)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
                 self._warn_of_costs(setup)
@@ -415,13 +429,16 @@ class TowerStep(abc.ABC):
                 self.towers.warn_once(str(found))
         return results
 
-    def _graph_of(self, batch_specs: Any, source: str, meter: Meter | None) -> "tuple[Callable, _Setup]":
+    def _graph_of(
+        self, batch_specs: Any, source: str, meter: Meter | None, *, audits: bool = False
+    ) -> "tuple[Callable, _Setup]":
         """Return the graph function for batches of these specs; make its program first.
 
         First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
-        key = f"{batch_specs!r} {source} {[*self._readers()]}", meter is not None
+        plain = f"{batch_specs!r} {source} {[*self._readers()]}"
+        key = f"{plain} audited" if audits else plain, meter is not None
         if key not in self._graphs:
             specs = without_optionals(batch_specs)
             program = self.program_of(specs, meter)
@@ -429,8 +446,9 @@ class TowerStep(abc.ABC):
                 self.towers.copies(variable)
             for warning in program.warnings:
                 self.towers.warn_once(warning)
-            _, other = self._graphs.get((key[0], meter is None), (None, None))
-            if other is not None and other.program is program:
+            known = [self._graphs[plain, watched][1] for watched in (True, False) if (plain, watched) in self._graphs]
+            other = next((one for one in known if one.program is program), None)
+            if other is not None:
                 setup = dataclasses.replace(other, meter=meter)
             else:
                 kept = KeptBatch(specs)
@@ -438,6 +456,8 @@ class TowerStep(abc.ABC):
                 borrowed = weakref.ref(self.towers), weakref.ref(kept)
                 report = functools.partial(_report_nonfinite, *borrowed, program.gradients)
                 setup = _Setup(program, Rollback(program, self.towers, report), kept, meter)
+            if audits:
+                setup = dataclasses.replace(setup, audit=Audit(program, self.towers))
             if source == _FED:
                 fetch = functools.partial(_next_batch, batch_specs)
                 staging = Staging(fetch, specs, self.towers.shards, meter)
@@ -584,12 +604,13 @@ class TowerStep(abc.ABC):
     def _on_parts(self, setup: "_Setup", *parts: tf.Tensor) -> Any:
         """Run one step, in a graph, on a batch that a `Staging` has brought to the towers."""
         assert setup.staging is not None
-        return lay_out(setup.program, self.towers, setup.staging.shards(parts), setup.rollback, setup.meter)
+        shards = setup.staging.shards(parts)
+        return lay_out(setup.program, self.towers, shards, setup.rollback, setup.meter, setup.audit)
 
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(without_optionals(batch))
-        return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter)
+        return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter, setup.audit)
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:

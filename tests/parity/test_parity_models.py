@@ -93,7 +93,7 @@ def alone():
     return {name: train(factory(), x, y) for name, (factory, x, y) in CASES.items()}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", TOWERS)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_one_device(name, towers, alone):
@@ -132,6 +132,7 @@ def test_custom_train_step_with_two_optimizers(towers, gan_alone):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_what_only_xla_computes():
     """Keras has XLA compile a grouped Conv3D, for which TensorFlow has no kernel on the CPU."""
 

@@ -70,6 +70,7 @@ def drawn(draw, invariant, one_device=True):
         return towers.run(step, tf.constant(X)), alone
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
 def test_parameters_go_with_their_rows(name, invariant):

@@ -195,6 +195,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_numbers_are_tower_0s_of_any_dtype_and_shape(name):
     def step(batch):

@@ -69,6 +69,7 @@ def assert_shards(shards, whole, rows, towers):
                 np.testing.assert_array_equal(dense(one), dense(other)[rows_of_tower], err_msg=f"{key} {i}")
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("towers", range(1, 9))
 def test_shards_of_a_batch_of_unknown_length(towers):
     """One graph serves every number of rows from 1 to 9; every kind of leaf keeps its kind."""

@@ -72,6 +72,7 @@ def test_effects_of_a_custom_step_happen_once(tmp_path, towers):
     assert found["queue"] == 2 and len(found["calls"]) == 4 and found["summaries"] == 2
 
 
+@pytest.mark.slow
 def test_effects_of_a_train_step_happen_once(tmp_path):
     found = []
     for name, decorate in (("one", lambda make: make), ("many", nccl_parallel(towers=3))):
@@ -142,6 +143,7 @@ def test_updates_within_a_loop_over_a_dataset():
     assert_close(found[1], found[0], 1e-5, "a dataset within the step")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["loop", "branch", "branch without a result"])
 def test_updates_by_numbers_that_no_seed_tells(kind):
     """What one device would have drawn is not known; but all towers must have drawn the same."""
@@ -206,6 +208,7 @@ def test_slices_are_a_result():
         assert_close(*dense, 1e-6, "slices")
 
 
+@pytest.mark.slow
 def test_a_costly_line_is_warned_of_once(caplog):
     def build():
         inputs = keras.Input((4,))

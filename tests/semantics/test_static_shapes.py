@@ -37,6 +37,7 @@ def test_what_is_not_known_stays_open():
     assert [[output.shape.as_list() for output in op.outputs] for op in graph.get_operations()] == before
 
 
+@pytest.mark.slow
 def test_a_shape_that_many_ops_compute():
     """Stays open where hundreds of integers lead to it, and costs no error."""
 

@@ -504,6 +504,7 @@ def test_signal_that_another_thread_gets(run):
     assert run([sys.executable, "-c", code])[:2] == (0, "SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_nohup(script, begin):
     """A signal that is ignored stays so: it is no request to end, and the script is started again when it dies."""
     source = f"print('ready', os.getpid(), flush=True)\ntime.sleep(1)\nif start == 0: {DIES}"
@@ -522,6 +523,7 @@ def test_script_ends_with_its_supervisor(script, begin):
     soon(lambda: not there(pid))
 
 
+@pytest.mark.slow
 def test_what_a_dead_script_leaves_behind_is_ended(script, run, tmp_path):
     """Workers of its own may hold memory of a GPU; what was there before stays."""
     source = f"""
@@ -546,6 +548,7 @@ def test_lines_stay_in_their_order(script, begin):
     assert process.communicate(timeout=60)[0] == "".join(f"{i}\n" for i in range(3000))
 
 
+@pytest.mark.slow
 def test_log_of_a_progress_bar(script, run):
     """Its last state is in the report, without what moves the cursor; the last twenty lines of all are."""
     bar = r"print('1/2\r\x1b[1m2/2\x1b[0m', end='', flush=True)"

@@ -286,6 +286,7 @@ def test_first_variable_and_step():
     assert "from step 2" in text and "from step 1" not in text
 
 
+@pytest.mark.slow
 def test_table():
     """The report is its text wherever it is shown: verdict, one row per variable, at most 110 columns."""
     report = check(lambda: sequential(layers.BatchNormalization(), layers.Dense(7, name="seven")))

@@ -43,6 +43,7 @@ def fit(model, callbacks=()):
     model.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_single_bit_counts(dtype):
     """Any flipped bit of any element changes the checksum; the same bits, NaNs too, give the same."""
@@ -98,6 +99,7 @@ def test_flipped_bit_is_named():
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_repair_is_logged(caplog):
     """`on_divergence="repair"`: tower 0's values everywhere, and the same words as a warning, once."""
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
@@ -113,6 +115,7 @@ def test_repair_is_logged(caplog):
         fit(model, [Flip(0, 1)])
 
 
+@pytest.mark.slow
 def test_healthy_towers_and_what_python_writes():
     """Nothing is found in health, for all that seeds differ; nor is what Python has written into tower 0."""
 
@@ -127,6 +130,7 @@ def test_healthy_towers_and_what_python_writes():
     fit(model)
 
 
+@pytest.mark.slow
 def test_steps_are_counted_as_they_run():
     """With `steps_per_execution`, where the last call makes fewer, and `train_on_batch`; not `evaluate`."""
     model = on_towers(lambda: mlp(steps_per_execution=2), 2, check_every=8)

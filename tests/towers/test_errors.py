@@ -189,7 +189,7 @@ METHODS = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 def test_within_a_function(trained):
     """Whatever runs a step or reads towers is refused there, and leaves nothing for later fits to meet."""
@@ -339,6 +339,7 @@ def test_inputs_of_different_length_known_while_tracing():
         model.predict_on_batch({"left": X[:20], "right": X[:3]})
 
 
+@pytest.mark.slow
 def test_inputs_of_different_length_known_while_running():
     """Only the data tell: an InvalidArgumentError with the numbers, and a model that stays usable."""
     model = on_towers(join, 4)
@@ -352,6 +353,7 @@ def test_inputs_of_different_length_known_while_running():
     assert model.towers.divergence() == 0.0
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_roles_on_an_axis(axis, towers):
@@ -386,6 +388,7 @@ def test_roles_on_an_axis(axis, towers):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_closed_towers():
     """Training through closed towers is an error that says what to do; the model still predicts by itself."""
     model = on_towers(mlp, 2)

@@ -135,6 +135,7 @@ def test_bad_batch(batch, error):
         on_towers(mlp, 2).towers.explain(batch)
 
 
+@pytest.mark.slow
 def test_a_batch_that_no_memory_holds():
     """Only its size counts."""
     assert [shard.end for shard in on_towers(mlp, 2).towers.explain(10**12).shards] == [5 * 10**11, 10**12]

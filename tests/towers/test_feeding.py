@@ -82,6 +82,7 @@ def told(model, dataset, stop_after=None, **options):
     return callback.means
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_training_is_the_same(fed, monkeypatch, steps_per_execution):
     """`fit` and `evaluate`, with a last batch that is smaller."""
@@ -99,6 +100,7 @@ def test_training_is_the_same(fed, monkeypatch, steps_per_execution):
     np.testing.assert_equal(with_feeder, run())
 
 
+@pytest.mark.slow
 def test_kinds_of_batches(either):
     """Ragged and sparse tensors, strings, integers, None from a generator, one row for two towers."""
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [], [4.0]])
@@ -217,6 +219,7 @@ def noting(data, places):
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: places.append(tuple(data.position)))
 
 
+@pytest.mark.slow
 def test_place_in_the_data(either):
     """It is that of the batches that were trained: after each, when training stops, and at the end of a pass."""
     data, places = shuffled(), []
@@ -246,6 +249,7 @@ def test_passes_that_follow_each_other(either):
     assert len(list(data)) == 2 and tuple(data.position) == (4, 0)
 
 
+@pytest.mark.slow
 def test_resuming(either, tmp_path):
     """A run that fails is resumed at the sample after its newest backup, and ends as one that did not."""
 
@@ -322,6 +326,7 @@ def test_nothing_stays_behind(fed):
     assert not len(model.towers.feeders)
 
 
+@pytest.mark.slow
 def test_timeline(fed, tmp_path):
     """Every step has its spans once; those of feeding lie in the step in which they end."""
     file = tmp_path / "trace.json"

@@ -158,7 +158,7 @@ def fitted(model, length, **options):
     return told, {"history": history, "evaluate": model.evaluate(batches(length), verbose=0), **state(model)}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
     "length, steps, options",
@@ -184,6 +184,7 @@ def test_data_of_unknown_length(length, steps, options):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_keras_counts_no_step_without_a_batch_by_xla():
     """Nor eagerly: where Keras does not count one, towers and Keras agree on data of unknown length."""

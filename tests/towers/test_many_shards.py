@@ -288,6 +288,7 @@ def out_of_memory_above(rows):
     return Large()
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_divided(caplog):
     """It leaves no trace: dropout, metrics and weights are what they would have been."""
 

@@ -438,6 +438,7 @@ def test_random_faults_within_fit(nccl, tmp_path):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_op_determinism_that_comes_too_late(nccl, monkeypatch, caplog):
     """A warning, once, as soon as a step is traced; before the towers are joined, none."""
     model = on_towers(mlp, 2, backend="nccl")

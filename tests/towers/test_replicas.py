@@ -95,7 +95,7 @@ FACTORIES = {
 }
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
 def test_every_copy_lies_in_memory_of_its_own(factory, program, tmp_path):
     """From the start, after steps, after a load, and after a step that follows it."""

@@ -58,6 +58,7 @@ def test_towers_describe_themselves(trained):
     assert repr(towers) == "<Towers 4 on CPU:0, CPU:0, CPU:0, CPU:0, backend cpu>"
 
 
+@pytest.mark.slow
 def test_devices_by_name():
     """`devices=` names them, and several towers may name one CPU."""
     model = nccl_parallel(devices=["CPU:0", "/CPU:0"])(mlp)()

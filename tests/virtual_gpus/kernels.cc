@@ -31,6 +31,8 @@ using namespace tensorflow;  // NOLINT
 
 const bool kAhead = std::getenv("VIRTUAL_AHEAD") != nullptr;
 const double kKernelS = std::getenv("VIRTUAL_KERNEL_MS") != nullptr ? 1e-3 * atof(std::getenv("VIRTUAL_KERNEL_MS")) : 0;
+// The GPU whose heavy kernels compute wrong numbers, if it is not -1.
+const int kWrong = std::getenv("VIRTUAL_WRONG") != nullptr ? atoi(std::getenv("VIRTUAL_WRONG")) : -1;
 
 Device* Host() {
   static Device* host = DeviceFactory::NewDevice("CPU", SessionOptions(), "/job:localhost/replica:0/task:0").release();
@@ -286,7 +288,8 @@ class Delegate : public OpKernel {
     }
     changes_ = Contains(op_, {"Assign", "Apply", "Scatter", "Update"});
     is_sparse_ = Contains(op_, {"Scatter", "Sparse", "ResourceGather"});
-    if (Contains(op_, {"MatMul", "Conv", "Einsum"})) least_s_ = kKernelS;
+    is_heavy_ = Contains(op_, {"MatMul", "Conv", "Einsum"});
+    if (is_heavy_) least_s_ = kKernelS;
     // CheckNumerics is asked whether its input is good: not later.
     can_run_ahead_ = kAhead && kernel_->AsAsync() == nullptr && registered_->shape_inference_fn != nullptr &&
                      !Contains(op_, {"CheckNumerics"});
@@ -463,6 +466,7 @@ class Delegate : public OpKernel {
       }
       Tensor* output = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(o, result->shape(), &output));
+      if (is_heavy_ && kWrong >= 0 && gpu == GpuOf(kWrong) && result->TotalBytes() > 0) DataOf(*result)[0] ^= 1;
       EnqueueArrival(stream, *result, DataOf(*output), least_s_);
     }
     for (int i = 0; i < n_inputs && changes_; ++i) {
@@ -493,7 +497,7 @@ class Delegate : public OpKernel {
   const OpRegistrationData* registered_ = nullptr;
   int graph_def_version_;
   double least_s_ = 0;
-  bool changes_, is_sparse_, can_run_ahead_;
+  bool changes_, is_sparse_, is_heavy_, can_run_ahead_;
 };
 
 OpKernel* MakeDelegate(OpKernelConstruction* construction) { return new Delegate(construction); }

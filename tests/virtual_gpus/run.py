@@ -45,6 +45,9 @@ def parse(arguments):
     parser.add_argument("--memory", type=int, default=16384, metavar="MB", help="of each GPU")
     parser.add_argument("--ahead", action="store_true", help="let the host run ahead: kernels are only enqueued")
     parser.add_argument("--kernel-ms", type=float, metavar="MS", help="what a MatMul, Conv or Einsum takes at least")
+    parser.add_argument(
+        "--wrong", type=int, metavar="GPU", help="on it each of these flips a bit of its result; not with --ahead"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module's name")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...")
     options = parser.parse_args(arguments)
@@ -97,6 +100,7 @@ def load(folder, options):
         "VIRTUAL_GPUS": options.gpus,
         "VIRTUAL_AHEAD": options.ahead or None,
         "VIRTUAL_KERNEL_MS": options.kernel_ms,
+        "VIRTUAL_WRONG": options.wrong,
         "STANDIN_DELAY_US": options.delay_us,
         "STANDIN_SEED": options.seed,
         "STANDIN_LINK": options.link,

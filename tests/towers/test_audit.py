@@ -1,0 +1,224 @@
+"""`audit_every=`: a tower that computes wrong numbers is found, and nothing else is different."""
+
+import dataclasses
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models import gan
+from parity import data, mlp, on_towers, state
+
+from ncclsync import AuditError, nccl_parallel
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.towers import step as step_module
+
+X, Y = data(43)
+layers = keras.layers
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """As after `enable_op_determinism`, which lasts as long as the process: the CPU's kernels of these models are."""
+    monkeypatch.setattr(tf_compat, "is_op_determinism_enabled", lambda: True)
+
+
+def normalised():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((12,)), layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.3)])
+    model.add(layers.Dense(5))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(0.01, clipnorm=1.0), loss, metrics=["accuracy"])
+    return model
+
+
+def accumulating():
+    return mlp(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), metrics=["accuracy"])
+
+
+KINDS = {
+    "normalised": (normalised, {}),
+    "synchronised": (normalised, {"sync_batch_norm": True}),
+    "drawn as by one device": (normalised, {"batch_invariant_random": True}),
+    "accumulating": (accumulating, {}),
+    "sharded": (mlp, {"shard_optimizer": True}),
+    "compressed": (mlp, {"compression": "bfloat16"}),
+    "undone": (mlp, {"on_nonfinite": "skip"}),
+    "gan": (gan, {}),
+}
+
+
+def fit(model, **options):
+    y = Y if model.loss is not None else data(43, features=4)[0]
+    return model.fit(X, y, **{"batch_size": 10, "epochs": 2, "verbose": 0, "shuffle": False, **options}).history
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("towers", [2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_else_is_different(deterministic, kind, towers):
+    """Every other step audited: the bits of weights, optimizer, history and metrics, and no alarm."""
+    build, options = KINDS[kind]
+    found = []
+    for every in (2, None):
+        model = on_towers(build, towers, audit_every=every, **options)
+        found.append((fit(model), state(model)))
+        assert model.towers.divergence() == 0.0
+        model.towers.close()
+    assert [leaf.tobytes() for leaf in leaves_of(found[0])] == [leaf.tobytes() for leaf in leaves_of(found[1])]
+
+
+def leaves_of(structure):
+    return [np.asarray(leaf) for leaf in tf.nest.flatten(structure) if leaf is not None]
+
+
+class Wrong:
+    """A segment's function that flips a bit of what some calls send.
+
+    Attributes:
+        calls: made so far, of one graph.
+    """
+
+    def __init__(self, segment, wrong, element):
+        self._segment, self._wrong, self._element, self.calls = segment, wrong, element, 0
+
+    def __getattr__(self, name):
+        return getattr(self._segment.function, name)
+
+    def __call__(self, *arguments):
+        outcome = list(self._segment.function(*arguments))
+        first = len(self._segment.fetches)
+        if self.calls in self._wrong and len(outcome) > first + 1:
+            # The largest of what it sends: gradients.
+            sent = range(first, len(outcome) - 1)
+            largest = max(sent, key=lambda i: outcome[i].shape.num_elements() or 0)
+            outcome[largest] = flipped(outcome[largest], self._element)
+        self.calls += 1
+        return outcome
+
+
+def flipped(value, element):
+    bits = tf.reshape(tf.bitcast(value, tf.int32), [-1])
+    at = tf.one_hot(element % tf.size(bits), tf.size(bits), dtype=tf.int32)
+    return tf.reshape(tf.bitcast(tf.bitwise.bitwise_xor(bits, at), tf.float32), tf.shape(value))
+
+
+@pytest.fixture
+def break_calls(deterministic, monkeypatch):
+    """A function that lets some of the calls of each segment but the last be wrong, as towers are numbered."""
+    lay_out = step_module.lay_out
+
+    def break_them(is_wrong, element=0):
+        def wrongly(program, towers, batch, rollback, meter=None, audit=None):
+            by = [(i, i) for i in range(len(towers))]  # tower, shard
+            by += [] if audit is None else [(place.tower, place.shard) for place in audit.places]
+            calls = {call for call, (tower, shard) in enumerate(by) if is_wrong(tower, shard)}
+            *audited, last = program.segments
+            changed = [dataclasses.replace(one, function=Wrong(one, calls, element)) for one in audited]
+            program = dataclasses.replace(program, segments=(*changed, last))
+            return lay_out(program, towers, batch, rollback, meter, audit)
+
+        monkeypatch.setattr(step_module, "lay_out", wrongly)
+
+    return break_them
+
+
+def caught(towers, **options):
+    model = on_towers(mlp, towers, audit_every=3)
+    if options:
+        model.compile(model.optimizer, model.loss, **options)
+    with pytest.raises(AuditError) as found:
+        fit(model)
+    model.towers.close()
+    return found.value
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("wrong", [1, 0])
+@pytest.mark.parametrize("towers", [3, 2, 4])
+def test_a_wrong_tower_is_named(break_calls, towers, wrong):
+    """Of three it is the one that differs from both others; of two the pair is named."""
+    break_calls(lambda tower, shard: tower == wrong)
+    error = caught(towers)
+    assert error.step == 3
+    assert error.culprits == ((wrong,) if towers > 2 else ())
+    others = {(wrong - 2) % towers, (wrong - 1) % towers, (wrong + 1) % towers, (wrong + 2) % towers} - {wrong}
+    assert set(error.pairs) == {(min(one, wrong), max(one, wrong)) for one in others}
+    assert all(name.startswith("the gradient of ") for name in error.names)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.pairs) == (str(error), error.pairs)
+    who = f"tower {wrong} (CPU:0), which differs" if towers > 2 else "towers 0 and 1 (CPU:0, CPU:0)"
+    assert who in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [2, 3])
+def test_one_wrong_computation_is_found(break_calls, towers):
+    """Also one that the tower makes once: of its own shard, or of another's."""
+    for shard in range(towers):
+        break_calls(lambda tower, of, shard=shard: tower == 1 and of == shard)
+        error = caught(towers, steps_per_execution=2)
+        assert error.culprits == ((1,) if towers == 3 else ())
+        assert error.step == 4  # the call of two steps that has the third
+
+
+@pytest.mark.slow
+def test_the_variable_is_named(break_calls):
+    """By the place of the bit in what travels."""
+    names = []
+    for element in (0, -1):
+        break_calls(lambda tower, shard: tower == 1, element)
+        names.append(caught(2).names)
+    assert len(names[0]) == len(names[1]) == 1
+    assert names[0] != names[1]
+
+
+@pytest.mark.slow
+def test_no_false_alarm(deterministic):
+    """Over some hundred audited steps."""
+    model = on_towers(normalised, 3, audit_every=1, sync_batch_norm=True)
+    fit(model, epochs=60)
+    assert model.towers.steps == 300
+    model.towers.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"audit_every": 0}, ValueError, "Expected audit_every to be at least 1"),
+        ({"audit_every": True}, TypeError, "Expected audit_every to be a number of steps"),
+        ({"audit_every": 5, "shards": 4}, ValueError, "Expected audit_every, or shards and on_oom, not both"),
+        ({"audit_every": 5, "on_oom": "split"}, ValueError, "Expected audit_every, or shards and on_oom, not both"),
+    ],
+)
+def test_what_does_not_fit_together_is_an_error(options, error, words):
+    """Before anything is created."""
+    with pytest.raises(error, match=words):
+        nccl_parallel(**options)
+
+
+def test_ops_must_be_deterministic():
+    """Else towers may differ, and nothing is wrong."""
+    with pytest.raises(ValueError, match=r"Call tf\.config\.experimental\.enable_op_determinism\(\) first"):
+        on_towers(mlp, 2, audit_every=5)
+
+
+def test_one_tower_audits_nobody(deterministic):
+    """An error says that it takes two; and hidden random numbers, which no tower draws again, are one."""
+    with pytest.raises(ValueError, match="Expected two towers in each process"):
+        on_towers(mlp, 1, audit_every=5)
+
+    class Noisy(layers.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x))
+
+    def noisy():
+        model = keras.Sequential([keras.Input((12,)), Noisy(), layers.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    model = on_towers(noisy, 2, audit_every=5)
+    with pytest.raises(Exception, match=r"RandomStandardNormal, whose state TensorFlow hides"):
+        fit(model)
+    model.towers.close()

@@ -1,0 +1,30 @@
+"""A GPU whose kernels compute wrong numbers is named by an audit; healthy ones raise no alarm."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from virtual_host import PATH, run
+
+SCRIPT = pathlib.Path(__file__).parent / "scripts" / "audited.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--gpus", "3", "--ahead", "--delay-us", "100"], "healthy 6"),
+        (["--gpus", "3", "--wrong", "1"], "found 3 (1,) ((0, 1), (1, 2))"),
+        (["--gpus", "2", "--wrong", "1"], "found 3 () ((0, 1),)"),
+    ],
+)
+def test_a_wrong_gpu_is_named(options, found):
+    """At the first audit; of two GPUs the pair."""
+    if run.CXX is None or run.COMPILER is None:
+        pytest.skip(run.MISSING)
+    command = [sys.executable, str(PATH), *options, str(SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(found), done.stdout

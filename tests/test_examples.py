@@ -279,6 +279,16 @@ def test_digits_fails_below_its_accuracy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_same_bits(tmp_path):
+    """On any number of towers; and the program draws what it has found."""
+    done = run_example("same_bits.py", "--epochs", "1", "--plot", "same.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("apart 0.0e+00, equal weights: True") == 4
+    assert (tmp_path / "same.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_compare_parity_tells_equal_from_wrong_from_exception(tmp_path):
     """Three rows: one that MirroredStrategy gets right with even batches, one wrong, one not at all."""
     rows = {

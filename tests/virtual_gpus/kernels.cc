@@ -6,10 +6,12 @@
 // the kernel itself is work on the stream, wherever the shapes of its outputs follow from those of its inputs. As on a
 // GPU it then knows addresses only: nothing keeps a buffer but the order of the stream. Until its results are there,
 // memory is NaN.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,21 @@ const bool kAhead = std::getenv("VIRTUAL_AHEAD") != nullptr;
 const double kKernelS = std::getenv("VIRTUAL_KERNEL_MS") != nullptr ? 1e-3 * atof(std::getenv("VIRTUAL_KERNEL_MS")) : 0;
 // The GPU whose heavy kernels compute wrong numbers, if it is not -1.
 const int kWrong = std::getenv("VIRTUAL_WRONG") != nullptr ? atoi(std::getenv("VIRTUAL_WRONG")) : -1;
+
+// What a heavy kernel takes for each element that it reads, by GPU; the last one's goes for those after it.
+double ElementS(int ordinal) {
+  static const std::vector<double>* seconds = [] {
+    auto* read = new std::vector<double>;
+    const char* given = std::getenv("VIRTUAL_ELEMENT_NS");
+    for (std::stringstream numbers(given == nullptr ? "0" : given); numbers.good();) {
+      std::string number;
+      std::getline(numbers, number, ',');
+      read->push_back(1e-9 * std::atof(number.c_str()));
+    }
+    return read;
+  }();
+  return (*seconds)[std::min<size_t>(ordinal, seconds->size() - 1)];
+}
 
 Device* Host() {
   static Device* host = DeviceFactory::NewDevice("CPU", SessionOptions(), "/job:localhost/replica:0/task:0").release();
@@ -289,7 +306,6 @@ class Delegate : public OpKernel {
     changes_ = Contains(op_, {"Assign", "Apply", "Scatter", "Update"});
     is_sparse_ = Contains(op_, {"Scatter", "Sparse", "ResourceGather"});
     is_heavy_ = Contains(op_, {"MatMul", "Conv", "Einsum"});
-    if (is_heavy_) least_s_ = kKernelS;
     // CheckNumerics is asked whether its input is good: not later.
     can_run_ahead_ = kAhead && kernel_->AsAsync() == nullptr && registered_->shape_inference_fn != nullptr &&
                      !Contains(op_, {"CheckNumerics"});
@@ -307,15 +323,16 @@ class Delegate : public OpKernel {
     const int ordinal = standin_stream_device(stream);
     standin_unlock();
     Gpu* gpu = GpuOf(ordinal);
+    const double least_s = LeastS(context, ordinal);
     std::unique_lock<std::recursive_mutex> entry(gpu->entry);
     if (gpu->facade == nullptr) gpu->facade.reset(new Facade(context->device()));
     if (op_ == "AssignVariableOp" && DataTypeCanUseMemcpy(context->input_dtype(1))) {
       OP_REQUIRES_OK(context, Assign(context, stream));
-    } else if (!can_run_ahead_ || !RunAhead(context, stream, gpu)) {
+    } else if (!can_run_ahead_ || !RunAhead(context, stream, gpu, least_s)) {
       standin_lock();
       standin_drain(stream);
       standin_unlock();
-      RunAtOnce(context, stream, gpu);
+      RunAtOnce(context, stream, gpu, least_s);
     }
     std::lock_guard<std::mutex> locked(gpu->lock);
     if (context->status().ok()) context->SetStatus(gpu->failed);
@@ -323,6 +340,14 @@ class Delegate : public OpKernel {
   }
 
  private:
+  double LeastS(OpKernelContext* context, int ordinal) const {
+    if (!is_heavy_) return 0;
+    double elements = 0;
+    for (int i = 0; i < context->num_inputs(); ++i)
+      if (context->has_input(i)) elements += context->input(i).NumElements();
+    return std::max(kKernelS, elements * ElementS(ordinal));
+  }
+
   OpKernelContext::Params ParamsOf(Gpu* gpu) const {
     OpKernelContext::Params params;
     params.op_kernel = kernel_.get();
@@ -360,7 +385,7 @@ class Delegate : public OpKernel {
   }
 
   // Enqueues the kernel; false: it cannot be known what it will need.
-  bool RunAhead(OpKernelContext* context, cudaStream_t stream, Gpu* gpu) {
+  bool RunAhead(OpKernelContext* context, cudaStream_t stream, Gpu* gpu, double least_s) {
     const int n_inputs = context->num_inputs();
     std::vector<core::RefCountPtr<Var>> variables(n_inputs);
     std::vector<PartialTensorShape> shapes(n_inputs);
@@ -393,15 +418,15 @@ class Delegate : public OpKernel {
       if (!inferred.FullyDefined(shape)) return false;
       for (int d = 0; d < inferred.Rank(shape); ++d) output_shapes[o].AddDim(inferred.Value(inferred.Dim(shape, d)));
     }
-    const absl::Status prepared = Prepare(context, stream, gpu, variables, on_host, output_shapes);
+    const absl::Status prepared = Prepare(context, stream, gpu, least_s, variables, on_host, output_shapes);
     if (!prepared.ok()) context->SetStatus(prepared);
     return true;
   }
 
-  absl::Status Prepare(OpKernelContext* context, cudaStream_t stream, Gpu* gpu,
+  absl::Status Prepare(OpKernelContext* context, cudaStream_t stream, Gpu* gpu, double least_s,
                        const std::vector<core::RefCountPtr<Var>>& variables, const std::vector<const Tensor*>& on_host,
                        const std::vector<TensorShape>& output_shapes) {
-    std::unique_ptr<Launch> launch(new Launch{kernel_, ParamsOf(gpu), gpu, least_s_});
+    std::unique_ptr<Launch> launch(new Launch{kernel_, ParamsOf(gpu), gpu, least_s});
     launch->params.resource_manager = context->resource_manager();
     for (size_t i = 0; i < variables.size(); ++i) {
       const Tensor& input = context->input(i);
@@ -434,7 +459,7 @@ class Delegate : public OpKernel {
     return absl::OkStatus();
   }
 
-  void RunAtOnce(OpKernelContext* context, cudaStream_t stream, Gpu* gpu) {
+  void RunAtOnce(OpKernelContext* context, cudaStream_t stream, Gpu* gpu, double least_s) {
     const int n_inputs = context->num_inputs(), n_outputs = context->num_outputs();
     std::vector<Tensor> held(n_inputs);  // what is held twice is not written in place
     for (int i = 0; i < n_inputs; ++i)
@@ -467,7 +492,7 @@ class Delegate : public OpKernel {
       Tensor* output = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(o, result->shape(), &output));
       if (is_heavy_ && kWrong >= 0 && gpu == GpuOf(kWrong) && result->TotalBytes() > 0) DataOf(*result)[0] ^= 1;
-      EnqueueArrival(stream, *result, DataOf(*output), least_s_);
+      EnqueueArrival(stream, *result, DataOf(*output), least_s);
     }
     for (int i = 0; i < n_inputs && changes_; ++i) {
       core::RefCountPtr<Var> variable;
@@ -483,7 +508,7 @@ class Delegate : public OpKernel {
       } else {
         OP_REQUIRES_OK(context, context->allocate_temp(value->dtype(), value->shape(), &on_device));
       }
-      EnqueueArrival(stream, computed, DataOf(on_device), least_s_);
+      EnqueueArrival(stream, computed, DataOf(on_device), least_s);
       *value = on_device;
     }
   }
@@ -496,8 +521,7 @@ class Delegate : public OpKernel {
   std::string op_;
   const OpRegistrationData* registered_ = nullptr;
   int graph_def_version_;
-  double least_s_ = 0;
-  bool changes_, is_sparse_, is_heavy_, can_run_ahead_;
+  bool is_heavy_, changes_, is_sparse_, can_run_ahead_;
 };
 
 OpKernel* MakeDelegate(OpKernelConstruction* construction) { return new Delegate(construction); }

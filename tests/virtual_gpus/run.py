@@ -46,6 +46,9 @@ def parse(arguments):
     parser.add_argument("--ahead", action="store_true", help="let the host run ahead: kernels are only enqueued")
     parser.add_argument("--kernel-ms", type=float, metavar="MS", help="what a MatMul, Conv or Einsum takes at least")
     parser.add_argument(
+        "--element-ns", metavar="NS,...", help="what such a kernel takes at least for each element it reads, by GPU"
+    )
+    parser.add_argument(
         "--wrong", type=int, metavar="GPU", help="on it each of these flips a bit of its result; not with --ahead"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module's name")
@@ -100,6 +103,7 @@ def load(folder, options):
         "VIRTUAL_GPUS": options.gpus,
         "VIRTUAL_AHEAD": options.ahead or None,
         "VIRTUAL_KERNEL_MS": options.kernel_ms,
+        "VIRTUAL_ELEMENT_NS": options.element_ns,
         "VIRTUAL_WRONG": options.wrong,
         "STANDIN_DELAY_US": options.delay_us,
         "STANDIN_SEED": options.seed,

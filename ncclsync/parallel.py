@@ -76,6 +76,7 @@ def nccl_parallel(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     shards: int | None = None,
     shards_at_once: int = 1,
+    shares: Sequence[int] | str | None = None,
     batch_invariant_random: bool = False,
     compression: str | None = None,
     shard_optimizer: bool = False,

@@ -18,7 +18,6 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.errors import NonFiniteError
 from ncclsync.gradients.observer import Observer
-from ncclsync.semantics.shards import shard_sizes
 
 logger = logging.getLogger("ncclsync")
 
@@ -57,11 +56,14 @@ class OnNonFinite:
         self.raised: NonFiniteError | None = None
         self._files = 0
 
-    def report(self, finite: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int]) -> None:
+    def report(
+        self, finite: np.ndarray, sizes: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int]
+    ) -> None:
         """Save the rows of the shards that have such gradients; raise the error, or log it.
 
         Args:
             finite: [shards with samples, gradients] bool.
+            sizes: [shards] the samples of each.
             names: [gradients] of the variables.
             batch: nested structure of eager tensors.
             owners: the tower of each shard, those without samples too.
@@ -69,13 +71,13 @@ class OnNonFinite:
         Raises:
             NonFiniteError: unless the step is to be skipped.
         """
-        rows = next(int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank)
-        ends = np.cumsum(shard_sizes(rows, len(owners)))
+        ends = np.cumsum(sizes)
         found: dict[int, tuple[int, int, tuple[str, ...]]] = {}
         indices: list[int] = []
-        for shard, flags in enumerate(finite):
+        # A batch without rows is tower 0's.
+        for shard, flags in zip(np.flatnonzero(sizes).tolist() or [0], finite, strict=True):
             if not flags.all():
-                begin, end = int(ends[shard - 1]) if shard else 0, int(ends[shard])
+                begin, end = int(ends[shard] - sizes[shard]), int(ends[shard])
                 indices.extend(range(begin, end))
                 bad = [name for name, one in zip(names, flags, strict=True) if not one]
                 first, _, before = found.get(owners[shard], (begin, end, ()))

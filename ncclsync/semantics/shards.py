@@ -1,6 +1,7 @@
 """Split one global batch into shards, one per tower, for any number of rows.
 
-Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`).
+Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`): evenly, or by
+weights.
 A tower for which no row is left gets a copy of the first row and a sample count of zero: it computes on
 something, since an empty tensor has no mean, and the collectives leave its results out. A batch without rows
 is tower 0's, whose results are then one device's.
@@ -8,6 +9,7 @@ is tower 0's, whose results are then one device's.
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +30,16 @@ _MERGED = (
 )
 
 
-def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
-    """Split `batch_size` rows as evenly as it goes: 10 over 4 is (3, 3, 2, 2).
+def shard_sizes(batch_size: int, towers: int, weights: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Split `batch_size` rows as evenly as it goes, 10 over 4 is (3, 3, 2, 2); or by weights.
+
+    By weights (3, 1), 10 is (8, 2): each shard ends where the weights so far say, rounded up. So the first shard has
+    a row if there is one, and any other may have none.
+
+    Args:
+        batch_size: rows.
+        towers: how many shards.
+        weights: [towers] at least 1. None: evenly.
 
     Raises:
         ValueError: if `batch_size` is negative or `towers` is less than one.
@@ -39,6 +49,10 @@ def shard_sizes(batch_size: int, towers: int) -> tuple[int, ...]:
             "Expected batch_size of at least 0 and towers of at least 1. "
             f"Received: batch_size={batch_size}, towers={towers}"
         )
+    if weights is not None:
+        total = sum(weights)
+        ends = [-(-batch_size * weight // total) for weight in itertools.accumulate(weights, initial=0)]
+        return tuple(end - begin for begin, end in itertools.pairwise(ends))
     share, rest = divmod(batch_size, towers)
     return tuple(share + (index < rest) for index in range(towers))
 
@@ -59,7 +73,9 @@ class Shards:
     shares: list[Share]
 
 
-def shard_batch(batch: Any, towers: int, local: Sequence[int] | None = None) -> Shards:
+def shard_batch(
+    batch: Any, towers: int, local: Sequence[int] | None = None, weights: tf.Tensor | None = None
+) -> Shards:
     """Split every tensor of a batch along its first axis.
 
     Args:
@@ -67,6 +83,7 @@ def shard_batch(batch: Any, towers: int, local: Sequence[int] | None = None) -> 
             scalars go to every tower as they are, and so does None.
         towers: how many shards.
         local: the numbers of this process' towers, whose shards are made; None: of all.
+        weights: see `shard_sizes`, [towers] int32.
 
     Raises:
         ValueError: while the graph is built, if static shapes show that the rows differ in number, or that
@@ -84,7 +101,12 @@ def shard_batch(batch: Any, towers: int, local: Sequence[int] | None = None) -> 
         checks.append(tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
-    sizes = _sizes(rows, towers)
+    sizes = _sizes(rows, towers, weights)
+    made = range(towers) if local is None else local
+    if weights is not None:
+        held, shares = divide_rows(rows, sizes)
+        slices = [[_slice(leaf, shares[index]) for leaf in leaves] for index in made]
+        return Shards([tf.nest.pack_sequence_as(batch, one) for one in slices], held, shares)
     # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
     # sum.
     counts = tf.maximum(sizes, tf.minimum(rows, 1))
@@ -94,14 +116,18 @@ def shard_batch(batch: Any, towers: int, local: Sequence[int] | None = None) -> 
         splits = [whole // towers] * towers
     missing = tf.reduce_sum(counts) - rows
     pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
-    made = range(towers) if local is None else local
     batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in made]
-    return Shards(batches, *divide_rows(rows, towers))
+    return Shards(batches, *divide_rows(rows, sizes))
 
 
-def divide_rows(rows: tf.Tensor, towers: int) -> tuple[list[tf.Tensor], list[Share]]:
-    """Return the `sizes` and `shares` of `Shards`, of a batch of so many rows, an int32 scalar."""
-    sizes = _sizes(rows, towers)
+def divide_rows(rows: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], list[Share]]:
+    """Return the `sizes` and `shares` of `Shards`.
+
+    Args:
+        rows: of the batch, an int32 scalar.
+        sizes: of the shards, [towers] int32.
+    """
+    towers = int(sizes.shape[0])
     empty = tf.cast(rows == 0, tf.int32)
     held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
     fractions = tf.unstack(tf.cast(held, tf.float64) / tf.cast(rows + empty, tf.float64), towers)
@@ -113,8 +139,12 @@ def divide_rows(rows: tf.Tensor, towers: int) -> tuple[list[tf.Tensor], list[Sha
     return tf.unstack(sizes, towers), shares
 
 
-def _sizes(rows: tf.Tensor, towers: int) -> tf.Tensor:
+def _sizes(rows: tf.Tensor, towers: int, weights: tf.Tensor | None) -> tf.Tensor:
     """Return what `shard_sizes` does, in a graph: [towers], int32."""
+    if weights is not None:
+        cumulated = tf.cumsum(tf.cast(weights, tf.int64))  # times rows, beyond int32
+        ends = tf.cast(-(-tf.cast(rows, tf.int64) * cumulated // cumulated[-1]), tf.int32)
+        return ends - tf.concat([[0], ends[:-1]], 0)
     share, rest = rows // towers, rows % towers
     return share + tf.cast(tf.range(towers) < rest, tf.int32)
 
@@ -231,6 +261,11 @@ def _split(leaf: Any, splits: Any, missing: tf.Tensor, towers: int) -> list[Any]
         return tf.split(leaf, splits, num=towers)
     ends = tf.cumsum(splits)
     return [_take_rows(leaf, ends[i] - splits[i], splits[i]) for i in range(towers)]
+
+
+def _slice(leaf: Any, share: Share) -> Any:
+    """Return the rows that a tower computes on."""
+    return _take_rows(leaf, share.begin, share.rows) if _has_rows(leaf) else leaf
 
 
 def _repeat_first_row(leaf: Any, times: tf.Tensor) -> Any:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from ncclsync.program.program import Exchange, Program, Segment, Whole
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.state import TowerState
 
 _WIDTH = 130  # columns, where it is printed as plain text
@@ -105,7 +104,8 @@ class Explanation:
         cuts: why it is cut.
         shards: of the batch, one for each tower, or as many as `shards=` says; none if no batch is known.
         wholes: the rows that are gathered; none for most models.
-        order: how a tower computes its shards, in words; empty where each has one.
+        order: how a tower computes its shards, in words, or by what shares towers divide a batch; empty where each has
+            one, of even size.
     """
 
     segments: int
@@ -182,7 +182,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
 
 
 def _order(program: Program, towers: TowerState) -> str:
-    """Say what a tower with several shards keeps of each, while it computes the others."""
+    """Say what a tower with several shards keeps of each, while it computes the others; or how towers share a batch."""
+    if towers.shares is not None:
+        return f"Towers share each batch {' : '.join(map(str, towers.shares))}."
     count, most = towers.shards.total, max(map(len, towers.shards_of))
     if most == 1:
         return ""
@@ -236,7 +238,7 @@ def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
         for shard in own
     }
     found, begin = [], 0
-    for shard, size in enumerate(shard_sizes(rows, towers.shards.total) if rows else ()):
+    for shard, size in enumerate(towers.sizes_of(rows) if rows else ()):
         tower, device = owners.get(shard, (shard, "of another process"))
         found.append(ShardRow(tower, device, begin, begin + size))
         begin += size

@@ -43,11 +43,13 @@ class Places(NamedTuple):
         devices: [n] of this process' towers.
         ranks: [n] their numbers.
         total: how many there are in all processes.
+        weights: [total] int32, by which they share a batch; see `shard_sizes`.
     """
 
     devices: Sequence[str]
     ranks: Sequence[int]
     total: int
+    weights: tf.Variable | None = None
 
 
 def split_batch(
@@ -66,7 +68,8 @@ def split_batch(
     spans = [begin(meter, rank, SHARD, after) for rank in places.ranks]
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
-        shards = shard_batch(given, places.total, places.ranks)
+        weights = None if places.weights is None else places.weights.read_value()
+        shards = shard_batch(given, places.total, places.ranks, weights)
     batches, shares = [], list(shards.shares)
     for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
         batch, share = shards.batches[i], shares[rank]
@@ -116,7 +119,8 @@ class Staging:
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:
             shards = split_batch(packed(specs, components), places, meter, copies=True)
-            parts = [shards.shares[0].total]
+            with tf.device("/CPU:0"):
+                parts = [tf.stack(shards.sizes)]  # what the next batch is split by may be other weights
             for shard, rank in zip(shards.batches, places.ranks, strict=True):
                 parts += [shards.shares[rank].fraction, *components_of(shard)]
             return parts
@@ -146,9 +150,9 @@ class Staging:
 
     def shards(self, parts: Sequence[tf.Tensor]) -> Shards:
         """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
-        rows, *rest = parts
+        held, *rest = parts
         with tf.device("/CPU:0"):
-            sizes, shares = divide_rows(rows, self._places.total)
+            sizes, shares = divide_rows(tf.reduce_sum(held), held)
         batches, width = [], len(rest) // len(self._places.ranks)
         for i, rank in enumerate(self._places.ranks):
             fraction, *components = rest[i * width : (i + 1) * width]

@@ -138,7 +138,8 @@ class _Run:
                 before = [*after[i], *(tokens[turn : turn + 1] if turn >= 0 else ())]
                 incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
-                span = begin(self._meter, rank, segment_name(self._program, number), [*before, *given])
+                name, meets = segment_name(self._program, number), bool(segment.incoming)
+                span = begin(self._meter, rank, name, [*before, *given], meets=meets)
                 sources = [self.values[place][name] for name in segment.sources]
                 shard = self._towers.shards.ranks[place]
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
@@ -172,7 +173,7 @@ class _Run:
             self._towers.noise.update(values[self._program.noise])
         finite = None if self._program.finite is None else values[self._program.finite]
         with tf.device(f"/{self._towers.devices[0]}"):
-            return rollback.end(tf.group(*after[0]), finite)
+            return rollback.end(tf.group(*after[0]), finite, self._shards.sizes)
 
 
 def _checked_rows(program: Program, shards: Shards) -> list[Any]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # 512 towers on CPUs.
 MOST_TOWERS = 256
 
+AUTO = "auto"  # of shares
+MOST_SHARE = 10**6  # times the rows of a batch, within int64
+
 # By name of an option that is a word: the words, and how a message names them.
 _WORDS = {
     "backend": (("nccl", "cpu", None), "one of ('nccl', 'cpu') or None"),
@@ -52,6 +55,11 @@ class TowerOptions:
             bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
         shards_at_once: how many of its shards a CPU tower computes side by side, where it has several, in the memory
             of as many; the bits stay. A GPU computes one after another: TensorFlow gives its kernels one stream.
+        shares: how many rows of each batch a tower gets beside the others, for GPUs that differ in speed: `[3, 1]`, in
+            the order of the devices, gives the first three times the rows of the second; exact as ever. "auto": this is
+            measured in the first steps, at most 20 calls of the training step, and then stays; the choice is logged
+            once, at INFO, as a list. Where bits are to be equal from run to run, give that. None: as evenly as it goes.
+            Not with `shards`, `on_oom` or several processes.
         batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
             draw for these very samples, so that training with dropout does not depend on the number of
             towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
@@ -112,6 +120,7 @@ class TowerOptions:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     shards: int | None = None
     shards_at_once: int = 1
+    shares: Sequence[int] | str | None = None
     batch_invariant_random: bool = False
     compression: str | None = None
     shard_optimizer: bool = False
@@ -146,6 +155,7 @@ class TowerOptions:
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
         self._check_shards()
+        self._check_shares()
         for name in ("check_every", "audit_every"):
             every = getattr(self, name)
             if every is None:
@@ -200,6 +210,22 @@ class TowerOptions:
                 f"depends on the number of towers, and shards must not. Received: shards={shards}, "
                 "shard_optimizer=True"
             )
+
+    def _check_shares(self) -> None:
+        shares = self.shares
+        if shares is None:
+            return
+        if shares != AUTO:
+            if isinstance(shares, str) or not isinstance(shares, Sequence) or not all(map(_is_int, shares)):
+                raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}")
+            if not shares or not all(1 <= int(one) <= MOST_SHARE for one in shares):
+                raise ValueError(f"Expected each of shares to be from 1 to {MOST_SHARE}. Received: shares={shares!r}")
+        for name in ("shards", "on_oom"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"Expected shares or {name}, not both: what a tower gets of shards, it gets whole. "
+                    f"Received: shares={shares!r}, {name}={getattr(self, name)!r}"
+                )
 
     def _check_towers(self) -> None:
         towers, devices = self.towers, self.devices

@@ -68,15 +68,15 @@ class Rollback:
     undone = False
 
     def __init__(
-        self, program: Program, towers: TowerState, report: Callable[[np.ndarray], None] | None = None
+        self, program: Program, towers: TowerState, report: Callable[[np.ndarray, np.ndarray], None] | None = None
     ) -> None:
         """Prepare for a program.
 
         Args:
             program: what is run.
             towers: where.
-            report: is called with the values of `program.finite` if one is False, before the step is undone;
-                what it raises fails the step. Needed if the program has that result.
+            report: is called with the values of `program.finite` if one is False, and the shards' samples, before
+                the step is undone; what it raises fails the step. Needed if the program has that result.
         """
         variables = dict(program.variables)
         self._report = report
@@ -107,11 +107,18 @@ class Rollback:
             ]
         return [*opened, *(emptied if not tf.executing_eagerly() else [])]
 
-    def end(self, done: tf.Operation, finite: tf.Tensor | None) -> tf.Operation:
-        """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`."""
+    def end(self, done: tf.Operation, finite: tf.Tensor | None, sizes: Sequence[tf.Tensor]) -> tf.Operation:
+        """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`.
+
+        Args:
+            done: ends the step.
+            finite: the value of `program.finite`, if it has that.
+            sizes: the samples of each shard.
+        """
         if finite is not None:
             with tf.control_dependencies([done]):
-                done = tf.cond(tf.reduce_all(finite), lambda: tf.constant(0.0), functools.partial(self._undo, finite))
+                undo = functools.partial(self._undo, finite, sizes)
+                done = tf.cond(tf.reduce_all(finite), lambda: tf.constant(0.0), undo)
         if self._open is None:
             return done
         with tf.control_dependencies([done]):
@@ -125,10 +132,10 @@ class Rollback:
                 variable.assign(saved)
             self._open.assign(False)
 
-    def _undo(self, finite: tf.Tensor) -> tf.Tensor:
+    def _undo(self, finite: tf.Tensor, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
         """Give every tower, in a branch of the step's graph, the values from before the step."""
         with tf.device("/CPU:0"):
-            reported = tf.numpy_function(self._report, [finite], [])
+            reported = tf.numpy_function(self._report, [finite, tf.stack(sizes)], [])
         writes = []
         with tf.control_dependencies([] if tf.executing_eagerly() else [reported]):
             for _, saved, group in self._saved:

@@ -35,9 +35,10 @@ from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
 from ncclsync.towers.feeding import Feeder, Places
 from ncclsync.towers.in_flight import InFlight
-from ncclsync.towers.options import MOST_TOWERS, TowerOptions
+from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
 from ncclsync.towers.placement import choose_placement, connect, keep_quiet, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
+from ncclsync.towers.shares import Shares
 
 logger = logging.getLogger("ncclsync")
 
@@ -87,10 +88,11 @@ class TowerState:
             other_libraries.check_one_process()
         if process is not None:
             keep_quiet(process)
-        several = {name: getattr(options, name) for name in ("shards", "on_oom") if getattr(options, name) is not None}
+        alone = ("shards", "shares", "on_oom")
+        several = {name: getattr(options, name) for name in alone if getattr(options, name) is not None}
         if several and process is not None:
             raise ValueError(
-                f"Expected {' and '.join(several)} in one process: towers of several processes have a shard each. "
+                f"Expected {' and '.join(several)} in one process: towers of several processes have even shards. "
                 f"Received: {several}, in process {process.rank} of {process.size}. Leave it away, or say "
                 "processes=False"
             )
@@ -116,6 +118,9 @@ class TowerState:
             )
         if self.audits:
             self._check_audits()
+        self._shares: Shares | None = None
+        if options.shares is not None and (options.shares != AUTO or len(self.devices) > 1):
+            self._shares = Shares(options.shares, self.devices)
         self.backend = placement.backend
         self.bucket_bytes = options.bucket_bytes
         self.batch_invariant_random = options.batch_invariant_random
@@ -145,7 +150,17 @@ class TowerState:
     @property
     def places(self) -> Places:
         """Return where these towers stand, among those of all processes."""
-        return Places(self.devices, tuple(self.communicator.ranks), self.communicator.world_size)
+        weights = None if self._shares is None else self._shares.variable
+        return Places(self.devices, tuple(self.communicator.ranks), self.communicator.world_size, weights)
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Return by what weights towers share a batch, if not evenly; while they are measured, those of now."""
+        return None if self._shares is None else self._shares.weights
+
+    def sizes_of(self, rows: int) -> tuple[int, ...]:
+        """Return how many rows of a batch each shard has."""
+        return shard_sizes(rows, self.shards.total, self.shares)
 
     @property
     def shards_of(self) -> list[range]:
@@ -314,6 +329,8 @@ class TowerState:
     def next_watchers(self) -> list[Callable[[Measured], None]]:
         """Return the watchers of the step that is about to run, and forget them."""
         watchers, self._watchers = self._watchers, []
+        if self._shares is not None and not self._shares.settled:
+            watchers.append(self._shares.measure)
         return watchers
 
     @property

@@ -628,12 +628,16 @@ def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
 
 
 def _report_nonfinite(
-    towers: "weakref.ref[TowerState]", kept: "weakref.ref[KeptBatch]", names: tuple[str, ...], finite: np.ndarray
+    towers: "weakref.ref[TowerState]",
+    kept: "weakref.ref[KeptBatch]",
+    names: tuple[str, ...],
+    finite: np.ndarray,
+    sizes: np.ndarray,
 ) -> None:
     """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
-    state.on_nonfinite.report(finite, names, batch.batch(), state.owners)
+    state.on_nonfinite.report(finite, sizes, names, batch.batch(), state.owners)
 
 
 def python_step(step: Callable) -> Callable:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.semantics.shards import rows_of, shard_sizes
+from ncclsync.semantics.shards import rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
@@ -71,8 +71,8 @@ class Towers(TowerState):
         Args:
             step: a function of a batch. Pass the same object each time: a new one is traced anew.
             batch: the global batch, a nested structure of tensors or arrays that share their first axis;
-                split as evenly as it goes, for any number of rows; one without rows is tower 0's. None and
-                scalars go to every tower.
+                split as evenly as it goes, or as `shares=` says, for any number of rows; one without rows is
+                tower 0's. None and scalars go to every tower.
             per_tower: whether to return what each tower's step returned, uncombined.
 
         Returns:
@@ -103,10 +103,10 @@ class Towers(TowerState):
             raise ValueError(
                 f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
             )
+        sizes = self.sizes_of(rows or 1)  # a batch without rows is tower 0's
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = shard_sizes(rows or 1, self.shards.total)  # a batch without rows is tower 0's
         own = dict(zip(self.shards.ranks, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 

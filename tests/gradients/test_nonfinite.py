@@ -106,12 +106,12 @@ def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
     why = trouble(monkeypatch, tmp_path)
     batch, flags = (tf.constant(X[:2]),), np.array([[False], [True]])
     with pytest.raises(NonFiniteError, match=rf"tower 0, rows 0 to 0, .* not saved: {why}") as caught:
-        nonfinite.OnNonFinite("raise").report(flags, ["w"], batch, range(2))
+        nonfinite.OnNonFinite("raise").report(flags, [1, 1], ["w"], batch, range(2))
     assert caught.value.file is None
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.file) == (str(caught.value), None)
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
-        nonfinite.OnNonFinite("skip").report(flags, ["w"], batch, range(2))
+        nonfinite.OnNonFinite("skip").report(flags, [1, 1], ["w"], batch, range(2))
     assert re.search(rf"not saved: {why}.* The step was skipped", caplog.records[-1].getMessage())
     assert not list(tmp_path.rglob("*.npz"))
 
@@ -142,7 +142,7 @@ def test_files_are_bounded(monkeypatch, tmp_path):
         found, run = [], nonfinite.OnNonFinite("raise")
         for _ in range(4):
             with pytest.raises(NonFiniteError) as caught:
-                run.report(flags, ["w"], batch, range(2))
+                run.report(flags, [1, 1], ["w"], batch, range(2))
             found.append(caught.value.file)
         assert "not saved: this run has saved 3 files already" in str(caught.value)
         return found[:3]

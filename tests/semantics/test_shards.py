@@ -51,9 +51,9 @@ def dense(leaf):
     return leaf.numpy()
 
 
-def assert_shards(shards, whole, rows, towers):
+def assert_shards(shards, whole, rows, towers, weights=None):
     """Each tower holds its rows, in order; one without any holds the first row and a size of 0."""
-    sizes = shard_sizes(rows, towers)
+    sizes = shard_sizes(rows, towers, weights)
     assert [int(size) for size in shards.sizes] == list(sizes)
     assert np.sum([share.fraction for share in shards.shares]) == pytest.approx(1.0, abs=1e-15)
     ends = np.cumsum(sizes)
@@ -88,6 +88,44 @@ def test_shards_of_a_batch_of_unknown_length(towers):
         assert isinstance(shards.batches[0]["dense"], tuple)
         assert isinstance(shards.batches[-1]["sparse"], tf.SparseTensor)
         assert_shards(shards, everything(rows), rows, towers)
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (1, 2, 5), (10, 1, 10), (1,)])
+def test_shards_by_weights(weights):
+    """The same: one graph for every number of rows, and for every weights. Any tower but the first may have no row."""
+    specs = open_specs(everything(4))
+    del specs["none"]
+    towers = len(weights)
+
+    @tf.function(input_signature=[specs, tf.TensorSpec([towers], tf.int32)])
+    def split(batch, given):
+        shards = shard_batch({**batch, "none": None}, towers, weights=given)
+        return shards.batches, shards.sizes, shards.shares
+
+    for rows in range(1, 10):
+        batch = everything(rows)
+        del batch["none"]
+        for given in (weights, weights[::-1]):
+            shards = Shards(*split(batch, tf.constant(given)))
+            assert_shards(shards, everything(rows), rows, towers, given)
+    empty = shard_batch(tf.zeros([0, 2]), towers, weights=tf.constant(weights))
+    assert [float(share.fraction) for share in empty.shares] == [1.0] + [0.0] * (towers - 1)
+    assert [batch.shape for batch in empty.batches] == [(0, 2)] * towers
+
+
+def test_sizes_by_weights():
+    """They add up, are within one row of what the weights say, and the first has a row; beyond int32 as well."""
+    assert shard_sizes(10, 2, (3, 1)) == (8, 2)
+    assert shard_sizes(2, 3, (10, 1, 10)) == (1, 1, 0)
+    for weights in ((1, 1), (3, 1), (1, 2, 5), (1, 10**6), (7,)):
+        for rows in (0, 1, 2, 5, 64, 2**31 - 1):
+            sizes = shard_sizes(rows, len(weights), weights)
+            assert sum(sizes) == rows and min(sizes) >= 0 and (sizes[0] or not rows)
+            exact = [rows * weight / sum(weights) for weight in weights]
+            assert all(abs(size - one) < 1 + 1e-6 for size, one in zip(sizes, exact, strict=True))
+    weights = (10**6, 10**6 - 1)
+    shards = shard_batch(tf.zeros([2**30 + 1, 0]), 2, weights=tf.constant(weights))
+    assert tuple(map(int, shards.sizes)) == shard_sizes(2**30 + 1, 2, weights)
 
 
 @pytest.mark.parametrize("rows, towers", [(9, 4), (8, 4), (2, 4), (1, 8), (3, 3), (5, 1)])

@@ -86,10 +86,13 @@ def mlp(optimizer=None, **compile_arguments):
 
 
 def on_towers(factory, towers, **arguments):
-    """Build a factory's model on CPU towers, each with as many shards as the environment says."""
+    """Build a factory's model on CPU towers, each with as many shards, or with such shares, as the environment says."""
     shards = int(os.environ.get("NCCLSYNC_SHARDS", "0"))
     if shards and not arguments.keys() & {"shards", "shard_optimizer", "on_oom"}:
         arguments["shards"] = shards * towers
+    shares = [int(one) for one in os.environ.get("NCCLSYNC_SHARES", "").split(",") if one]
+    if shares and towers > 1 and not arguments.keys() & {"shards", "shares", "on_oom"}:
+        arguments["shares"] = [shares[tower % len(shares)] for tower in range(towers)]
     return nccl_parallel(towers=towers, **arguments)(factory)()
 
 

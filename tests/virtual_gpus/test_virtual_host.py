@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -88,6 +89,15 @@ def test_copies_lie_beside_computation(on_virtual_gpus, tmp_path):
         covered = (min(end, e) - max(begin, b) for b, e in named["segment_1"])
         beside += sum(length for length in covered if length > 0) > 0.8 * (end - begin)
     assert len(named["segment_1"]) == 12 and beside >= 7, named
+
+
+@pytest.mark.slow
+def test_shares_of_gpus_that_differ(on_virtual_gpus):
+    """They settle at what the GPUs' speeds say, 2 : 1; batches that were fed by other shares train as ever."""
+    options = ["--gpus", "2", "--ahead", "--element-ns", "1000,2000"]
+    lines = on_virtual_gpus(*options, HERE / "scripts/shares.py", "3").splitlines()
+    fast, slow = map(int, re.search(r"\((\d+), (\d+)\) True$", lines[1]).groups())
+    assert 1.6 < fast / slow < 2.5 and lines[2] == "equal", lines
 
 
 @pytest.mark.slow

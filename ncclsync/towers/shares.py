@@ -1,0 +1,128 @@
+"""Share a batch among towers that differ in speed: by weights that are given, or measured over the first steps.
+
+The weights lie in a variable, which the graphs that split batches read: other ones need no new trace.
+"""
+
+import logging
+import statistics
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from ncclsync.ops.spans import Measured, MeasuredStep, TimedSpan
+from ncclsync.semantics.shards import shard_sizes
+from ncclsync.towers.feeding import AHEAD
+from ncclsync.towers.options import AUTO
+
+logger = logging.getLogger("ncclsync")
+
+MOST_CALLS = 20  # of a step, that are watched
+_ROUNDS, _STEPS = 4, 3  # of measuring, the steps of each
+_GAIN = 1.05  # times that differ by less are as good
+_SUM = 1000  # of the weights that are measured
+
+
+class Shares:
+    """Hold by what weights the towers share each batch; measure them, if asked.
+
+    A round of measuring is of a few steps of as many rows. Each tower's rows in a second are its weight in the next
+    round: what takes a tower as long for any rows, such as launches, distorts them less each time. When all towers take
+    as long, or after `_ROUNDS`, the weights of the round whose slowest tower was the fastest stay.
+
+    Attributes:
+        weights: [towers] ints.
+        variable: [towers] int32, the same in the host's memory.
+    """
+
+    def __init__(self, given: Sequence[int] | str, devices: Sequence[str]) -> None:
+        """Begin with the weights that are given, or with equal ones.
+
+        Args:
+            given: one positive int for each tower, or "auto".
+            devices: of the towers.
+
+        Raises:
+            ValueError: there are not as many weights as towers.
+        """
+        if given != AUTO and len(given) != len(devices):
+            raise ValueError(
+                f"Expected shares for each of {len(devices)} towers. Received: shares={list(given)}. They are in the "
+                f"order of the devices, {list(devices)}"
+            )
+        self._devices = devices
+        self._left = MOST_CALLS if given == AUTO else 0
+        self._skipped = self._rows = 0
+        self._times: list[list[int]] = []  # [steps][towers] ns, of this round
+        self._rounds: list[tuple[float, tuple[int, ...]]] = []  # what the slowest tower took, in ns, and the weights
+        self.weights = (1,) * len(devices) if isinstance(given, str) else tuple(given)
+        with tf.device("/CPU:0"):
+            self.variable = tf.Variable(self.weights, dtype=tf.int32, trainable=False)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the weights stay as they are."""
+        return self._left == 0
+
+    def measure(self, measured: Measured) -> None:
+        """Take in what was recorded of a call of a training step; change the weights when that is enough."""
+        self._left -= 1
+        for step in measured.steps[1:] if measured.traced else measured.steps:
+            if self._skipped:
+                self._skipped -= 1
+            elif step.complete and step.samples >= self._rows:
+                self._add(step)
+        if len(self._times) >= _STEPS:
+            self._end_round()
+        if self._left == 0:
+            self._settle()
+
+    def _add(self, step: MeasuredStep) -> None:
+        """Take in a step of as many rows as those before; one of more rows begins anew."""
+        if not all(shard_sizes(step.samples, len(self.weights), self.weights)):
+            return
+        if step.samples > self._rows:
+            self._rows, self._times, self._rounds = step.samples, [], []
+        self._times.append(tower_times(step, len(self.weights)))
+
+    def _end_round(self) -> None:
+        times = [max(1.0, statistics.median(column)) for column in zip(*self._times, strict=True)]
+        self._times = []
+        self._rounds.append((max(times), self.weights))
+        if max(times) < _GAIN * min(times) or len(self._rounds) == _ROUNDS:
+            self._left = 0
+            return
+        sizes = shard_sizes(self._rows, len(times), self.weights)
+        rates = [rows / time for rows, time in zip(sizes, times, strict=True)]
+        self._set(tuple(max(1, round(_SUM * rate / sum(rates))) for rate in rates))
+        self._skipped = AHEAD  # batches that are there already, split by the weights before
+
+    def _set(self, weights: tuple[int, ...]) -> None:
+        self.weights = weights
+        self.variable.assign(weights)
+
+    def _settle(self) -> None:
+        if self._rounds:
+            first, (fastest, weights) = self._rounds[0], min(self._rounds)
+            self._set(weights if _GAIN * fastest < first[0] else first[1])
+        devices = ", ".join(self._devices)
+        logger.info("shares='auto': from now on as shares=%s, by the times of %s", list(self.weights), devices)
+
+
+def tower_times(step: MeasuredStep, towers: int) -> list[int]:
+    """Return how long each tower has computed in a step, in ns, without the update, which has no rows.
+
+    On GPUs a segment's begin is recorded when it is enqueued. It runs after the tower's segment before; and after that
+    of all towers, where it takes what they have sent.
+    """
+    by_tower: list[list[TimedSpan]] = [[] for _ in range(towers)]
+    for one in step.spans:
+        if isinstance(one.span.row, int) and "meets" in one.span.details:
+            by_tower[one.span.row].append(one)
+    segments = list(zip(*by_tower, strict=True))
+    times, ends = [0] * towers, [0] * towers
+    for segment in segments[:-1] or segments:
+        met = max(ends) if segment[0].span.details["meets"] else 0
+        for i, one in enumerate(segment):
+            times[i] += one.end_ns - max(one.begin_ns, ends[i], met)
+        ends = [one.end_ns for one in segment]
+    return times

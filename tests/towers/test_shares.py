@@ -201,7 +201,7 @@ def test_settles_at_the_speeds(speeds, overhead_ms, parts):
     np.testing.assert_allclose(found, np.array(speeds) / sum(speeds), rtol=0.05)
 
 
-@pytest.mark.parametrize(("speeds", "samples"), [((1.0, 1.04), 64), ((5.0, 1.0), 1), ((1.0, 1.3), 2)])
+@pytest.mark.parametrize(("speeds", "samples"), [((1.0, 1.04), 4000), ((5.0, 1.0), 1), ((1.0, 1.3), 2)])
 def test_settles_at_even_shares(speeds, samples):
     """Where others gain nothing, and where a tower has no rows to be measured by."""
     found, calls = settle(speeds, samples=samples)
@@ -234,7 +234,7 @@ def modelled(monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_auto_trains_as_one_device(modelled, steps, caplog):
-    """While it changes the shares and when they stay, which is said once; in fit, evaluate and predict."""
+    """While it changes the shares and when they stay, which is said once, and in another `fit`."""
 
     def build():
         model = mlp()
@@ -244,7 +244,7 @@ def test_auto_trains_as_one_device(modelled, steps, caplog):
     def run(model):
         stop = keras.callbacks.EarlyStopping("loss", patience=50)
         first = fit(X, Y, epochs=6, callbacks=[stop])(model)
-        return first, everything(model) if steps > 1 else model.predict(X, verbose=0)
+        return first, everything(model) if steps > 1 else []
 
     model = on_towers(build, 2, shares="auto")
     modelled.append(model)

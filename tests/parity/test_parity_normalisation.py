@@ -9,8 +9,6 @@ import tensorflow as tf
 from keras import layers
 from parity import Case, assert_close, assert_towers_agree, check, data, fit, on_towers, spread
 
-from ncclsync.semantics.shards import shard_sizes
-
 X, Y = data()
 IMAGES = np.random.default_rng(1).standard_normal((len(X), 4, 4, 3)).astype("float32") * [1.0, 3.0, 0.2] + 1.0
 STEPS = np.arange(6) < 1 + np.arange(len(X))[:, None] % 6  # masks of 1 to 6 timesteps, uneven per shard
@@ -233,7 +231,7 @@ def test_plain_batch_normalisation(batch, towers):
 
     model = on_towers(factory, towers)
     outputs = model.train_on_batch(X[:batch], X[:batch], return_dict=True)["outputs"]
-    sizes = [size for size in shard_sizes(batch, towers) if size]
+    sizes = [size for size in model.towers.sizes_of(batch) if size]
     shards = np.split(X[:batch].astype("float64"), np.cumsum(sizes)[:-1])
     means, variances = [s.mean(0) for s in shards], [s.var(0) for s in shards]
     expected = [(s - m) / np.sqrt(v + 1e-3) for s, m, v in zip(shards, means, variances, strict=True)]

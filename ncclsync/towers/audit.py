@@ -44,7 +44,6 @@ class Audit:
         count = len(towers.devices)
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
-        self._names: dict[str, str] = {}  # of variables, by the exchange that their new value rests on
         self._times = min(_MOST_COMPUTED, count)
         self.places = [_Place(shard, (shard + i) % count) for shard in range(count) for i in range(1, self._times)]
         self._pairs = list(itertools.combinations(range(self._times), 2))

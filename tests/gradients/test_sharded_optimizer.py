@@ -141,6 +141,7 @@ def test_state_is_divided():
     assert [elements(slot) for slot in slots] == [0] * 8
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path):
     """A file saved on the way loads without towers, with all state, and goes on on another number of them."""
     whole = mlp()

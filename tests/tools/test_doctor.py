@@ -240,6 +240,7 @@ def test_nccl_that_fails(gpu_host):
     assert "ncclCommInitRankConfig returned ncclSystemError" in report.host.all_reduce.error
 
 
+@pytest.mark.slow
 def test_driver_that_hangs(gpu_host):
     """The rest is examined as usual."""
     report = gpu_host(host="hang", timeout_s=3)
@@ -290,6 +291,7 @@ def test_crash_keeps_what_was_known(monkeypatch, tmp_path):
     assert answer.output[-1] == "last words"
 
 
+@pytest.mark.slow
 def test_processes_of_a_probe_end_with_it(monkeypatch, tmp_path):
     """At the time limit all that a probe has started is killed."""
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -454,6 +454,7 @@ def test_signal_is_passed_on(script, begin, tmp_path, which, how, code):
     assert json.loads(line)["then"] == f"not started again: {which} was received"
 
 
+@pytest.mark.slow
 def test_second_signal_kills(script, begin):
     """A signal to a group of processes may come twice at once: that is one; a later one is the second."""
     process = begin(tuned(script(HANDLES.replace("HOW", "None")), _ONE_REQUEST_S=3.0))

@@ -237,6 +237,7 @@ def test_place_in_the_data(either):
     assert tuple(data.upcoming) == (3, 0)
 
 
+@pytest.mark.slow
 def test_passes_that_follow_each_other(either):
     """`repeat`: a later pass is begun ahead while the earlier one is trained."""
     data, places = shuffled(rows=8), []

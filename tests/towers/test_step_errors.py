@@ -190,6 +190,7 @@ def test_steps_per_execution_with_a_bad_label(factory):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_error_while_tracing():
     """What the user's own Python raises in a step surfaces unchanged, and the model stays usable."""
 

@@ -264,6 +264,7 @@ def test_one_tower_is_plain_keras():
     assert model.towers.divergence() == 0.0
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process():
     """Trained alternately, neither disturbs the other; nor does the end of one."""
     factories = [mlp, lambda: mlp(keras.optimizers.SGD(0.2, momentum=0.9))]

@@ -27,6 +27,7 @@ def test_logs(capsys):
     assert "waiting_for_data:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
     """Data that comes late makes the share of waiting high, an all-reduce that takes long its own."""
 

@@ -91,7 +91,7 @@ class Audit:
         """Compare, in a graph, what a shard's computations send: [n][times] lists of K tensors; [K, n, pairs]."""
         rows = []
         for column in zip(*(zip(*times, strict=True) for times in sent), strict=True):  # [n] of [times] tensors
-            rows.append([[_first_difference(times[a], times[b]) for a, b in self._pairs] for times in column])
+            rows.append([[first_difference(times[a], times[b]) for a, b in self._pairs] for times in column])
         return tf.stack([tf.stack([tf.stack(pairs) for pairs in row]) for row in rows])
 
     def keep(self, found: Sequence[tf.Tensor]) -> tf.Operation:
@@ -191,17 +191,22 @@ def _sent(segment: Segment) -> Iterator[Sequence[Exchange]]:
 
 
 def _bits(value: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of each element: [elements, bytes]."""
-    bits = tf.bitcast(tf.reshape(value, [-1]), tf.uint8)
+    """Return the bytes of each element of a vector: [elements, bytes]."""
+    bits = tf.bitcast(value, tf.uint8)
     return tf.reshape(bits, [tf.size(value), value.dtype.size])
 
 
-def _first_difference(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+def first_difference(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     """Return the first element whose bits differ, in the order of memory; -1 if none does. In the host's memory."""
     with tf.device("/CPU:0"):
+        one, other = tf.reshape(one, [-1]), tf.reshape(other, [-1])
+        both = tf.minimum(tf.size(one), tf.size(other))  # rows that are sent may be as many as were computed
+        is_longer = tf.size(one) != tf.size(other)
+        one, other = one[:both], other[:both]
         if one.dtype == tf.string or one.dtype == tf.bool:
-            differ = tf.not_equal(tf.reshape(one, [-1]), tf.reshape(other, [-1]))
+            differ = tf.not_equal(one, other)
         else:
             differ = tf.reduce_any(tf.not_equal(_bits(one), _bits(other)), axis=1)
         places = tf.cast(tf.where(differ)[:, 0], tf.int64)
-        return tf.concat([places, tf.constant([_EQUAL], tf.int64)], 0)[0]
+        last = tf.where(is_longer, tf.cast(both, tf.int64), tf.constant(_EQUAL, tf.int64))
+        return tf.concat([places, [last]], 0)[0]

@@ -34,13 +34,14 @@ class Sentinel:
         """Return whether steps are to be counted."""
         return self._check_every is not None or self._audit_every is not None
 
-    def takes_audit(self, steps: int) -> bool:
-        """Return whether the next call, of so many steps, is to be an audit; it then is one."""
+    def is_audit_due(self, steps: int) -> bool:
+        """Return whether the next call, of so many steps, is to be an audit."""
         every = self._audit_every
-        if every is None or (self.steps + steps) // every <= self._audited // every:
-            return False
+        return every is not None and (self.steps + steps) // every > self._audited // every
+
+    def note_audit(self, steps: int) -> None:
+        """Know that a call has been one, of so many steps that are not counted yet."""
         self._audited = self.steps + steps
-        return True
 
     def is_due(self, steps: int) -> bool:
         """Count `steps` more; return whether they include one after which to compare."""

@@ -114,6 +114,18 @@ def default_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
+def device_models(devices: Sequence[str]) -> list[str]:
+    """Return [n] the model of each device, as its driver names it; without such a name its kind, such as "GPU"."""
+    gpus = tf.config.list_physical_devices("GPU")
+    found = []
+    for device in devices:
+        kind, _, number = device.partition(":")
+        physical = gpus[int(number) :][:1] if kind == "GPU" else []  # a logical one may have a number beyond
+        details = [tf.config.experimental.get_device_details(gpu) for gpu in physical]
+        found += [one.get("device_name", kind) for one in details] or [kind]
+    return found
+
+
 def connect(
     placement: Placement, process: Process | None = None, *, timeout_s: float | None, preflight: bool
 ) -> Communicator:

@@ -36,7 +36,7 @@ from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distanc
 from ncclsync.towers.feeding import Feeder, Places
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
-from ncclsync.towers.placement import choose_placement, connect, keep_quiet, make_target, share_cores
+from ncclsync.towers.placement import choose_placement, connect, device_models, keep_quiet, make_target, share_cores
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.shares import Shares
 
@@ -363,9 +363,13 @@ class TowerState:
         logger.warning("%s. Repaired: tower 0's values were sent to all", error)
         self._send([id(variable) for variable, _ in differing])
 
-    def takes_audit(self, steps: int) -> bool:
-        """Return whether the next call, of so many training steps, is to be an audit; it then is one."""
-        return self._sentinel.takes_audit(steps)
+    def is_audit_due(self, steps: int) -> bool:
+        """Return whether the next call, of so many training steps, is to be an audit."""
+        return self._sentinel.is_audit_due(steps)
+
+    def note_audit(self, steps: int) -> None:
+        """Know that a call has been one, of so many training steps that are not counted yet."""
+        self._sentinel.note_audit(steps)
 
     @property
     def steps(self) -> int:
@@ -377,6 +381,12 @@ class TowerState:
             raise ValueError(
                 "Expected two towers in each process at least with audit_every: one computes the shard of the other. "
                 f"Received: {self.devices}"
+            )
+        kinds = set(device_models(self.devices))
+        if len(kinds) > 1:
+            raise ValueError(
+                "Expected devices of one model with audit_every: others may round otherwise, and nothing is wrong. "
+                f"Received: {', '.join(sorted(kinds))}"
             )
         if not tf_compat.is_op_determinism_enabled():
             raise ValueError(

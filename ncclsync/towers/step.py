@@ -303,6 +303,7 @@ class TowerStep(abc.ABC):
         audit, self._audited = self._audited, None
         made = 1 if steps is None else int(steps)
         if audit is not None:
+            self.towers.note_audit(made)
             audit.check(self.towers.steps + made)
         self.towers.count_steps(made)
 
@@ -347,12 +348,14 @@ class TowerStep(abc.ABC):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
+        audits = self._trains and self.towers.is_audit_due(self.steps_per_execution)
+        if audits:  # what is computed again is no part of a step's time
+            watchers = []
         setup: _Setup | None = None
         known = len(self._graphs)
         if not watchers:
             if self._meter is not None:
                 self._meter.forget()
-            audits = self._trains and self.towers.audits and self.towers.takes_audit(self.steps_per_execution)
             graph, setup = self._graph_of(batch_specs, source, None, audits=audits)
             results = self._run_checked(functools.partial(run, graph, setup), setup)
             self._audited = setup.audit

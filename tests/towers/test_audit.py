@@ -10,9 +10,11 @@ import tensorflow as tf
 from models import gan
 from parity import data, mlp, on_towers, state
 
-from ncclsync import AuditError, nccl_parallel
+from ncclsync import AuditError, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.towers import state as state_module
 from ncclsync.towers import step as step_module
+from ncclsync.towers.audit import Audit, first_difference
 
 X, Y = data(43)
 layers = keras.layers
@@ -161,6 +163,37 @@ def test_one_wrong_computation_is_found(break_calls, towers):
         error = caught(towers, steps_per_execution=2)
         assert error.culprits == ((1,) if towers == 3 else ())
         assert error.step == 4  # the call of two steps that has the third
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("callback", [None, Throughput])
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_every_audit_is_made(deterministic, monkeypatch, callback, length):
+    """Also where each epoch ends with a call that finds no batch, and where a callback watches every step."""
+    steps, check = [], Audit.check
+    monkeypatch.setattr(Audit, "check", lambda audit, step: steps.append(step) or check(audit, step))
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    dataset = dataset.filter(lambda *_: True) if length == "unknown" else dataset
+    model = on_towers(mlp, 2, audit_every=6)
+    model.fit(dataset, epochs=6, verbose=0, callbacks=[callback()] if callback else [])
+    assert steps == [6, 12, 18, 24, 30]
+    model.towers.close()
+
+
+def test_rows_of_another_number_differ():
+    """A step may send as many rows as it has computed: where one has more, the first of these differs."""
+    for one, other, first in (([1.0], [1.0, 1.0], 1), ([1.0], [], 0), ([1.0, 2.0], [1.0, 2.0], -1), ([], [], -1)):
+        values = [tf.constant(value, tf.float32) for value in (one, other)]
+        assert int(first_difference(*values)) == first
+    assert int(first_difference(tf.constant([[0.0, -0.0]]), tf.constant([[0.0, 0.0]]))) == 1
+    assert int(first_difference(tf.constant([True, False]), tf.constant([True, True]))) == 1
+
+
+def test_devices_of_other_models(deterministic, monkeypatch):
+    """May round otherwise: no false alarm blames one."""
+    monkeypatch.setattr(state_module, "device_models", lambda devices: ["NVIDIA A100", "NVIDIA H100"])
+    with pytest.raises(ValueError, match=r"Expected devices of one model .*Received: NVIDIA A100, NVIDIA H100"):
+        on_towers(mlp, 2, audit_every=5)
 
 
 @pytest.mark.slow

@@ -86,10 +86,10 @@ class TowerOptions:
         audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
             compare what they send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
             `check_every` cannot see, since all weights are equal behind the sum. An `AuditError` names the variables,
-            the step and, of three towers or more, the culprit; of two the pair. Such a step takes three times as long
-            (twice, on two towers), memory for what it computes again, and brings that to the host. No `Throughput` or
-            `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two towers on devices of
-            one model in each process. None: never.
+            the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
+            long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
+            `Throughput` or `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two
+            towers on devices of one model in each process. None: never.
         on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
             send tower 0's values to all, unless it is tower 0 that differs from most others.
         on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,

@@ -23,6 +23,8 @@ import tensorflow as tf
 from keras import layers, optimizers
 from parity import Case, assert_towers_agree, check, data, fit, mlp, on_towers, spread
 
+from ncclsync import nccl_parallel
+
 X, Y = data()
 IDS = np.random.default_rng(3).integers(0, 20, (len(X), 7))
 
@@ -184,7 +186,7 @@ def test_tf_36224_batch_norm_and_a_last_batch_of_one_row(towers):
 
 def test_every_tower_has_its_share():
     """Not one device that trains while `num_model_replicas` says two, as keras.distribution does here."""
-    model = on_towers(classifier(relu, cls=RowsPerTower), 4)
+    model = nccl_parallel(towers=4)(classifier(relu, cls=RowsPerTower))()
     rows = model.train_on_batch(X[:10], Y[:10], return_dict=True)["rows"]
     assert list(np.asarray(rows)) == [10] * 10  # a step means the batch
     assert [shard.end - shard.begin for shard in model.towers.explain().shards] == [3, 3, 2, 2]

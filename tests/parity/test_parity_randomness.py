@@ -512,7 +512,7 @@ def test_default_runs_are_reproducible():
 def test_a_draw_from_hidden_state_is_told_once(caplog):
     """By default it is no error; what it draws on towers is not reproducible, as the log says."""
     case = on_samples(lambda n, x, seed: tf.random.normal([n, 1]) + tf.random.uniform([n, 1]))
-    model = on_towers(case.build, 2)
+    model = ncclsync.nccl_parallel(towers=2)(case.build)()
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
         model.predict(X, batch_size=20, verbose=0)
         model.predict(X, batch_size=20, verbose=0)

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from processes import LAUNCHERS, SCRIPTS, environment
+from thorough import some
 
 PROGRAMS = (
     "loading",
@@ -65,8 +66,8 @@ def shown(text):
     "towers, names",
     [
         pytest.param("1,1", ("watching",), marks=pytest.mark.slow),
-        pytest.param("2,2", ("loading", "own_list", "saving"), marks=pytest.mark.slow),
-        pytest.param("2,1,1", PROGRAMS, marks=pytest.mark.slow),
+        pytest.param("2,1", PROGRAMS, marks=pytest.mark.slow),
+        pytest.param("2,1,1", some(("loading", "own_list", "saving"), PROGRAMS), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(900)

@@ -35,16 +35,6 @@ def test_program(name, towers):
 
 @pytest.mark.programs
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, made in harness.PROGRAMS.items() if not made.extra])
-def test_program_repeats_itself(name):
-    """On one device a program gives the same numbers, eagerly and traced: another number is towers' doing."""
-    made = harness.PROGRAMS[name]
-    again = harness.run_plainly(made, eagerly=False)
-    assert not [*harness.differences(again, harness.on_one_device(name), made.tolerance / 10)]
-
-
-@pytest.mark.programs
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 def test_program_compares_samples(name):
     """A loss that compares samples is not the mean of its shards' losses: a wrong shard is seen."""

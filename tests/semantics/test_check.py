@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from generated_models import generate
+from thorough import some
 
 import ncclsync
 from ncclsync import nccl_parallel
@@ -24,7 +25,7 @@ from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
 from ncclsync.semantics.shards import open_specs
 
-MODELS = 100
+MODELS = some(40, 100)
 
 
 def checked(step, batch, towers=3, names_of=None):

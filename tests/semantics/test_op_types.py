@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 from op_table import EXAMPLES, UNREACHABLE, WITHIN, Example, Input
 from tensorflow.python.framework import ops as framework_ops  # for the registry of gradients, and no more
+from thorough import some
 
 import ncclsync
 from ncclsync.semantics import rules
@@ -26,9 +27,10 @@ TOWERS = 3
 ROWS, FEW = 7, 2  # shards of 3, 2 and 2 rows; of 1, 1 and none
 # Cases of one step: as many as are quick to optimise.
 MOST_CASES = 100
-# All combinations of placements of an example, up to so many; else a sample of them: an op's first example by
-# all samples on the first axis and by one more, each other example by one.
-MOST_COMBINATIONS = 64
+# So many combinations of placements of an example; where the tests are thorough, all, up to so many. The default
+# run takes a sample of them: an op's first example by all samples on the first axis and by one more, each other
+# example by one.
+MOST_COMBINATIONS = some(3, 64)
 ORDERED = ("f8", "f4", "distinct", "distinct4", "positive")  # kinds that can be a maximum over the rows
 # How many culprits are looked for in a step that fails as a whole.
 MOST_CULPRITS = int(os.environ.get("NCCLSYNC_MOST_CULPRITS", "3"))

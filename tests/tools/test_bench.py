@@ -421,3 +421,17 @@ def test_memory(tmp_path):
     assert 12 * weights < one["more"]["state_bytes"]["median"] < 12 * weights + 100  # Adam: two more each
     needed = one["value"]["median"] + two["more"]["state_bytes"]["median"]
     assert two["more"]["of_needed"]["median"] == pytest.approx(two["value"]["median"] / needed)
+
+
+@pytest.mark.slow
+def test_memory_of_shards(tmp_path):
+    """What the rows take is the peak less that of one row; shards one after another take less of it."""
+    options = ["--model", "cnn", "--towers", "1", "--rounds", "1", "--against", "none"]
+    found, printed = run_bench(tmp_path, "memory", *options, "--batch-size", "4096", "--shards", "8x")
+    whole, shards, one_row = found["rows"]
+    assert [row["side"] for row in found["rows"]] == ["ncclsync", "8 shards a tower", "one row a tower"]
+    peaks = [row["value"]["median"] for row in (whole, shards, one_row)]
+    of_rows = shards["more"]["of_rows"]["median"]
+    assert of_rows == pytest.approx((peaks[1] - peaks[2]) / (peaks[0] - peaks[2]))
+    assert of_rows < 0.6
+    assert "of what the rows take" in printed

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from models import gan
 from parity import data, mlp, on_towers, state
+from thorough import paired
 
 from ncclsync import AuditError, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
@@ -57,8 +58,7 @@ def fit(model, **options):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("towers", [2, 3, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "towers"), paired([*KINDS], [3, 2, 5]))
 def test_nothing_else_is_different(deterministic, kind, towers):
     """Every other step audited: the bits of weights, optimizer, history and metrics, and no alarm."""
     build, options = KINDS[kind]

@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 from test_virtual_host import AHEAD, on_virtual_gpus  # noqa: F401
+from thorough import some
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "faults.py"
 ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop"]
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.timeout(600)
     [
         pytest.param("stream", AHEAD, ["stuck"], marks=pytest.mark.slow),
         pytest.param("stream", ["--seed", "1"], ALL, marks=pytest.mark.slow),
-        pytest.param("context", ["--seed", "2", *AHEAD], ALL + BY_CONTEXTS, marks=pytest.mark.slow),
+        pytest.param(
+            "context", ["--seed", "2", *AHEAD], some(["slow", "own loop"], ALL) + BY_CONTEXTS, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_faults(on_virtual_gpus, monkeypatch, events, options, what):  # noqa: F811

@@ -4,9 +4,11 @@ import pathlib
 
 import pytest
 from test_virtual_host import AHEAD, on_virtual_gpus  # noqa: F401
+from thorough import some
 
 TESTS = pathlib.Path(__file__).parents[1]
 NCCL, STEPS, THREADS = (f"towers/test_{name}.py" for name in ("nccl_training", "step_errors", "threads"))
+FAULTS = ["-k", "fail or faults or divided or thread"]
 # What is left out there, and why.
 LEFT_OUT = {
     f"{NCCL}::test_failure_within_fit[cudaStreamWaitEvent:2-NcclError-told to fail-.weights.h5]": (
@@ -23,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "options, chosen",
     [
-        (["--delay-us", "100", "--seed", "1"], [NCCL, THREADS]),
+        (["--delay-us", "100", "--seed", "1"], some([NCCL, THREADS, *FAULTS], [NCCL, THREADS])),
         (["--delay-us", "100", "--seed", "1"], [STEPS]),
-        ([*AHEAD, "--seed", "2"], [NCCL, "-k", "fail or faults or divided"]),
+        ([*AHEAD, "--seed", "2"], [NCCL, *FAULTS]),
     ],
     ids=["collectives", "steps", "ahead"],
 )

@@ -163,14 +163,12 @@ def _add_step(benchmarks: Any) -> None:
     _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
     parser.add_argument("--watched", action="store_true", help="also time steps that Timeline and Throughput watch")
-    parser.add_argument(
-        "--shards",
-        type=listed(_times),
-        default=[],
-        metavar="1x,2x",
-        help="also time steps with so many shards for each tower, of the same batch; default none",
-    )
+    _add_shards(parser, "also time steps with so many shards for each tower, of the same batch; default none")
     _add_rounds(parser, 15, "turns of each side")
+
+
+def _add_shards(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--shards", type=listed(_times), default=[], metavar="1x,2x", help=text)
 
 
 def _times(text: str) -> int:
@@ -227,11 +225,16 @@ def _add_memory(benchmarks: Any) -> None:
         training.memory_listings,
         help="peak resident memory of the host by number of towers",
         description="Measure the peak resident memory of a process that trains for a few steps, each time a "
-        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state.",
+        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. What "
+        "rows take is the peak less that of one row for each tower.",
     )
     _add_model(parser, ["resnet50"])
     _add_numbers_of_towers(parser)
     _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
+    _add_shards(parser, "also measure so many shards for each tower, of the same batch; default none")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), metavar="ROWS", help="of the batch; default: each model's own, as of `step`"
+    )
     _add_rounds(parser, 3, "fresh processes of each side")
 
 

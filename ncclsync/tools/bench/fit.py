@@ -1,6 +1,7 @@
 """Train in a process of a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
 
 import contextlib
+import dataclasses
 import re
 import time
 from typing import Any
@@ -156,15 +157,23 @@ def first_step(requests: Requests, library: str, model: str, towers: int) -> Non
     requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
 
 
-def peak_memory(requests: Requests, library: str, model: str, towers: int, steps: int) -> None:
-    """Answer one request with the bytes this process has held at most after some steps.
+def peak_memory(
+    requests: Requests,
+    library: str,
+    model: str,
+    towers: int,
+    steps: int,
+    rows: int | None = None,
+    shards: int | None = None,
+) -> None:
+    """Answer one request with the bytes this process has held at most after some steps, of so many rows.
 
     And with those it held before it built the model, and with those of the model's weights and optimizer.
     """
-    x, y = MODELS[model].data(1)
+    x, y = dataclasses.replace(MODELS[model], batch_size=rows or MODELS[model].batch_size).data(1)
     requests.next()
     imported = status_bytes("VmRSS")
-    trained = build(library, model, towers)
+    trained = build(library, model, towers, shards)
     trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
     variables = [*trained.weights, *trained.optimizer.variables]
     state = sum(int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables)

@@ -121,7 +121,8 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
-        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads
+        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads; of shards
+                    of_rows, a spread: the peak less that of one row for each tower, over the same without shards
         plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, what was
                     measured (spreads by batch size), the cluster and the stages of the step
 

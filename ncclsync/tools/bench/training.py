@@ -22,6 +22,7 @@ BATCH_SIZES = {"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embed
 _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
 _MEMORY_STEPS = 5
+_ONE_ROW = "one row a tower"
 
 Show = Callable[[str], None]
 
@@ -45,10 +46,9 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
-        names = {f"{each} shard{'s' * (each > 1)} a tower": each for each in given.shards}
         started |= {
             name: _fit_side("ncclsync", model, given.towers, "tf.data", shards=each * given.towers)
-            for name, each in names.items()
+            for name, each in _by_shards(given.shards).items()
         }
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
         watched = ("watched",) if given.watched else ()
@@ -66,7 +66,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             if library == "ncclsync" and watched:
                 more["watched"] = ratio(seconds["watched"], seconds[library])
             rows.append(Row(case, library, spread, ratios, more))
-        for name in names:
+        for name in _by_shards(given.shards):
             spread, ratios = Spread.of(seconds[name]), {"ncclsync": ratio(seconds[name], seconds["ncclsync"])}
             more = {"samples_per_s": BATCH_SIZES[model] / spread.median, "cpu_s": Spread.of(cpu_seconds[name])}
             rows.append(Row(case, name, spread, ratios, more))
@@ -169,35 +169,51 @@ def bench_start(given: argparse.Namespace, show: Show) -> Result:
     Raises:
         BenchError: a process failed.
     """
-    return _fresh_processes(given, show, "start", "seconds", {}, ("build_seconds",))
+    return _fresh_processes(given, show, "start", "seconds", ("build_seconds",), {})
 
 
 def bench_memory(given: argparse.Namespace, show: Show) -> Result:
-    """Measure the peak resident memory, each in a fresh process; as `bench_start`."""
+    """Measure the peak resident memory, each in a fresh process; as `bench_start`.
+
+    Args:
+        given: as of `bench_start`; and `shards`, a list of how many for each tower; `batch_size`, None for each
+            model's own.
+        show: shows the user what is being done.
+
+    Raises:
+        BenchError: a process failed.
+    """
     more = ("imported_bytes", "state_bytes")
-    return _fresh_processes(given, show, "memory", "bytes", {"steps": _MEMORY_STEPS}, more)
+    return _fresh_processes(given, show, "memory", "bytes", more, {"steps": _MEMORY_STEPS, "rows": given.batch_size})
 
 
 def _fresh_processes(
-    given: argparse.Namespace, show: Show, kind: str, key: str, extra: dict[str, Any], more: Sequence[str]
+    given: argparse.Namespace, show: Show, kind: str, key: str, more: Sequence[str], extra: dict[str, Any]
 ) -> Result:
     rows: list[Row] = []
     for model in given.model:
         libraries = ["ncclsync", *given.against]
+        sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
+        if kind == "memory" and given.shards:  # these, and rows, are for each tower
+            sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
+            sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
         answers: dict[str, list[dict[str, Any]]] = {}
-        names = {f"{library} × {n}": (library, n) for n in given.towers for library in libraries}
+        names = {f"{side} × {n}": (side, n) for n in given.towers for side in sides}
         timers = {}
-        for name, (library, towers) in names.items():
+        for name, (side, towers) in names.items():
             answers[name] = []
-            arguments = {"library": library, "model": model, "towers": towers, **extra}
+            own = {what: count * towers if what in ("rows", "shards") else count for what, count in sides[side].items()}
+            arguments = {"model": model, "towers": towers, **extra, **own}
             timers[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments, key, answers[name])
         values = take_turns(timers, given.rounds, _about(model, show))
-        for name, (library, towers) in names.items():
+        for name, (side, towers) in names.items():
             case = {"model": model, "towers": towers}
             ratios = {
-                other: ratio(values[name], values[f"{other} × {towers}"]) for other in libraries if other != library
+                other: ratio(values[name], values[f"{other} × {towers}"])
+                for other in libraries
+                if other != side and side in libraries
             }
-            single = f"{library} × 1"
+            single = f"{side} × 1"
             if single in values and towers > 1:
                 ratios["one tower"] = ratio(values[name], values[single])
             figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in more}
@@ -205,8 +221,20 @@ def _fresh_processes(
                 copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
                 needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
                 figures["of_needed"] = ratio(values[name], needed)
-            rows.append(Row(case, library, Spread.of(values[name]), ratios, figures))
+            if "shards" in sides[side]:
+                one_row = values[f"{_ONE_ROW} × {towers}"]
+                taken, whole = (
+                    [peak - row for peak, row in zip(values[one], one_row, strict=True)]
+                    for one in (name, f"ncclsync × {towers}")
+                )
+                figures["of_rows"] = ratio(taken, whole)
+            rows.append(Row(case, side, Spread.of(values[name]), ratios, figures))
     return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows))
+
+
+def _by_shards(counts: Sequence[int]) -> dict[str, int]:
+    """Return the names of the sides that have so many shards for each tower."""
+    return {f"{each} shard{'s' * (each > 1)} a tower": each for each in counts}
 
 
 def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str, Any]]) -> float:
@@ -268,7 +296,11 @@ def memory_listings() -> list[Listing]:
         Column("peak ÷\nmirrored's", _ratio_to("mirrored")),
         Column("peak ÷\nneeded", lambda row: ratio_text(row.more.get("of_needed"))),
     ]
-    return [Listing(columns)]
+    shards = [
+        *_case_columns("library"),
+        Column("of what the rows take\nwithout shards=", lambda row: ratio_text(row.more["of_rows"])),
+    ]
+    return [Listing(columns), Listing(shards, lambda row: "of_rows" in row.more)]
 
 
 def _case_columns(last: str) -> list[Column]:

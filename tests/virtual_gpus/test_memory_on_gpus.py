@@ -11,16 +11,31 @@ from virtual_host import PATH, run
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
 
 
+def on_gpus_of(memory, *arguments):
+    """Run the script on two virtual GPUs of so many MB; return what it prints."""
+    if run.CXX is None or run.COMPILER is None:
+        pytest.skip(run.MISSING)
+    command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), str(SCRIPT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("memory", "shards"), [(2000, "2"), (70, "4|8|16")])
 def test_a_batch_that_does_not_fit_is_split(memory, shards):
     """The numbers are one device's; each doubling is warned of. With enough memory there is none."""
-    if run.CXX is None or run.COMPILER is None:
-        pytest.skip(run.MISSING)
-    command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"shards (\d+) warnings (\d+) equal divergence 0\.0", done.stdout)
-    assert found and re.fullmatch(shards, found[1]), done.stdout
+    printed = on_gpus_of(memory)
+    found = re.search(r"shards (\d+) warnings (\d+) equal divergence 0\.0", printed)
+    assert found and re.fullmatch(shards, found[1]), printed
     assert 2 ** int(found[2]) == int(found[1]) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_row_that_does_not_fit_is_the_error():
+    """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""
+    printed = on_gpus_of(70, "row")
+    for rows in (8, 1):
+        assert f"{rows} rows: exhausted same divergence 0.0" in printed, printed

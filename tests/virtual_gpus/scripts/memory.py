@@ -1,6 +1,10 @@
-"""Train batches whose activations do not fit the GPUs' memory, with on_oom="split", and compare with one CPU."""
+"""Train batches whose activations do not fit the GPUs' memory, with on_oom="split", and compare with one CPU.
+
+With the argument "row": batches of which not even one row fits.
+"""
 
 import logging
+import sys
 
 import keras
 import numpy as np
@@ -36,7 +40,30 @@ def trained(model):
     return [np.array(losses), *model.get_weights()]
 
 
+def build_for_long_rows():
+    keras.utils.set_random_seed(1)
+    long = [layers.RepeatVector(400_000), layers.Activation("tanh"), layers.GlobalAveragePooling1D()]
+    model = keras.Sequential([keras.Input((32,)), layers.Dense(32), *long, layers.Dense(5)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def train_long_rows():
+    """Print what is raised, and whether a weight has changed."""
+    model = ncclsync.nccl_parallel(on_oom="split")(build_for_long_rows)()
+    before = model.get_weights()
+    for rows in (8, 1):
+        try:
+            model.train_on_batch(X[:rows], Y[:rows])
+        except tf.errors.ResourceExhaustedError:
+            same = all(np.array_equal(one, other) for one, other in zip(model.get_weights(), before, strict=True))
+            print(rows, "rows: exhausted", "same" if same else "changed", "divergence", model.towers.divergence())
+
+
 logging.getLogger("ncclsync").addHandler(Keep(level=logging.WARNING))
+if "row" in sys.argv:
+    train_long_rows()
+    sys.exit()
 model = ncclsync.nccl_parallel(on_oom="split")(build)()
 found = trained(model)
 with tf.device("CPU:0"):

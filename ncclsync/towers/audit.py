@@ -1,7 +1,7 @@
-"""Find a GPU that computes wrong numbers: others compute its shard once more, and what they send is compared.
+"""Find a GPU that computes wrong numbers: others compute its shards once more, and what they send is compared.
 
 A wrong number that a tower computes enters the sum of gradients, and all towers then hold the same wrong weights: who
-compares weights sees nothing. Here towers compute, besides their own shard, those of their neighbours, up to the last
+compares weights sees nothing. Here towers compute, besides their own shards, those of their neighbours, up to the last
 exchange of the step. What they read and write on their way, but for weights that nobody writes before, are copies of
 their own, so that nothing of the step is different.
 """
@@ -25,9 +25,10 @@ _EQUAL = -1
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Say who computes a shard again: tower `tower` that of tower `shard`."""
+    """Say who computes a shard again: tower `tower` the shard in place `shard`, which is tower `owner`'s."""
 
     shard: int
+    owner: int
     tower: int
 
 
@@ -39,60 +40,75 @@ class Audit:
 
         Args:
             program: whose variables have copies on the towers.
-            towers: two at least in this process, each with a shard.
+            towers: two at least in this process, each with a shard or more.
         """
-        count = len(towers.devices)
+        count, owned = len(towers.devices), towers.places_of_shards
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
         self._times = min(_MOST_COMPUTED, count)
-        self.places = [_Place(shard, (shard + i) % count) for shard in range(count) for i in range(1, self._times)]
+        self.places = [
+            _Place(shard, owner, (owner + i) % count)
+            for owner, own in enumerate(owned)
+            for shard in own
+            for i in range(1, self._times)
+        ]
+        self._owners = [owner for owner, own in enumerate(owned) for _ in own]
+        self._first = [own[0] for own in owned]  # [n] a place in `values` with the tower's handles
         self._pairs = list(itertools.combinations(range(self._times), 2))
         used = {name for segment in self._segments for name in segment.sources}
         written = {name for segment in self._segments for name in segment.written}
-        self._copied = [
-            (name, towers.copies(variable))
-            for name, variable in program.variables
-            if name in written or (name in used and role_of(variable, towers.batch_invariant_random) is not Role.SAME)
-        ]
-        self._kept = [{name: self._copy(each, place) for name, each in self._copied} for place in self.places]
+        # By what is copied and for which tower: what a tower's shards share, their copies share.
+        self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
+        self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
+        for name, variable in program.variables:
+            shared = role_of(variable, towers.batch_invariant_random) is Role.SAME
+            if name in written or (name in used and not shared):
+                each = towers.copies_of_shards(variable)
+                for place, kept in zip(self.places, self._kept, strict=True):
+                    kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
         exchanges = [list(_sent(segment)) for segment in self._segments]
         self._sent = [one for each in exchanges for one in each]
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
-            shape = [len(self._sent), count, len(self._pairs)]
+            shape = [len(self._sent), len(self._owners), len(self._pairs)]
             self._found = tf.Variable(tf.fill(shape, tf.constant(_EQUAL, tf.int64)), trainable=False)
 
-    def _copy(self, each: Sequence[tf.Variable], place: _Place) -> tf.Variable:
-        with tf.device(each[place.tower].device):
-            like = each[place.shard]  # whose value a step takes: to read it here would add up towers' parts
-            return tf.Variable(tf.zeros(like.shape, like.dtype), trainable=False)
+    def _copy(self, source: tf.Variable, device: str, place: _Place) -> tf.Variable:
+        key = id(source), place.tower
+        if key not in self._copies:
+            with tf.device(device):  # a step takes the value: to read it here would add up towers' parts
+                copy = tf.Variable(tf.zeros(source.shape, source.dtype), trainable=False)
+            self._copies[key] = source, copy
+        return self._copies[key][1]
 
     def begin(self, values: Sequence[Mapping[str, tf.Tensor]]) -> "Repeats":
         """Begin an audited step in its graph.
 
         Args:
-            values: [n] by name in the program, each tower's tensors and handles.
+            values: [s] by name in the program, each shard's tensors and handles.
         """
         again: list[dict[str, tf.Tensor]] = []
         begun = []
-        copied = dict(self._copied)
         for place, kept in zip(self.places, self._kept, strict=True):
-            handles = {name: values[place.tower][name] for name, _ in self._program.variables}
+            handles = {name: values[self._first[place.tower]][name] for name, _ in self._program.variables}
             again.append({**values[place.shard], **handles, **{name: one.handle for name, one in kept.items()}})
-            for name, variable in kept.items():
-                source = copied[name][place.shard]
-                with tf.device(source.device):
-                    value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
-                with tf.device(variable.device):
-                    begun.append(tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value))
+        for source, copy in self._copies.values():
+            with tf.device(source.device):
+                value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
+            with tf.device(copy.device):
+                begun.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         return Repeats(self, again, [op for op in begun if op is not None])
 
     def compare(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
-        """Compare, in a graph, what a shard's computations send: [n][times] lists of K tensors; [K, n, pairs]."""
+        """Compare, in a graph, what a shard's computations send: [s][times] lists of K tensors; [K, s, pairs].
+
+        What towers compute once for all of their shards is given once for each tower.
+        """
         rows = []
-        for column in zip(*(zip(*times, strict=True) for times in sent), strict=True):  # [n] of [times] tensors
+        for column in zip(*(zip(*times, strict=True) for times in sent), strict=True):  # [s] of [times] tensors
             rows.append([[first_difference(times[a], times[b]) for a, b in self._pairs] for times in column])
-        return tf.stack([tf.stack([tf.stack(pairs) for pairs in row]) for row in rows])
+        found = tf.stack([tf.stack([tf.stack(pairs) for pairs in row]) for row in rows])
+        return found if len(sent) == len(self._owners) else tf.gather(found, self._owners, axis=1)
 
     def keep(self, found: Sequence[tf.Tensor]) -> tf.Operation:
         """Keep what one step's comparisons have found, in its graph, besides that of steps before in the same call."""
@@ -118,7 +134,7 @@ class Audit:
         names: dict[str, None] = {}
         ranks = self._towers.places.ranks
         for k, shard in np.argwhere((found != _EQUAL).any(axis=2)):
-            by = [ranks[(shard + i) % len(ranks)] for i in range(self._times)]
+            by = [ranks[(self._owners[shard] + i) % len(ranks)] for i in range(self._times)]
             differ = [pair for pair, first in zip(self._pairs, found[k, shard], strict=True) if first != _EQUAL]
             pairs.update((min(by[a], by[b]), max(by[a], by[b])) for a, b in differ)
             if self._times == _MOST_COMPUTED and len(differ) == 2:  # the third pair is equal
@@ -159,20 +175,24 @@ class Repeats:
 
         Args:
             segment: of the program, not the last.
-            arguments: [n] what each tower's call has got, after its sources.
-            sent: [n] what it sends, flat.
+            arguments: of each call, what it has got after its sources: [s], or [n] of a segment that runs once.
+            sent: of each call, what it sends, flat.
             towers: [n] (device, ops to wait for, list of ops that is told what to wait for).
         """
         each = [[tensors] for tensors in sent]
+        outcomes: dict[tuple[int, int], Sequence[tf.Tensor]] = {}
         for place, values in zip(self._audit.places, self._values, strict=True):
-            device, before, ends = towers[place.tower]
-            sources = [values[name] for name in segment.sources]
-            # One call of a function after another on a device: on GPUs they meet the host under the same names.
-            with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
-                outcome = segment.function(*sources, *arguments[place.shard])
-            values.update(zip(segment.fetches, outcome, strict=False))
-            each[place.shard].append(outcome[len(segment.fetches) : -1])
-            ends.append(outcome[-1])
+            call = place.owner if segment.once else place.shard
+            if (call, place.tower) not in outcomes:
+                device, before, ends = towers[place.tower]
+                sources = [values[name] for name in segment.sources]
+                # One call of a function after another on a device: on GPUs they meet the host under the same names.
+                with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
+                    outcome = segment.function(*sources, *arguments[call])
+                outcomes[call, place.tower] = outcome
+                each[call].append(outcome[len(segment.fetches) : -1])
+                ends.append(outcome[-1])
+            values.update(zip(segment.fetches, outcomes[call, place.tower], strict=False))
         if sent[0]:
             self._found.append(self._audit.compare(each))
 

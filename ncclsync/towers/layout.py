@@ -76,9 +76,7 @@ class _Run:
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             self._has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.copies_of_shards(variable) for name, variable in program.variables}
-        first = towers.shards_of[0][0]
-        # [n] the places in `values` of each tower's shards.
-        self._places = [range(own[0] - first, own[-1] + 1 - first) for own in towers.shards_of]
+        self._places = towers.places_of_shards
         self.values: list[dict[str, tf.Tensor]] = []
         for i, rank in enumerate(towers.shards.ranks):
             arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]

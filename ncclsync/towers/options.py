@@ -84,7 +84,7 @@ class TowerOptions:
             must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
             `DivergenceError` names variables, towers and the step. None: never.
         audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
-            compare what they send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
+            compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
             `check_every` cannot see, since all weights are equal behind the sum. An `AuditError` names the variables,
             the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
             long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
@@ -165,11 +165,6 @@ class TowerOptions:
                 raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}")
             if every < 1:
                 raise ValueError(f"Expected {name} to be at least 1. Received: {every}")
-        if self.audit_every is not None and (self.shards is not None or self.on_oom is not None):
-            raise ValueError(
-                "Expected audit_every, or shards and on_oom, not both: an audit compares the one shard of each tower. "
-                f"Received: audit_every={self.audit_every}, shards={self.shards}, on_oom={self.on_oom!r}"
-            )
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
                 raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")

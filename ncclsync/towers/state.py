@@ -171,6 +171,12 @@ class TowerState:
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
     @property
+    def places_of_shards(self) -> list[range]:
+        """Return [n] the places of each tower's shards among those of this process."""
+        owned = self.shards_of
+        return [range(own[0] - owned[0][0], own[-1] + 1 - owned[0][0]) for own in owned]
+
+    @property
     def shards(self) -> Places:
         """Return where the shards of these towers are computed, in their order; without `shards=`, the towers."""
         if self._shards is None:

@@ -1,7 +1,9 @@
-"""Models whose steps are cut more than once, and the program that a model's step became."""
+"""Models whose steps are cut more than once, a layer that does not fit, and the program that a model's step became."""
 
 import keras
 import tensorflow as tf
+
+from ncclsync.ops import current_context
 
 
 class Gan(keras.Model):
@@ -88,3 +90,19 @@ def step_of(model):
 def program_of(model):
     (program,) = step_of(model)._programs.values()
     return program
+
+
+def out_of_memory_above(rows):
+    """A layer that does not fit the memory with more rows than these."""
+
+    def exhausted():
+        raise MemoryError("OOM when allocating tensor")  # which TensorFlow makes a ResourceExhaustedError
+
+    class Large(keras.layers.Layer):
+        def call(self, x):
+            context = current_context()
+            own = tf.shape(x)[0] if context is None else context.share.rows
+            more = tf.cond(own > rows, lambda: tf.numpy_function(exhausted, [], tf.float32), lambda: 0.0)
+            return x + tf.ensure_shape(more, [])
+
+    return Large()

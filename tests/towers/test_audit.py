@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import gan
+from models import gan, out_of_memory_above
 from parity import data, mlp, on_towers, state
 from thorough import paired
 
@@ -49,6 +49,11 @@ KINDS = {
     "compressed": (mlp, {"compression": "bfloat16"}),
     "undone": (mlp, {"on_nonfinite": "skip"}),
     "gan": (gan, {}),
+    "shards": (normalised, {"shards": 7}),
+    "shards, synchronised": (normalised, {"shards": 6, "sync_batch_norm": True}),
+    "shards, accumulating": (accumulating, {"shards": 5}),
+    "shards, gan": (gan, {"shards": 6}),
+    "unequal shares": (normalised, {"shares": [3, 2, 1, 1, 1]}),
 }
 
 
@@ -62,6 +67,8 @@ def fit(model, **options):
 def test_nothing_else_is_different(deterministic, kind, towers):
     """Every other step audited: the bits of weights, optimizer, history and metrics, and no alarm."""
     build, options = KINDS[kind]
+    if "shares" in options:
+        options = {"shares": options["shares"][:towers]}
     found = []
     for every in (2, None):
         model = on_towers(build, towers, audit_every=every, **options)
@@ -76,14 +83,10 @@ def leaves_of(structure):
 
 
 class Wrong:
-    """A segment's function that flips a bit of what some calls send.
-
-    Attributes:
-        calls: made so far, of one graph.
-    """
+    """A segment's function that flips a bit of what some calls of one graph send."""
 
     def __init__(self, segment, wrong, element):
-        self._segment, self._wrong, self._element, self.calls = segment, wrong, element, 0
+        self._segment, self._wrong, self._element, self._calls = segment, wrong, element, 0
 
     def __getattr__(self, name):
         return getattr(self._segment.function, name)
@@ -91,12 +94,12 @@ class Wrong:
     def __call__(self, *arguments):
         outcome = list(self._segment.function(*arguments))
         first = len(self._segment.fetches)
-        if self.calls in self._wrong and len(outcome) > first + 1:
+        if self._calls in self._wrong and len(outcome) > first + 1:
             # The largest of what it sends: gradients.
             sent = range(first, len(outcome) - 1)
             largest = max(sent, key=lambda i: outcome[i].shape.num_elements() or 0)
             outcome[largest] = flipped(outcome[largest], self._element)
-        self.calls += 1
+        self._calls += 1
         return outcome
 
 
@@ -113,11 +116,13 @@ def break_calls(deterministic, monkeypatch):
 
     def break_them(is_wrong, element=0):
         def wrongly(program, towers, batch, rollback, meter=None, audit=None):
-            by = [(i, i) for i in range(len(towers))]  # tower, shard
+            by = [(tower, shard) for tower, own in enumerate(towers.places_of_shards) for shard in own]
             by += [] if audit is None else [(place.tower, place.shard) for place in audit.places]
             calls = {call for call, (tower, shard) in enumerate(by) if is_wrong(tower, shard)}
             *audited, last = program.segments
-            changed = [dataclasses.replace(one, function=Wrong(one, calls, element)) for one in audited]
+            changed = [
+                one if one.once else dataclasses.replace(one, function=Wrong(one, calls, element)) for one in audited
+            ]
             program = dataclasses.replace(program, segments=(*changed, last))
             return lay_out(program, towers, batch, rollback, meter, audit)
 
@@ -126,8 +131,8 @@ def break_calls(deterministic, monkeypatch):
     return break_them
 
 
-def caught(towers, **options):
-    model = on_towers(mlp, towers, audit_every=3)
+def caught(towers, *, shards=None, **options):
+    model = on_towers(mlp, towers, audit_every=3, shards=shards)
     if options:
         model.compile(model.optimizer, model.loss, **options)
     with pytest.raises(AuditError) as found:
@@ -163,6 +168,37 @@ def test_one_wrong_computation_is_found(break_calls, towers):
         error = caught(towers, steps_per_execution=2)
         assert error.culprits == ((1,) if towers == 3 else ())
         assert error.step == 4  # the call of two steps that has the third
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("wrong", [1, 6])
+@pytest.mark.parametrize("towers", [3, 2])
+def test_one_wrong_shard_of_several_is_found(break_calls, towers, wrong):
+    """Whichever of a tower's shards it is; who computes it by error is named."""
+    owner = wrong * towers // 7
+    break_calls(lambda tower, shard: tower == owner and shard == wrong)
+    error = caught(towers, shards=7)
+    assert error.culprits == ((owner,) if towers == 3 else ())
+    assert {tower for pair in error.pairs for tower in pair} == set(range(towers))
+
+
+@pytest.mark.slow
+def test_an_audited_step_that_does_not_fit(deterministic):
+    """Is divided like any other, and audited then."""
+    seen = []
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((12,)), out_of_memory_above(3), layers.Dense(5)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    for every in (1, None):
+        model = on_towers(build, 2, audit_every=every, on_oom="split")
+        seen.append((fit(model), state(model)))
+        assert model.towers.shards.total == 4
+        model.towers.close()
+    assert [leaf.tobytes() for leaf in leaves_of(seen[0])] == [leaf.tobytes() for leaf in leaves_of(seen[1])]
 
 
 @pytest.mark.slow
@@ -221,11 +257,9 @@ def test_no_false_alarm(deterministic):
     [
         ({"audit_every": 0}, ValueError, "Expected audit_every to be at least 1"),
         ({"audit_every": True}, TypeError, "Expected audit_every to be a number of steps"),
-        ({"audit_every": 5, "shards": 4}, ValueError, "Expected audit_every, or shards and on_oom, not both"),
-        ({"audit_every": 5, "on_oom": "split"}, ValueError, "Expected audit_every, or shards and on_oom, not both"),
     ],
 )
-def test_what_does_not_fit_together_is_an_error(options, error, words):
+def test_a_wrong_option_is_an_error(options, error, words):
     """Before anything is created."""
     with pytest.raises(error, match=words):
         nccl_parallel(**options)

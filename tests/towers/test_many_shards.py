@@ -10,14 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import gan, step_of
+from models import gan, out_of_memory_above, step_of
 from parity import assert_close, assert_towers_agree, data, flat, mlp, on_towers, state
 from thorough import paired, some
 
 from ncclsync import BackupAndRestore, NonFiniteError, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.communicator.buffers import CUDA, HOST
-from ncclsync.ops import current_context
 
 ROWS, BATCH = 43, 20  # the last batch has 3 rows, fewer than there are shards
 X, Y = data(ROWS)
@@ -271,22 +270,6 @@ def test_a_loop_of_ones_own():
             found = [found, each, state(model)]
         first = first or found
         assert bits(found) == bits(first)
-
-
-def out_of_memory_above(rows):
-    """A layer that does not fit the memory with more rows than these."""
-
-    def exhausted():
-        raise MemoryError("OOM when allocating tensor")  # which TensorFlow makes a ResourceExhaustedError
-
-    class Large(layers.Layer):
-        def call(self, x):
-            context = current_context()
-            own = tf.shape(x)[0] if context is None else context.share.rows
-            more = tf.cond(own > rows, lambda: tf.numpy_function(exhausted, [], tf.float32), lambda: 0.0)
-            return x + tf.ensure_shape(more, [])
-
-    return Large()
 
 
 @pytest.mark.slow

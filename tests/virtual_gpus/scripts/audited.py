@@ -1,4 +1,4 @@
-"""Train with audits, and print what they find: `audited.py [EPOCHS]`."""
+"""Train with audits, and print what they find: `audited.py [EPOCHS [SHARDS]]`."""
 
 import sys
 
@@ -24,9 +24,10 @@ def build():
     return model
 
 
-model = ncclsync.nccl_parallel(audit_every=3, sync_batch_norm=True)(build)()
+EPOCHS, SHARDS = [*map(int, sys.argv[1:]), *[2, 0][len(sys.argv) - 1 :]]
+model = ncclsync.nccl_parallel(audit_every=3, sync_batch_norm=True, shards=SHARDS or None)(build)()
 try:
-    model.fit(X, Y, batch_size=20, epochs=int(sys.argv[1]) if len(sys.argv) > 1 else 2, verbose=0)
+    model.fit(X, Y, batch_size=20, epochs=EPOCHS, verbose=0)
 except ncclsync.AuditError as error:
     print("found", error.step, error.culprits, error.pairs, error)
 else:

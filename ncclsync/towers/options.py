@@ -101,9 +101,9 @@ class TowerOptions:
             itself, and nothing is done about those. None: Keras' behaviour.
         on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`).
             "split": the step leaves no trace, and runs again with twice as many shards, which a tower computes
-            one after another, until it fits; a warning says how many, and it stays so. It takes the memory of
-            one more copy of weights and optimizer state. Not with `shards`, whose bits belong to their number.
-            None: the error is raised.
+            one after another, until it fits; a warning says how many, and it stays so. With `shards`, whose bits
+            belong to their number, a tower computes fewer of them side by side instead (`shards_at_once`), to the same
+            bits. It takes the memory of one more copy of weights and optimizer state. None: the error is raised.
         check_first_step: run the first training step once more, op by op on a few rows of its batch, as one
             device does and as towers do, and compare gradients, weights and results. A difference beyond
             rounding is a warning that names variables and the line. Nothing else changes. A
@@ -194,11 +194,6 @@ class TowerOptions:
             raise ValueError(
                 f"Expected at least a shard for each of {towers} towers. Received: shards={shards}. A tower without a "
                 "shard would compute nothing: use fewer towers, or more shards"
-            )
-        if self.on_oom is not None:
-            raise ValueError(
-                "Expected shards or on_oom, not both: what a step's bits are depends on the number of shards, which "
-                f"on_oom changes. Received: shards={shards}, on_oom={self.on_oom!r}. Choose more shards"
             )
         if self.shard_optimizer:
             raise ValueError(

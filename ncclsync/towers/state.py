@@ -104,6 +104,7 @@ class TowerState:
         self.noise = NoiseAverages()
         self.devices = placement.devices
         self._shards, self.shards_at_once = options.shards, options.shards_at_once
+        self._shards_given = options.shards is not None
         if self.shards_at_once > 1 and all("GPU" in device for device in self.devices):
             logger.warning(
                 "shards_at_once has no effect on GPUs: TensorFlow runs a GPU's kernels one after another, in one stream"
@@ -192,20 +193,36 @@ class TowerState:
         return [rank for rank, own in zip(self.places.ranks, self.shards_of, strict=True) for _ in own]
 
     def split_further(self, rows: int) -> bool:
-        """Let towers have twice the shards from now on; return False if each shard has one row already."""
-        before = self.shards.total
-        if before >= rows or 2 * before > MOST_TOWERS:
+        """Let steps take less memory from now on: fewer shards side by side, or twice as many in all.
+
+        Args:
+            rows: of the batch that did not fit.
+
+        Returns:
+            Whether they do. Else a warning has said why not.
+        """
+        before, most = self.shards.total, max(map(len, self.shards_of))
+        failed = f"A batch of {rows} rows does not fit the memory"
+        at_once = min(self.shards_at_once, most)
+        if at_once > 1:  # the bits stay
+            self.shards_at_once = at_once // 2
+            how = "one after another" if at_once < 4 else f"{at_once // 2} at a time"
+            choice = f"a tower computes its {most} shards {how}. shards_at_once={at_once // 2}"
+        elif self._shards_given or before >= rows or 2 * before > MOST_TOWERS:
+            reason = "each shard has one row" if before >= rows else f"{before} shards are the most"
+            if self._shards_given and before < rows:
+                reason = f"the bits belong to shards={before}. Choose more shards, or a smaller batch"
+            logger.warning('%s, and on_oom="split" divides it no further: %s', failed, reason)
             return False
-        self._shards = 2 * before
-        self.__dict__.pop("target", None)  # programs are cut for it
-        logger.warning(
-            "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, %d of them on each "
-            "tower, one after another. A smaller batch, or shards=%d from the start, saves the attempt",
-            rows,
-            self._shards,
-            self._shards // len(self),
-            self._shards,
-        )
+        else:
+            self._shards = 2 * before
+            self.__dict__.pop("target", None)  # programs are cut for it
+            each = self._shards // len(self)
+            choice = (
+                f"it is computed in {self._shards} shards, {each} of them on each tower, one after another. "
+                f"A smaller batch, or shards={self._shards}"
+            )
+        logger.warning("%s: from now on %s from the start saves the attempt", failed, choice)
         return True
 
     @property
@@ -402,8 +419,15 @@ class TowerState:
             )
 
     def check_repeatable(self) -> None:
-        """Warn if op determinism was turned on only after NCCL had joined the towers."""
-        if tf_compat.is_op_determinism_enabled() and not self.communicator.repeatable:
+        """Warn if bits that are asked for may differ: op determinism is off, or NCCL had joined the towers before."""
+        if not tf_compat.is_op_determinism_enabled():
+            if self._shards_given and any("GPU" in device for device in self.devices):
+                self.warn_once(
+                    f"shards={self._shards} gives equal bits on any number of GPUs only with deterministic ops. If you "
+                    "want them, call tf.config.experimental.enable_op_determinism() and "
+                    "keras.utils.set_random_seed(...) before the model is made"
+                )
+        elif not self.communicator.repeatable:
             self.warn_once(
                 "Sums of NCCL's may differ in their last bits from run to run: "
                 "tf.config.experimental.enable_op_determinism() was called after the towers were joined, with NVLS. "

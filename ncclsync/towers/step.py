@@ -110,7 +110,7 @@ class TowerStep(abc.ABC):
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
-        self._shards = towers.shards.total  # for which these are
+        self._shards = towers.shards.total, towers.shards_at_once  # for which these are
         self._ran: _Setup | None = None  # what was run last
         self._audited: Audit | None = None  # by the steps that have run and are not counted
 
@@ -308,7 +308,7 @@ class TowerStep(abc.ABC):
         self.towers.count_steps(made)
 
     def _run(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
-        """Run the graph function for batches of these specs; with more shards if it does not fit the memory."""
+        """Run the graph function for batches of these specs; divided further if it does not fit the memory."""
         if self.towers.on_oom is None:
             return self._run_watched(batch_specs, source, run)
         if self.steps_per_execution > 1:
@@ -330,7 +330,7 @@ class TowerStep(abc.ABC):
         return results if source == _GIVEN else (None, results)
 
     def _forget_programs_of_other_shards(self) -> None:
-        shards = self.towers.shards.total
+        shards = self.towers.shards.total, self.towers.shards_at_once
         if shards != self._shards:
             self._shards = shards
             self._programs.clear()

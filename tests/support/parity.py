@@ -42,11 +42,22 @@ def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
 
 
 def check(case: Case, towers: int) -> None:
-    """N towers give one device's numbers, and all towers hold the same."""
+    """N towers give one device's numbers, and all towers hold the same; with given shards, to the bits of one tower."""
     model = on_towers(case.build, towers, **case.options)
-    assert_close(case.run(model), case.run(case.build()), case.tolerance)
+    found = case.run(model)
+    assert_close(found, case.run(case.build()), case.tolerance)
     assert_towers_agree(model)
+    has_shards = model.towers.has_shards
     model.towers.close()
+    if has_shards and towers > 1:
+        alone = on_towers(case.build, 1, **case.options)
+        assert bits(case.run(alone)) == bits(found), f"{towers} towers have other bits than one"
+        alone.towers.close()
+
+
+def bits(structure):
+    """The bytes of each leaf of a nested result."""
+    return [np.asarray(leaf).tobytes() for leaf in flat(structure)]
 
 
 def fit(x, y=None, **options) -> Callable[[keras.Model], Any]:
@@ -86,10 +97,10 @@ def mlp(optimizer=None, **compile_arguments):
 
 
 def on_towers(factory, towers, **arguments):
-    """Build a factory's model on CPU towers, each with as many shards, or with such shares, as the environment says."""
+    """Build a factory's model on towers, with as many shards, or with such shares, as the environment says."""
     shards = int(os.environ.get("NCCLSYNC_SHARDS", "0"))
     if shards and not arguments.keys() & {"shards", "shard_optimizer", "on_oom"}:
-        arguments["shards"] = shards * towers
+        arguments["shards"] = max(shards, towers)
     shares = [int(one) for one in os.environ.get("NCCLSYNC_SHARES", "").split(",") if one]
     if shares and towers > 1 and not arguments.keys() & {"shards", "shares", "on_oom"}:
         arguments["shares"] = [shares[tower % len(shares)] for tower in range(towers)]

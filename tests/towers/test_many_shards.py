@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import gan, out_of_memory_above, step_of
-from parity import assert_close, assert_towers_agree, data, flat, mlp, on_towers, state
+from parity import assert_close, assert_towers_agree, bits, data, mlp, on_towers, state
 from thorough import paired, some
 
 from ncclsync import BackupAndRestore, NonFiniteError, Towers, nccl_parallel
@@ -155,10 +155,6 @@ def trained(model, run):
     return found
 
 
-def bits(structure):
-    return [np.asarray(leaf).tobytes() for leaf in flat(structure)]
-
-
 def assert_same_bits(run, shards, towers):
     first = None
     for count in towers:
@@ -293,12 +289,49 @@ def test_a_step_that_does_not_fit_is_divided(caplog):
 
 
 @pytest.mark.slow
-def test_a_row_that_does_not_fit_is_the_error():
-    """With nothing left to divide."""
-    model = on_towers(lambda: made(keras.Input((12,)), out_of_memory_above(0), layers.Dense(5)), 2, on_oom="split")
+def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
+    """Fewer of them are computed side by side, until one after another; the step leaves no trace."""
+    towers = []
+
+    def check():
+        if towers and towers[0].shards_at_once > 1:
+            raise MemoryError("OOM when allocating tensor")
+        return np.float32(0)
+
+    class Large(layers.Layer):
+        def call(self, x):
+            return x + tf.ensure_shape(tf.numpy_function(check, [], tf.float32), [])
+
+    run = Run(lambda: made(keras.Input((12,)), layers.Dropout(0.3, seed=3), Large(), layers.Dense(5)), exact=False)
+    expected = on_towers(run.build, 1, shards=9)
+    model = on_towers(run.build, 2, shards=9, shards_at_once=8, on_oom="split")
+    towers.append(model.towers)
+    assert bits(trained(model, run)) == bits(trained(expected, run))
+    assert model.towers.shards.total == 9
+    said = [record.message for record in caplog.records if "does not fit" in record.message]
+    assert ["2 at a time" in said[0], "one after another" in said[1]] == [True, True], said
+    assert len(said) == 2  # 5 at once of the tower that has so many
+    assert "a tower computes its 5 one after another" in str(model.towers.explain())
+    model.towers.close()
+    expected.towers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "shards", "batch", "words"),
+    [(0, None, 4, "each shard has one row"), (3, 4, 20, "the bits belong to shards=4. Choose more shards")],
+)
+def test_what_cannot_be_divided_further_is_the_error(caplog, rows, shards, batch, words):
+    """A warning says why; weights are what they were."""
+
+    def build():
+        return made(keras.Input((12,)), out_of_memory_above(rows), layers.Dense(5))
+
+    model = on_towers(build, 2, shards=shards, on_oom="split")
     before = model.get_weights()
     with pytest.raises(tf.errors.ResourceExhaustedError):
-        model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+        model.fit(X[:batch], Y[:batch], batch_size=batch, verbose=0)
+    assert words in caplog.records[-1].message
     assert bits(model.get_weights()) == bits(before)
     model.towers.close()
 
@@ -331,7 +364,6 @@ def test_explain_tells_of_shards():
         ({"shards": 0}, ValueError, "Expected shards to be from 1 to 256"),
         ({"towers": 4, "shards": 3}, ValueError, "Expected at least a shard for each of 4 towers"),
         ({"shards": 4, "shard_optimizer": True}, ValueError, "Expected shards or shard_optimizer, not both"),
-        ({"shards": 4, "on_oom": "split"}, ValueError, "Expected shards or on_oom, not both"),
         ({"on_oom": "split", "shard_optimizer": True}, ValueError, "Expected on_oom or shard_optimizer, not both"),
         ({"shards_at_once": 2}, ValueError, "Expected shards with shards_at_once"),
         ({"shards": 4, "shards_at_once": 0}, ValueError, "Expected shards_at_once to be a positive int"),

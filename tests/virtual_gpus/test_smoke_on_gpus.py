@@ -16,6 +16,7 @@ FILES = [
     "training/test_saving.py",
     "training/test_loop.py",
 ]
+MANY_SHARDS = "towers/test_many_shards.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,4 +32,13 @@ def test_on_virtual_gpus(on_virtual_gpus, seed, way, chosen):  # noqa: F811
     if way:  # with --ahead a later op raises what a kernel finds in its numbers, such as a label that is none
         files += ["--deselect", f"tests/{FILES[3]}::test_failed_step_changes_nothing"]
     printed = on_virtual_gpus(*options, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+    assert " passed" in printed
+
+
+@pytest.mark.parametrize("way", [["--ahead"], *some([], [[]])])
+def test_shards_on_any_number_of_gpus(on_virtual_gpus, way):  # noqa: F811
+    """8 shards give the same bits on 1, 2, 4 and 8 GPUs."""
+    programs = some("any_number and (mlp or augmentation or custom)", "any_number")
+    options = ["--gpus", "8", "--delay-us", "100", "--seed", "4", *way, "-m", "pytest", "--all"]
+    printed = on_virtual_gpus(*options, "-q", "-p", "no:cacheprovider", TESTS / MANY_SHARDS, "-k", programs)
     assert " passed" in printed

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from parity import as_environment_says
 
 import ncclsync
 
@@ -258,8 +259,8 @@ def run_on_towers(made: Program, towers: int) -> tuple[Any, list[str]]:
     with warnings_logged() as messages, computing_in(made.floatx):
         build, run = made.make()
         keras.utils.set_random_seed(1)
-        plain = _looped(build, towers, made.options)
-        model = plain or ncclsync.nccl_parallel(towers=towers, **made.options)(build)()
+        options = as_environment_says(towers, made.options)
+        model = _looped(build, towers, options) or ncclsync.nccl_parallel(towers=towers, **options)(build)()
         try:
             found = run(model)
             apart = model.towers.divergence()

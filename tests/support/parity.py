@@ -98,13 +98,19 @@ def mlp(optimizer=None, **compile_arguments):
 
 def on_towers(factory, towers, **arguments):
     """Build a factory's model on towers, with as many shards, or with such shares, as the environment says."""
+    return nccl_parallel(towers=towers, **as_environment_says(towers, arguments))(factory)()
+
+
+def as_environment_says(towers: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of towers, with NCCLSYNC_SHARDS=8 shards, or with NCCLSYNC_SHARES=3,1 in turn."""
+    options = dict(options)
     shards = int(os.environ.get("NCCLSYNC_SHARDS", "0"))
-    if shards and not arguments.keys() & {"shards", "shard_optimizer", "on_oom"}:
-        arguments["shards"] = max(shards, towers)
+    if shards and not options.keys() & {"shards", "shard_optimizer", "on_oom"}:
+        options["shards"] = max(shards, towers)
     shares = [int(one) for one in os.environ.get("NCCLSYNC_SHARES", "").split(",") if one]
-    if shares and towers > 1 and not arguments.keys() & {"shards", "shares", "on_oom"}:
-        arguments["shares"] = [shares[tower % len(shares)] for tower in range(towers)]
-    return nccl_parallel(towers=towers, **arguments)(factory)()
+    if shares and towers > 1 and not options.keys() & {"shards", "shares", "on_oom"}:
+        options["shares"] = [shares[tower % len(shares)] for tower in range(towers)]
+    return options
 
 
 def assert_close(actual, expected, tolerance=1e-5, what=""):

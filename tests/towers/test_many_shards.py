@@ -284,7 +284,7 @@ def test_a_step_that_does_not_fit_is_divided(caplog):
     said = [record.message for record in caplog.records if "does not fit" in record.message]
     assert len(said) == 2  # 10 rows of each tower, 5, 3
     assert "8 shards, 4 of them on each" in said[1]
-    assert "It has 8 shards: a tower computes its 4 one after another" in str(model.towers.explain())
+    assert "It has 8 shards: a tower computes 4 of them, one after another" in str(model.towers.explain())
     model.towers.close()
 
 
@@ -311,7 +311,7 @@ def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
     said = [record.message for record in caplog.records if "does not fit" in record.message]
     assert ["2 at a time" in said[0], "one after another" in said[1]] == [True, True], said
     assert len(said) == 2  # 5 at once of the tower that has so many
-    assert "a tower computes its 5 one after another" in str(model.towers.explain())
+    assert "a tower computes 5 of them, one after another" in str(model.towers.explain())
     model.towers.close()
     expected.towers.close()
 
@@ -346,13 +346,13 @@ def test_explain_tells_of_shards():
         (1, 6, 8),
         (1, 8, 10),
     ]
-    assert "a tower computes its 2 one after another, and keeps of each what it adds to the sums" in str(explained)
+    assert "a tower computes 2 of them, one after another, and keeps of each what it adds to the sums" in str(explained)
     model.towers.close()
     model = on_towers(cnn, 2, shards=4, sync_batch_norm=True)
     assert "since they meet in between" in model.towers.explain(10).order
     model.towers.close()
     model = on_towers(mlp, 2, shards=6, shards_at_once=2)
-    assert "a tower computes its 3 2 at a time" in model.towers.explain(10).order
+    assert "a tower computes 3 of them, 2 at a time" in model.towers.explain(10).order
     model.towers.close()
 
 
@@ -402,7 +402,7 @@ def test_a_gradient_that_is_not_finite_is_of_a_tower():
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_towers(tmp_path):
-    """Begun on four towers and stopped, it ends on two with the bits of one that trained to the end."""
+    """Begun on eight towers and stopped, it ends on two with the bits of one that trained to the end."""
 
     def build():
         return made(keras.Input((12,)), layers.Dense(8), layers.Dropout(0.3, seed=3), layers.Dense(5))
@@ -412,7 +412,7 @@ def test_a_run_goes_on_with_other_towers(tmp_path):
             raise KeyboardInterrupt
 
     def fit(towers, *callbacks):
-        model = on_towers(Run(build).build, towers, shards=4)
+        model = on_towers(Run(build).build, towers, shards=8)
         try:
             model.fit(X, Y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
         finally:
@@ -421,5 +421,5 @@ def test_a_run_goes_on_with_other_towers(tmp_path):
         return found
 
     with pytest.raises(KeyboardInterrupt):
-        fit(4, BackupAndRestore(tmp_path / "backup"), Stop())
+        fit(8, BackupAndRestore(tmp_path / "backup"), Stop())
     assert fit(2, BackupAndRestore(tmp_path / "backup")) == fit(1)

@@ -152,7 +152,7 @@ typedef enum {
 } ncs_arithmetic;
 
 enum {
-  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums together that one program may have */
+  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums together that one expression may have */
   NCS_MOST_PERIOD = 2048   /* elements of a sum */
 };
 
@@ -449,7 +449,7 @@ typedef struct {
 
 /* Bytes of an element; 0: no such dtype. */
 size_t ncs_size_of(int dtype);
-/* As pthread_create; signals stay with the program's own threads. */
+/* As pthread_create; signals stay with the process' own threads. */
 int ncs_start_thread(pthread_t* thread, void* (*run)(void* argument), void* argument);
 /* Fills in *failure, which may be NULL. */
 void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);

@@ -23,7 +23,7 @@
 /* Waking a worker takes tens of microseconds. */
 #define NCS_SMALL_JOB (4 * NCS_CHUNK)
 
-enum { NCS_FILL = NCS_RELU + 1 }; /* a loop that is no operation of a program */
+enum { NCS_FILL = NCS_RELU + 1 }; /* a loop that is no operation of an expression */
 
 typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
@@ -53,34 +53,35 @@ typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 static int is_unary(int64_t operation) { return operation >= NCS_SQUARE; }
 
 /* The three numbers of a sum. */
-static const int64_t* sum_of(const ncs_program* program, int s) {
-  return program->code + 3 * (program->n_steps + s) + program->n_outputs;
+static const int64_t* sum_of(const ncs_expression* expression, int s) {
+  return expression->code + 3 * (expression->n_steps + s) + expression->n_outputs;
 }
 
-int ncs_program_is_valid(const ncs_program* program, int length) {
-  const int n_registers = program->n_inputs + program->n_steps;
-  if (program->n_inputs < 1 || program->n_steps < 0 || program->n_outputs < 0 || program->n_sums < 0) return 0;
-  if (program->n_outputs + program->n_sums < 1 || n_registers + program->n_sums > NCS_MOST_REGISTERS) return 0;
-  if (length != 3 * (program->n_steps + program->n_sums) + program->n_outputs) return 0;
-  for (int s = 0; s < program->n_steps; ++s) {
-    const int64_t* step = program->code + 3 * s;
+int ncs_expression_is_valid(const ncs_expression* expression, int length) {
+  const int n_registers = expression->n_inputs + expression->n_steps;
+  if (expression->n_inputs < 1 || expression->n_steps < 0) return 0;
+  if (expression->n_outputs < 0 || expression->n_sums < 0) return 0;
+  if (expression->n_outputs + expression->n_sums < 1 || n_registers + expression->n_sums > NCS_MOST_REGISTERS) return 0;
+  if (length != 3 * (expression->n_steps + expression->n_sums) + expression->n_outputs) return 0;
+  for (int s = 0; s < expression->n_steps; ++s) {
+    const int64_t* step = expression->code + 3 * s;
     if (step[0] < NCS_ADD || step[0] > NCS_RELU) return 0;
     for (int i = 1; i < 3; ++i)
-      if (step[i] < 0 || step[i] >= program->n_inputs + s) return 0;
+      if (step[i] < 0 || step[i] >= expression->n_inputs + s) return 0;
   }
-  for (int o = 0; o < program->n_outputs; ++o) {
-    const int64_t reg = program->code[3 * program->n_steps + o];
+  for (int o = 0; o < expression->n_outputs; ++o) {
+    const int64_t reg = expression->code[3 * expression->n_steps + o];
     if (reg < 0 || reg >= n_registers) return 0;
   }
-  for (int s = 0; s < program->n_sums; ++s) {
-    const int64_t* sum = sum_of(program, s);
+  for (int s = 0; s < expression->n_sums; ++s) {
+    const int64_t* sum = sum_of(expression, s);
     if (sum[0] < 0 || sum[0] >= n_registers || sum[1] < 1 || sum[1] > NCS_MOST_PERIOD) return 0;
   }
   return 1;
 }
 
 typedef struct {
-  const ncs_program* program;
+  const ncs_expression* expression;
   const ncs_instance* instances;
   const ncs_loop* loops;
   size_t size, chunk;   /* bytes of an element; elements of a chunk */
@@ -146,32 +147,32 @@ static void fold(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_
 
 /* Runs a step on n elements, into `out`. */
 static void run_step(const ncs_run* run, int s, void* out, const void* const* registers, size_t n) {
-  const int64_t* step = run->program->code + 3 * s;
+  const int64_t* step = run->expression->code + 3 * s;
   run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
 }
 
 static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory, char* partial,
                       const void** registers, char** targets) {
-  const ncs_program* program = run->program;
-  const int64_t* outputs = program->code + 3 * program->n_steps;
+  const ncs_expression* expression = run->expression;
+  const int64_t* outputs = expression->code + 3 * expression->n_steps;
   const size_t size = run->size, block_bytes = NCS_BLOCK * size;
   const size_t end = instance->count - begin < run->chunk ? instance->count : begin + run->chunk;
   /* Inputs have two blocks each: a short one is found from any of its elements on. */
-  char* results = memory + 2 * (size_t)program->n_inputs * block_bytes;
+  char* results = memory + 2 * (size_t)expression->n_inputs * block_bytes;
   const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
   char is_same[NCS_MOST_REGISTERS]; /* per register: whether it holds the same for each block */
   char* lanes[NCS_MOST_REGISTERS];  /* per sum: in a block of its own, or where the chunk's sum goes */
-  for (int s = 0; s < program->n_sums; ++s) {
-    const size_t period = (size_t)sum_of(program, s)[1];
-    lanes[s] = period < NCS_BLOCK ? results + (size_t)(program->n_steps + s) * block_bytes : partial;
+  for (int s = 0; s < expression->n_sums; ++s) {
+    const size_t period = (size_t)sum_of(expression, s)[1];
+    lanes[s] = period < NCS_BLOCK ? results + (size_t)(expression->n_steps + s) * block_bytes : partial;
     memset(lanes[s], 0, lanes_of(period) * size);
     partial += period * size;
   }
   /* A step whose result is asked for computes it in its place. */
-  for (int reg = 0; reg < program->n_inputs + program->n_steps; ++reg) targets[reg] = NULL;
-  for (int o = 0; o < program->n_outputs; ++o)
-    if (outputs[o] >= program->n_inputs) targets[outputs[o]] = instance->outputs[o];
-  for (int i = 0; i < program->n_inputs; ++i) {
+  for (int reg = 0; reg < expression->n_inputs + expression->n_steps; ++reg) targets[reg] = NULL;
+  for (int o = 0; o < expression->n_outputs; ++o)
+    if (outputs[o] >= expression->n_inputs) targets[outputs[o]] = instance->outputs[o];
+  for (int i = 0; i < expression->n_inputs; ++i) {
     const ncs_operand* input = &instance->inputs[i];
     char* own = memory + 2 * (size_t)i * block_bytes;
     is_same[i] = is_short(input) && NCS_BLOCK % input->count == 0;
@@ -180,9 +181,9 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     memcpy(own, input->data, input->count * size);
     repeat_period(own, input->count * size, (input->count + most) * size);
   }
-  for (int s = 0; s < program->n_steps; ++s) {
-    const int64_t* step = program->code + 3 * s;
-    const int reg = program->n_inputs + s;
+  for (int s = 0; s < expression->n_steps; ++s) {
+    const int64_t* step = expression->code + 3 * s;
+    const int reg = expression->n_inputs + s;
     is_same[reg] = is_same[step[1]] && (is_unary(step[0]) || is_same[step[2]]);
     if (!is_same[reg]) continue;
     registers[reg] = results + (size_t)s * block_bytes;
@@ -190,28 +191,28 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   }
   for (size_t at = begin, n; at < end; at += n) {
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
-    for (int i = 0; i < program->n_inputs; ++i)
+    for (int i = 0; i < expression->n_inputs; ++i)
       if (!is_same[i])
         registers[i] = find_values(run->loops[NCS_FILL], memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at,
                                    n, size);
-    for (int s = 0; s < program->n_steps; ++s) {
-      const int reg = program->n_inputs + s;
+    for (int s = 0; s < expression->n_steps; ++s) {
+      const int reg = expression->n_inputs + s;
       char* out = targets[reg] != NULL ? targets[reg] + at * size : results + (size_t)s * block_bytes;
       if (is_same[reg]) continue;
       run_step(run, s, out, registers, n);
       registers[reg] = out;
     }
-    for (int o = 0; o < program->n_outputs; ++o) {
+    for (int o = 0; o < expression->n_outputs; ++o) {
       char* out = (char*)instance->outputs[o] + at * size;
       if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * size);
     }
-    for (int s = 0; s < program->n_sums; ++s) {
-      const int64_t* sum = sum_of(program, s);
+    for (int s = 0; s < expression->n_sums; ++s) {
+      const int64_t* sum = sum_of(expression, s);
       add_up(run->loops[NCS_ADD], lanes[s], lanes_of((size_t)sum[1]), registers[sum[0]], at, n, size);
     }
   }
-  for (int s = program->n_sums; s-- > 0;) {
-    const size_t period = (size_t)sum_of(program, s)[1];
+  for (int s = expression->n_sums; s-- > 0;) {
+    const size_t period = (size_t)sum_of(expression, s)[1];
     partial -= period * size;
     fold(run->loops[NCS_ADD], lanes[s], lanes_of(period), period, size);
     if (lanes[s] != partial) memcpy(partial, lanes[s], period * size);
@@ -232,22 +233,22 @@ static void run_part(const void* task, size_t part, size_t chunk) {
 
 /* Adds up what the chunks of instance k have, in their order, in double precision. */
 static void finish_sums(const ncs_run* run, size_t k) {
-  const ncs_program* program = run->program;
+  const ncs_expression* expression = run->expression;
   const ncs_instance* instance = &run->instances[k];
   size_t before = 0; /* elements of the sums before this one */
-  for (int s = 0; s < program->n_sums; ++s) {
-    const int64_t* sum = sum_of(program, s);
+  for (int s = 0; s < expression->n_sums; ++s) {
+    const int64_t* sum = sum_of(expression, s);
     const size_t period = (size_t)sum[1];
     const double parts = sum[2] ? (double)(instance->count / period) : 1;
-    void* out = instance->outputs[program->n_outputs + s];
+    void* out = instance->outputs[expression->n_outputs + s];
     double totals[NCS_MOST_PERIOD] = {0};
     for (size_t c = run->begins[k]; c < run->begins[k + 1]; ++c) {
       const char* partial = run->partials + (c * run->width + before) * run->size;
       for (size_t i = 0; i < period; ++i)
-        totals[i] += program->is_double ? ((const double*)partial)[i] : ((const float*)partial)[i];
+        totals[i] += expression->is_double ? ((const double*)partial)[i] : ((const float*)partial)[i];
     }
     for (size_t i = 0; i < period; ++i) {
-      if (program->is_double) ((double*)out)[i] = totals[i] / parts;
+      if (expression->is_double) ((double*)out)[i] = totals[i] / parts;
       else ((float*)out)[i] = (float)(totals[i] / parts);
     }
     before += period;
@@ -262,15 +263,15 @@ static const ncs_loop* find_loops(int level, int is_double) {
   return is_double ? baseline_double_loops : baseline_float_loops;
 }
 
-ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
+ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_instance* instances,
                              size_t n_instances, int alone) {
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
-  const ncs_loop* loops = find_loops(ncs_pool_level(pool), program->is_double);
-  const size_t size = program->is_double ? sizeof(double) : sizeof(float);
-  ncs_run run = {program, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
+  const ncs_loop* loops = find_loops(ncs_pool_level(pool), expression->is_double);
+  const size_t size = expression->is_double ? sizeof(double) : sizeof(float);
+  ncs_run run = {expression, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
   if (begins == NULL) return ncclSystemError;
-  for (int s = 0; s < program->n_sums; ++s) run.width += (size_t)sum_of(program, s)[1];
+  for (int s = 0; s < expression->n_sums; ++s) run.width += (size_t)sum_of(expression, s)[1];
   while (run.chunk < NCS_LEAST_PER_SUM * run.width) run.chunk *= 2;
   begins[0] = 0;
   for (size_t k = 0; k < n_instances; ++k) {

@@ -4,15 +4,15 @@
 
 #include "ncclsync.h"
 
-/* What is computed for each element, and added up. Registers 0 … n_inputs - 1 are the inputs; step s computes register
- * n_inputs + s. `code` holds three numbers per step, an ncs_arithmetic and the registers of its operands (the second
- * one is unused where there is but one), then the registers of the outputs, then three numbers per sum: a register, a
- * period of at most NCS_MOST_PERIOD, and whether it is a mean. Element i of a sum is that of the register's elements
- * i, i + period, i + 2 * period, …: of an array of rows, the sum of each column. */
+/* An expression: it is computed for each element, and added up. Registers 0 … n_inputs - 1 are the inputs; step s
+ * computes register n_inputs + s. `code` holds three numbers per step, an ncs_arithmetic and the registers of its
+ * operands (the second one is unused where there is but one), then the registers of the outputs, then three numbers per
+ * sum: a register, a period of at most NCS_MOST_PERIOD, and whether it is a mean. Element i of a sum is that of the
+ * register's elements i, i + period, i + 2 * period, …: of an array of rows, the sum of each column. */
 typedef struct {
   int64_t* code;
   int n_inputs, n_outputs, n_sums, n_steps, is_double;
-} ncs_program;
+} ncs_expression;
 
 /* Of an input: element i of the result is computed from element (i / repeat) % count. So a whole array has a repeat of 1
  * and as many elements as the result, a scalar has one; a row stands for every row, a column for every column. */
@@ -21,8 +21,8 @@ typedef struct {
   size_t count, repeat;
 } ncs_operand;
 
-/* One run of a program: `count` elements of each output, a multiple of each sum's period; after the outputs, where the
- * sums go. An output may be exactly an input that is a whole array, if no step after the one that computes it reads
+/* One run of an expression: `count` elements of each output, a multiple of each sum's period; after the outputs, where
+ * the sums go. An output may be exactly an input that is a whole array, if no step after the one that computes it reads
  * that input, and neither an output nor a sum takes it; else it may overlap none. */
 typedef struct {
   ncs_operand* inputs;
@@ -31,12 +31,12 @@ typedef struct {
 } ncs_instance;
 
 /* Whether every number of a code of that length means something. */
-int ncs_program_is_valid(const ncs_program* program, int length);
+int ncs_expression_is_valid(const ncs_expression* expression, int length);
 
-/* Runs a program for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not
+/* Runs an expression for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not
  * depend on the threads. Denormals are flushed to zero, as by TensorFlow's threads. Blocks until done.
  * ncclSystemError: no memory; nothing was written. */
-ncclResult_t ncs_program_run(ncs_pool* pool, const ncs_program* program, const ncs_instance* instances,
+ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_instance* instances,
                              size_t n_instances, int alone);
 
 #endif /* NCCLSYNC_ARITHMETIC_H_ */

@@ -48,7 +48,7 @@ DTYPE_SIZES: dict[int, int] = {
 DTYPE_NAMES: dict[int, str] = {value: name for name, value in DTYPES.items()}
 OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
 
-# Operations of fused arithmetic, and how many inputs and operations together one program may have.
+# Operations of fused arithmetic, and how many inputs and operations together one expression may have.
 ARITHMETIC: dict[str, int] = {
     name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
 }

@@ -37,7 +37,7 @@ WHOLE = 0  # instead of a repeat: of an input that has as many elements as the r
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """Hold what is computed for each element: `ncs_program` in C.
+    """Hold what is computed for each element: `ncs_expression` in C.
 
     Attributes:
         repeats: by input: how many neighbouring elements of the result take the same one of the input's, or
@@ -69,7 +69,7 @@ class Expression:
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
         n_results = instances * (self.outputs + self.sums)
         attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
-        attributes |= {"sums": self.sums, "program": self.code, "alone": int(alone)}
+        attributes |= {"sums": self.sums, "code": self.code, "alone": int(alone)}
         attributes |= {"n_values": len(values), "n_results": n_results}
         for attribute, value in attributes.items():
             set_attribute(node, attribute, value)

@@ -123,12 +123,12 @@ static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
  * quotient is in the array's memory, which no later step reads. */
 static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
-  const ncs_program program = {code, 2, 2, 0, 3, 0};
+  const ncs_expression expression = {code, 2, 2, 0, 3, 0};
   float *a[2], *b[2], *quotient[2], *product[2];
   ncs_operand inputs[2][2];
   void* outputs[2][2];
   ncs_instance instances[2];
-  EXPECT(ncs_program_is_valid(&program, 11) && !ncs_program_is_valid(&program, 10));
+  EXPECT(ncs_expression_is_valid(&expression, 11) && !ncs_expression_is_valid(&expression, 10));
   for (int k = 0; k < 2; ++k) {
     a[k] = malloc(count * sizeof(float));
     b[k] = malloc(period * sizeof(float));
@@ -142,7 +142,7 @@ static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) 
     outputs[k][1] = product[k];
     instances[k] = (ncs_instance){inputs[k], outputs[k], count};
   }
-  EXPECT(ncs_program_run(pool, &program, instances, 2, 0) == ncclSuccess);
+  EXPECT(ncs_expression_run(pool, &expression, instances, 2, 0) == ncclSuccess);
   for (int k = 0; k < 2; ++k) {
     for (size_t i = 0; i < count; ++i) {
       const float y = (float)(i % 1000), x = b[k][i / repeat % period];
@@ -159,14 +159,14 @@ static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) 
 /* Sums of a * b and the mean of a over one period, and the sum of all of a * b; small whole numbers, so exact. */
 static void add_up(ncs_pool* pool, size_t count, size_t period) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, 2, (int64_t)period, 0, 0, (int64_t)period, 1, 2, 1, 0};
-  const ncs_program program = {code, 2, 0, 3, 1, 0};
+  const ncs_expression expression = {code, 2, 0, 3, 1, 0};
   float *a[2], *b[2], *sums[2][3];
   ncs_operand inputs[2][2];
   void* outputs[2][3];
   ncs_instance instances[2];
-  EXPECT(ncs_program_is_valid(&program, 12) && !ncs_program_is_valid(&program, 11));
+  EXPECT(ncs_expression_is_valid(&expression, 12) && !ncs_expression_is_valid(&expression, 11));
   code[4] = NCS_MOST_PERIOD + 1;
-  EXPECT(!ncs_program_is_valid(&program, 12));
+  EXPECT(!ncs_expression_is_valid(&expression, 12));
   code[4] = (int64_t)period;
   for (int k = 0; k < 2; ++k) {
     a[k] = malloc(count * sizeof(float));
@@ -178,7 +178,7 @@ static void add_up(ncs_pool* pool, size_t count, size_t period) {
     for (int s = 0; s < 3; ++s) outputs[k][s] = sums[k][s] = malloc((s < 2 ? period : 1) * sizeof(float));
     instances[k] = (ncs_instance){inputs[k], outputs[k], count};
   }
-  EXPECT(ncs_program_run(pool, &program, instances, 2, count % 2 == 0) == ncclSuccess);
+  EXPECT(ncs_expression_run(pool, &expression, instances, 2, count % 2 == 0) == ncclSuccess);
   for (int k = 0; k < 2; ++k) {
     double all = 0;
     for (size_t column = 0; column < period; ++column) {

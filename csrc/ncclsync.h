@@ -77,16 +77,16 @@ typedef struct {
 /* ---- Host memory (cpu/) ---- */
 
 /* Vector instructions the kernels are compiled for. All give bitwise the same results (only the payload of a NaN
- * may differ); a level other than the best one exists for tests. */
+ * may differ); a set other than the best one exists for tests. */
 typedef enum {
-  NCS_LEVEL_BEST = -1,
-  NCS_LEVEL_BASELINE = 0,
-  NCS_LEVEL_AVX2 = 1,
-  NCS_LEVEL_AVX512 = 2
-} ncs_level;
+  NCS_INSTRUCTION_SET_BEST = -1,
+  NCS_INSTRUCTION_SET_BASELINE = 0,
+  NCS_INSTRUCTION_SET_AVX2 = 1,
+  NCS_INSTRUCTION_SET_AVX512 = 2
+} ncs_instruction_set;
 
-/* The best level this machine can run. */
-ncclResult_t ncs_cpu_get_level(/*outputs*/ int* level);
+/* The best one that this machine can run. */
+ncclResult_t ncs_cpu_get_instruction_set(/*outputs*/ int* instruction_set);
 
 /* Worker threads, asleep between jobs. Any number of threads may run jobs on one pool at the same time: a caller
  * always works on its own job, and a caller that finds the workers taken runs its job alone, so nobody waits for
@@ -94,8 +94,8 @@ ncclResult_t ncs_cpu_get_level(/*outputs*/ int* level);
 typedef struct ncs_pool ncs_pool;
 
 /* `threads` counts the calling thread: 1 starts no worker. The caller owns *pool and ends it by ncs_pool_destroy.
- * ncclInvalidArgument: threads < 1, or a level this machine cannot run. */
-ncclResult_t ncs_pool_create(int threads, int level, /*outputs*/ ncs_pool** pool);
+ * ncclInvalidArgument: threads < 1, or an instruction set this machine cannot run. */
+ncclResult_t ncs_pool_create(int threads, int instruction_set, /*outputs*/ ncs_pool** pool);
 
 /* Blocks until the workers have ended. No job may be running. NULL is allowed. */
 ncclResult_t ncs_pool_destroy(ncs_pool* pool);

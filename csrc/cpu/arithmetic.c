@@ -255,11 +255,11 @@ static void finish_sums(const ncs_run* run, size_t k) {
   }
 }
 
-static const ncs_loop* find_loops(int level, int is_double) {
+static const ncs_loop* find_loops(int instruction_set, int is_double) {
 #if defined(__x86_64__)
-  if (level >= NCS_LEVEL_AVX2) return is_double ? avx2_double_loops : avx2_float_loops;
+  if (instruction_set >= NCS_INSTRUCTION_SET_AVX2) return is_double ? avx2_double_loops : avx2_float_loops;
 #endif
-  (void)level;
+  (void)instruction_set;
   return is_double ? baseline_double_loops : baseline_float_loops;
 }
 
@@ -267,7 +267,7 @@ ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression
                              size_t n_instances, int alone) {
   size_t elements = 0;
   size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
-  const ncs_loop* loops = find_loops(ncs_pool_level(pool), expression->is_double);
+  const ncs_loop* loops = find_loops(ncs_pool_instruction_set(pool), expression->is_double);
   const size_t size = expression->is_double ? sizeof(double) : sizeof(float);
   ncs_run run = {expression, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
   if (begins == NULL) return ncclSystemError;

@@ -70,12 +70,12 @@ static inline void stream_line(void* to, const void* line) {
 #include "cpu/collectives_kernels.h"
 #endif
 
-static const ncs_kernels* find_kernels(int level, int dtype) {
+static const ncs_kernels* find_kernels(int instruction_set, int dtype) {
 #if defined(__x86_64__)
-  if (level == NCS_LEVEL_AVX512) return &avx512_table[dtype];
-  if (level == NCS_LEVEL_AVX2) return &avx2_table[dtype];
+  if (instruction_set == NCS_INSTRUCTION_SET_AVX512) return &avx512_table[dtype];
+  if (instruction_set == NCS_INSTRUCTION_SET_AVX2) return &avx2_table[dtype];
 #endif
-  (void)level;
+  (void)instruction_set;
   return &baseline_table[dtype];
 }
 
@@ -268,7 +268,7 @@ static void reduce_all(ncs_pool* pool, ncs_reduction* t, size_t n_tensors, int d
     result_bytes += bytes;
   }
   t->bytes = result_bytes * (size_t)t->n_recvs;
-  t->kernels = find_kernels(ncs_pool_level(pool), dtype);
+  t->kernels = find_kernels(ncs_pool_instruction_set(pool), dtype);
   t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
   t->divides = op == ncclAvg;
   t->sum_lines = op == ncclSum || op == ncclAvg ? t->kernels->sum_lines : NULL;
@@ -321,7 +321,7 @@ ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n
   int may_scale;
   if (pool == NULL || tensors == NULL || weights == NULL || n_ranks < 1 || op < ncclSum || op > ncclMin || size == 0)
     return ncclInvalidArgument;
-  may_scale = op == ncclSum && find_kernels(ncs_pool_level(pool), dtype)->scale != NULL;
+  may_scale = op == ncclSum && find_kernels(ncs_pool_instruction_set(pool), dtype)->scale != NULL;
   if (!are_weights_usable(weights, n_ranks, may_scale)) return ncclInvalidArgument;
   begins = malloc((n_tensors + 1) * sizeof(*begins));
   if (begins == NULL) return ncclSystemError;

@@ -1,5 +1,5 @@
-/* The element-wise loops of collectives.c. Included once per instruction level, with NCS_KERNEL(name) giving each
- * level its own names and NCS_TARGET its instructions; the compiler vectorises. Not function multiversioning
+/* The element-wise loops of collectives.c. Included once per instruction set, with NCS_KERNEL(name) giving each set
+ * its own names and NCS_TARGET its instructions; the compiler vectorises. Not function multiversioning
  * (target_clones): its resolvers run before a sanitizer's runtime is up.
  *
  * acc may be a, exactly: hence no `restrict` but NCS_INDEPENDENT, which only denies dependencies between iterations.

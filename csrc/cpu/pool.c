@@ -17,7 +17,7 @@ typedef struct {
 } ncs_job;
 
 struct ncs_pool {
-  int level;
+  int instruction_set;
   int workers;
   pthread_t* threads;
   pthread_mutex_t mutex; /* guards what follows */
@@ -111,19 +111,19 @@ void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t par
   else ncs_pool_run(pool, run_part, &parts, begins[n_parts]);
 }
 
-ncclResult_t ncs_cpu_get_level(int* level) {
-  if (level == NULL) return ncclInvalidArgument;
-  *level = NCS_LEVEL_BASELINE;
+ncclResult_t ncs_cpu_get_instruction_set(int* instruction_set) {
+  if (instruction_set == NULL) return ncclInvalidArgument;
+  *instruction_set = NCS_INSTRUCTION_SET_BASELINE;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) *level = NCS_LEVEL_AVX2;
+  if (__builtin_cpu_supports("avx2")) *instruction_set = NCS_INSTRUCTION_SET_AVX2;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    *level = NCS_LEVEL_AVX512;
+    *instruction_set = NCS_INSTRUCTION_SET_AVX512;
 #endif
   return ncclSuccess;
 }
 
-int ncs_pool_level(const ncs_pool* pool) { return pool->level; }
+int ncs_pool_instruction_set(const ncs_pool* pool) { return pool->instruction_set; }
 
 /* Ends and joins the first `workers` threads, then frees the pool. */
 static void release(ncs_pool* pool, int workers) {
@@ -139,18 +139,19 @@ static void release(ncs_pool* pool, int workers) {
   free(pool);
 }
 
-ncclResult_t ncs_pool_create(int threads, int level, ncs_pool** out) {
+ncclResult_t ncs_pool_create(int threads, int instruction_set, ncs_pool** out) {
   int best, started = 0, failed = 0;
   ncs_pool* pool;
   if (out == NULL) return ncclInvalidArgument;
   *out = NULL;
-  ncs_cpu_get_level(&best);
-  if (level == NCS_LEVEL_BEST) level = best;
-  if (threads < 1 || level < NCS_LEVEL_BASELINE || level > best) return ncclInvalidArgument;
+  ncs_cpu_get_instruction_set(&best);
+  if (instruction_set == NCS_INSTRUCTION_SET_BEST) instruction_set = best;
+  if (threads < 1 || instruction_set < NCS_INSTRUCTION_SET_BASELINE || instruction_set > best)
+    return ncclInvalidArgument;
 
   pool = calloc(1, sizeof(*pool));
   if (pool == NULL) return ncclSystemError;
-  pool->level = level;
+  pool->instruction_set = instruction_set;
   pool->workers = threads - 1;
   pool->threads = calloc((size_t)threads, sizeof(*pool->threads));
   if (pool->threads == NULL) {

@@ -20,7 +20,7 @@ void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t par
 #define NCS_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-/* The level the pool was made with (never NCS_LEVEL_BEST). */
-int ncs_pool_level(const ncs_pool* pool);
+/* The instruction set the pool was made with (never NCS_INSTRUCTION_SET_BEST). */
+int ncs_pool_instruction_set(const ncs_pool* pool);
 
 #endif /* NCCLSYNC_POOL_H_ */

@@ -96,18 +96,18 @@ class Pool:
     Close it, or use it as a context manager. Any number of threads may share a pool.
     """
 
-    def __init__(self, threads: int, level: int = lib.NCS_LEVEL_BEST) -> None:
+    def __init__(self, threads: int, instruction_set: int = lib.NCS_INSTRUCTION_SET_BEST) -> None:
         """Start the workers.
 
         Args:
             threads: how many threads work on a job, the calling one included.
-            level: vector instructions to use, ``NCS_LEVEL_…``; others than the best are for tests.
+            instruction_set: ``NCS_INSTRUCTION_SET_…``; others than the best are for tests.
 
         Raises:
-            NcclError: no such level on this machine, ``threads < 1``, or no thread to be had.
+            NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
         """
         handle = ffi.new("ncs_pool**")
-        check(lib.ncs_pool_create(threads, level, handle), "ncs_pool_create")
+        check(lib.ncs_pool_create(threads, instruction_set, handle), "ncs_pool_create")
         self.handle = handle[0]
         self.threads = threads
 
@@ -121,13 +121,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def best_level() -> int:
-    """Return the best level of vector instructions of this machine."""
-    level = ffi.new("int*")
-    check(lib.ncs_cpu_get_level(level), "ncs_cpu_get_level")
-    return level[0]
 
 
 # The one piece of shared state: N communicators with a pool each would have N × cores threads.

@@ -1,7 +1,7 @@
 """Add up what shards give, in one tree, whatever tower computes which of them.
 
-The tree's leaves are the shards, in order. On every level above two neighbours make one node, and a last node
-without a neighbour goes up as it is: five leaves make ((0 + 1) + (2 + 3)) + 4. A tower adds up the nodes that lie
+The tree's leaves are the shards, in order. At every height above, two neighbours make one node, and a last
+node without a neighbour goes up as it is: five leaves make ((0 + 1) + (2 + 3)) + 4. A tower adds up the nodes that lie
 in its own shards; the rest of the tree is the same for all towers.
 """
 
@@ -12,9 +12,9 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """Name a node: it joins the leaves `place * 2**level` to `(place + 1) * 2**level - 1`, as far as there are."""
+    """Name a node: it joins the leaves `place * 2**height` to `(place + 1) * 2**height - 1`, as far as there are."""
 
-    level: int
+    height: int
     place: int
 
 
@@ -67,10 +67,10 @@ def _root(leaves: int) -> Node:
 
 
 def _span(node: Node, leaves: int) -> tuple[int, int]:
-    width = 2**node.level
+    width = 2**node.height
     return node.place * width, min((node.place + 1) * width, leaves)
 
 
 def _children(node: Node, leaves: int) -> list[Node]:
-    children = (Node(node.level - 1, 2 * node.place + side) for side in (0, 1))
+    children = (Node(node.height - 1, 2 * node.place + side) for side in (0, 1))
     return [child for child in children if _span(child, leaves)[0] < leaves]

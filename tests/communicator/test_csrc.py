@@ -74,8 +74,8 @@ def test_files_use_each_other_one_way_only():
     [
         ("int ncs_use(void) { return ncs_cpu_reduce != 0; }", "cpu/pool.c", {"cpu/pool.c", "cpu/collectives.c"}),
         ('#include "tf/api.h"', "nccl/api.h", {"nccl/api.h -> tf/api.h"}),
-        ("void* use = &ncs_pool_level;", "nccl/group.c", {"nccl/group.c -> cpu/pool.c"}),
-        ("void* use = &ncs_pool_level;", "ncclsync.c", {"ncclsync.c -> cpu/pool.c"}),
+        ("void* use = &ncs_pool_instruction_set;", "nccl/group.c", {"nccl/group.c -> cpu/pool.c"}),
+        ("void* use = &ncs_pool_instruction_set;", "ncclsync.c", {"ncclsync.c -> cpu/pool.c"}),
         ("void* use = &ncs_tf;", "cpu/meter.c", {"cpu/meter.c -> tf/api.c"}),
     ],
 )
@@ -108,7 +108,7 @@ def sanitized(request, tmp_path):
 @needs_compiler
 @pytest.mark.timeout(120)
 def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
-    """Every dtype, operation and level, concurrent callers, pools made and ended."""
+    """Every dtype, operation and instruction set, concurrent callers, pools made and ended."""
     program, check = tmp_path / "check_cpu", ROOT / "tests" / "support" / "csrc" / "check_cpu.c"
     libraries = ["-lpthread", "-lm"]
     compile_c(*sanitized, *FLAGS, f"-I{CSRC}", check, *SOURCES, "-o", program, *libraries)

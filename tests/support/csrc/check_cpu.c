@@ -1,5 +1,6 @@
-/* Runs csrc/cpu under a sanitizer: every dtype, operation and level, several callers on one pool, pools made and
- * ended, several threads that note while another takes. Prints what is wrong and returns 1; silent and 0 if nothing is. Built by tests/communicator/test_csrc.py. */
+/* Runs csrc/cpu under a sanitizer: every dtype, operation and instruction set, several callers on one pool, pools made
+ * and ended, several threads that note while another takes. Prints what is wrong and returns 1; silent and 0 if nothing
+ * is. Built by tests/communicator/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -288,24 +289,24 @@ int main(void) {
   ncs_pool* pool = NULL;
   pthread_t callers[CALLERS];
   int best;
-  EXPECT(ncs_cpu_get_level(&best) == ncclSuccess);
-  EXPECT(ncs_pool_create(0, NCS_LEVEL_BEST, &pool) == ncclInvalidArgument && pool == NULL);
+  EXPECT(ncs_cpu_get_instruction_set(&best) == ncclSuccess);
+  EXPECT(ncs_pool_create(0, NCS_INSTRUCTION_SET_BEST, &pool) == ncclInvalidArgument && pool == NULL);
   EXPECT(ncs_pool_create(1, best + 1, &pool) == ncclInvalidArgument && pool == NULL);
   EXPECT(ncs_pool_destroy(NULL) == ncclSuccess);
 
-  for (int level = NCS_LEVEL_BASELINE; level <= best; ++level) {
-    EXPECT(ncs_pool_create(3, level, &pool) == ncclSuccess);
+  for (int set = NCS_INSTRUCTION_SET_BASELINE; set <= best; ++set) {
+    EXPECT(ncs_pool_create(3, set, &pool) == ncclSuccess);
     for (int n = 1; n <= MAX_RANKS; ++n)
       for (size_t count = 1; count < 100; count += 31) all_dtypes(pool, count, n);
     all_dtypes_weighted(pool, 33);
     compute_all(pool);
     add_up_all(pool);
-    if (level == best) all_dtypes_weighted(pool, 180001);
-    if (level == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
+    if (set == best) all_dtypes_weighted(pool, 180001);
+    if (set == best) all_dtypes(pool, 180001, 3); /* large enough for the workers, also of one byte each */
     EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
   }
 
-  EXPECT(ncs_pool_create(3, NCS_LEVEL_BEST, &pool) == ncclSuccess);
+  EXPECT(ncs_pool_create(3, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);
   bad_arguments(pool);
   reduce_and_compare(pool, ncclFloat32, 4, ncclSum, 2, 1100001, 0); /* large enough to write around the cache */
   reduce_and_compare(pool, ncclBfloat16, 2, ncclSum, 2, 2200001, 0);
@@ -316,7 +317,7 @@ int main(void) {
   note_from_several_threads();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
-    EXPECT(ncs_pool_create(1 + i % 4, NCS_LEVEL_BEST, &pool) == ncclSuccess);
+    EXPECT(ncs_pool_create(1 + i % 4, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);
     EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
   }
   return 0;

@@ -110,8 +110,8 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
 def foreign_interfaces(tree: ast.AST) -> set[str]:
     """Return what a module uses of TensorFlow and Keras that they keep private, as far as the text tells.
 
-    That is: their internal packages, and attributes with a leading underscore which the module does not
-    define itself.
+    That is: their internal packages, attributes with a leading underscore which the module does not define itself,
+    and arguments of such names.
     """
     found = {name for name in imported_names(tree) if name.startswith(("tensorflow.python", "keras.src"))}
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -120,6 +120,8 @@ def foreign_interfaces(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             defined.add(node.attr)
     for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and (node.arg or "").startswith("_"):
+            found.add(node.arg)
         if not isinstance(node, ast.Attribute):
             continue
         private = node.attr.startswith("_") and not node.attr.startswith("__")
@@ -218,6 +220,7 @@ def test_only_compat_uses_private_interfaces():
         "import keras.src.backend",
         "def f(model): return model._symbolic_build()",
         "def f(): return tf.python.eager",
+        "def f(callback): return replaced(callback, _load_model=None)",
     ],
 )
 def test_a_private_interface_is_found(planted):

@@ -160,11 +160,31 @@ def build_symbolically(model: keras.Model, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
-def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
-    """Return where a backup's weights are, those of the backup before it, and what Keras writes beside them.
+class BackupMethods(keras.callbacks.BackupAndRestore):
+    """Name the two methods by which Keras' callback writes and reads a backup; Keras keeps them private."""
 
-    Keras' callback calls its methods `_save_model` and `_load_model` to write and to read these.
-    """
+    def write_backup(self) -> None:
+        """Write a backup."""
+        super()._save_model()
+
+    def read_backup(self) -> None:
+        """Read a backup into the model."""
+        super()._load_model()
+
+    def _save_model(self) -> None:
+        self.write_backup()
+
+    def _load_model(self) -> None:
+        self.read_backup()
+
+
+def backup_methods(write: Callable[[], None], read: Callable[[], None]) -> dict[str, Callable[[], None]]:
+    """Return members that let a `BackupAndRestore`, Keras' or ours, write and read backups by these functions."""
+    return {"_save_model": write, "_load_model": read}
+
+
+def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
+    """Return where a backup's weights are, those of the backup before it, and what Keras writes beside them."""
     return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path
 
 

@@ -50,6 +50,20 @@ VARIABLE_WRITERS = (
     "_restore_from_tensors",
 )
 
+# C++ that finds the stream on which TensorFlow computes, from a kernel's context; compiled by `ops/gpu_streams.py`.
+# Of a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.
+GPU_STREAM_SOURCE = """
+#include "tensorflow/c/experimental/stream_executor/stream_executor_internal.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+extern "C" void* ncclsync_gpu_stream(void* context) {
+  auto* device = reinterpret_cast<tensorflow::OpKernelContext*>(context)->op_device_context();
+  if (device == nullptr || device->stream() == nullptr) return nullptr;
+  if (device->IsPluggableDevice()) return static_cast<stream_executor::CStream*>(device->stream())->Handle();
+  return device->stream()->platform_specific_handle().stream;
+}
+"""
+
 
 def written_handles(op: tf.Operation) -> set[str]:
     """Return the names of the resource inputs that `op` may write to, by TensorFlow's own bookkeeping."""

@@ -20,24 +20,13 @@ import tempfile
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclError, NcclSyncError
 
 logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_GPU_EVENTS"
 
-# Of a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.
-_SOURCE = """
-#include "tensorflow/c/experimental/stream_executor/stream_executor_internal.h"
-#include "tensorflow/core/framework/op_kernel.h"
-
-extern "C" void* ncclsync_gpu_stream(void* context) {
-  auto* device = reinterpret_cast<tensorflow::OpKernelContext*>(context)->op_device_context();
-  if (device == nullptr || device->stream() == nullptr) return nullptr;
-  if (device->IsPluggableDevice()) return static_cast<stream_executor::CStream*>(device->stream())->Handle();
-  return device->stream()->platform_specific_handle().stream;
-}
-"""
 # Whatever else the headers ask for is never called; it is not looked for either.
 _FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-Wl,-z,lazy")
 _LONGEST_S = 300
@@ -90,7 +79,7 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
     """
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
     built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
-    key = hashlib.sha256("\n".join([*built, _SOURCE, *flags]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join([*built, tf_compat.GPU_STREAM_SOURCE, *flags]).encode()).hexdigest()[:16]
     made = folder / f"gpu_stream-{key}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in filter(pathlib.Path.exists, (folder, made)):
@@ -104,7 +93,7 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
     logger.info("Compiling a function that tells TensorFlow's stream, once for this TensorFlow, into %s", folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, library = pathlib.Path(scratch, "gpu_stream.cc"), pathlib.Path(scratch, "gpu_stream.so")
-        source.write_text(_SOURCE, encoding="utf-8")
+        source.write_text(tf_compat.GPU_STREAM_SOURCE, encoding="utf-8")
         command = [compiler, *flags, str(source), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S)
         library.replace(made)  # whole, whoever else does the same

@@ -862,18 +862,18 @@ def test_same_dataset():
         assert same.element_spec == other.element_spec
 
 
-def test_backup_files(tmp_path):
-    """Where Keras' callback writes, and that it does so by the methods that a subclass may replace."""
+def test_backups_are_written_and_read_by_methods(tmp_path):
+    """Which a subclass may replace, and an object, Keras' own too; and where Keras' callback writes."""
     called = []
 
-    class Mine(keras.callbacks.BackupAndRestore):
-        def _save_model(self):
+    class Mine(keras_compat.BackupMethods):
+        def write_backup(self):
             called.append("save")
-            super()._save_model()
+            super().write_backup()
 
-        def _load_model(self):
+        def read_backup(self):
             called.append("load")
-            super()._load_model()
+            super().read_backup()
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -883,6 +883,14 @@ def test_backup_files(tmp_path):
         model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
     assert called == ["load", "save", "save", "load"]
     assert set(keras_compat.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}
+    for cls in (Mine, keras.callbacks.BackupAndRestore):
+        replaced, callback = [], cls(str(tmp_path))
+        write, read = (functools.partial(replaced.append, word) for word in ("write", "read"))
+        vars(callback).update(keras_compat.backup_methods(write, read))
+        model = keras.models.clone_model(model)
+        model.compile("sgd", "mse")
+        model.fit(x, x, epochs=1, batch_size=4, verbose=0, callbacks=[callback])
+        assert replaced == ["read", "write"]
 
 
 def test_attributes_of_and_run_op():

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import pathlib
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from ncclsync.parallel import ModelOptions
 from ncclsync.towers.options import TowerOptions
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
+README = pathlib.Path(__file__).parents[2] / "README.md"
 OF_TOWERS = [field.name for field in dataclasses.fields(TowerOptions)]
 
 
@@ -48,6 +50,13 @@ def test_type_checkers_see_every_option():
     [overload] = [one.args for one in functions if one.name == "nccl_parallel" and len(one.args.kwonlyargs) > 1]
     pairs = zip(overload.kwonlyargs, overload.kw_defaults, strict=True)
     assert {a.arg: (ast.unparse(a.annotation), ast.unparse(value)) for a, value in pairs} == written
+
+
+def test_readme_has_a_row_for_every_option():
+    """With its default."""
+    section = README.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|")[:2] for line in section.splitlines() if line.startswith("| `")]
+    assert {name.strip(" `"): eval(default.strip(" `")) for name, default in rows} == DEFAULTS
 
 
 @pytest.mark.parametrize("taker", [nccl_parallel, ncclsync.Towers])

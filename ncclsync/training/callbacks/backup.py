@@ -32,7 +32,7 @@ _STATE = "ncclsync"  # the attribute of the weights' file that holds the rest, a
 _PASS_ENDED = object()
 
 
-class BackupAndRestore(keras.callbacks.BackupAndRestore):
+class BackupAndRestore(keras_compat.BackupMethods):
     """Resume in the middle of an epoch: Keras' callback of this name, with its arguments.
 
     ```python
@@ -166,7 +166,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"would then stand at {self._expected}. Received: {self._data.position}"
             )
 
-    def _save_model(self) -> None:
+    def write_backup(self) -> None:
         """Make a backup; Keras calls this."""
         self._check()
         weights, previous, metadata = keras_compat.backup_files(self)
@@ -191,7 +191,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state["data"] = {"epoch": epoch, "samples": samples, "seed": self._data.seed, "rows": self._data.rows}
         return state
 
-    def _load_model(self) -> None:
+    def read_backup(self) -> None:
         """Restore a backup; Keras calls this, and again with the one before if it is an `OSError`."""
         weights, _, metadata = keras_compat.backup_files(self)
         state, variables = _read_state(weights), _seeds(self.model)
@@ -204,7 +204,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 )
             # The metadata beside the weights may be of the backup before, if a kill came between the two.
             _write_metadata(metadata, state["epoch"])
-        super()._load_model()
+        super().read_backup()
         if state is None:
             return
         for variable, value in zip(variables, state["seeds"], strict=True):

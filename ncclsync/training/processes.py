@@ -140,11 +140,11 @@ def _written_by_first(
     restore = functools.partial(_restore, callback, model, towers, read, callback.on_train_begin)
     if towers.is_chief:
         return _replaced(callback, on_train_begin=restore)
+    # A backup is left to the `save_weights` of process 0.
     return _replaced(
         callback,
         on_train_begin=restore,
-        _load_model=lambda: None,
-        _save_model=functools.partial(_leave_file, towers),  # to the `save_weights` of process 0
+        **keras_compat.backup_methods(write=functools.partial(_leave_file, towers), read=lambda: None),
         delete_checkpoint=False,
     )
 

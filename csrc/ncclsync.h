@@ -167,30 +167,30 @@ ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* fail
 
 /* ---- What began and ended when (cpu/meter.c) ---- */
 
-/* Notes of spans. Any number of threads may use a meter at the same time. */
+/* Timestamps of spans. Any number of threads may use a meter at the same time. */
 typedef struct ncs_meter ncs_meter;
 
 typedef struct {
   int64_t time_ns; /* of CLOCK_MONOTONIC */
-  int64_t value;   /* whatever the noting thread gave */
+  int64_t value;   /* whatever the recording thread gave */
   int32_t span;    /* the caller's number for it */
   int32_t ends;    /* 0: it began; 1: it ended */
-} ncs_stamp;
+} ncs_timestamp;
 
 /* The caller owns *meter and ends it by ncs_meter_destroy, when nobody uses it any more. NULL is allowed there. */
 ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter);
 ncclResult_t ncs_meter_destroy(ncs_meter* meter);
 
-/* Notes that a span begins or ends, now; the notes are in the order of their times. ncclSystemError: no memory. */
-ncclResult_t ncs_meter_note(ncs_meter* meter, int span, int ends, int64_t value);
+/* Records that a span begins or ends, now; timestamps are in the order of their times. ncclSystemError: no memory. */
+ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t value);
 
-/* Lets `listener` hear of every note, on the thread that notes, with `context`; NULL: nobody. A note that is under way
- * may still tell the former one. */
+/* Lets `listener` hear of every timestamp, on the thread that records it, with `context`; NULL: nobody. One that is
+ * being recorded may still be reported to the former listener. */
 ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
                               void* context);
 
-/* Moves at most the first `most` notes to `stamps`, in their order; *taken is how many. */
-ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_stamp* stamps, size_t* taken);
+/* Moves at most the first `most` of them to `timestamps`, in their order; *taken is how many. */
+ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken);
 
 /* ---- GPUs by NCCL (nccl/) ---- */
 

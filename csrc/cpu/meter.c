@@ -1,4 +1,4 @@
-/* The meter: what began and ended when, noted by any number of threads and taken by one. */
+/* The meter: what began and ended when, recorded by any number of threads and taken by one. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -10,7 +10,7 @@
 
 struct ncs_meter {
   pthread_mutex_t mutex; /* guards what follows */
-  ncs_stamp* stamps;
+  ncs_timestamp* timestamps;
   size_t count, capacity;
   void (*listener)(void* context, int span, int ends, int64_t value);
   void* context;
@@ -31,7 +31,7 @@ ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter) {
 ncclResult_t ncs_meter_destroy(ncs_meter* meter) {
   if (meter == NULL) return ncclSuccess;
   pthread_mutex_destroy(&meter->mutex);
-  free(meter->stamps);
+  free(meter->timestamps);
   free(meter);
   return ncclSuccess;
 }
@@ -45,24 +45,24 @@ ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, 
   return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_note(ncs_meter* meter, int span, int ends, int64_t value) {
+ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t value) {
   void (*listener)(void* context, int span, int ends, int64_t value);
   void* context;
   struct timespec now;
   pthread_mutex_lock(&meter->mutex);
   if (meter->count == meter->capacity) {
     const size_t capacity = meter->capacity == 0 ? 256 : 2 * meter->capacity;
-    ncs_stamp* stamps = realloc(meter->stamps, capacity * sizeof(*stamps));
-    if (stamps == NULL) {
+    ncs_timestamp* timestamps = realloc(meter->timestamps, capacity * sizeof(*timestamps));
+    if (timestamps == NULL) {
       pthread_mutex_unlock(&meter->mutex);
       return ncclSystemError;
     }
-    meter->stamps = stamps;
+    meter->timestamps = timestamps;
     meter->capacity = capacity;
   }
-  clock_gettime(CLOCK_MONOTONIC, &now); /* under the mutex, so that the stamps are in the order of their times */
-  meter->stamps[meter->count++] =
-      (ncs_stamp){(int64_t)now.tv_sec * 1000000000 + now.tv_nsec, value, (int32_t)span, (int32_t)ends};
+  clock_gettime(CLOCK_MONOTONIC, &now); /* under the mutex, so that the timestamps are in the order of their times */
+  meter->timestamps[meter->count++] =
+      (ncs_timestamp){(int64_t)now.tv_sec * 1000000000 + now.tv_nsec, value, (int32_t)span, (int32_t)ends};
   listener = meter->listener;
   context = meter->context;
   pthread_mutex_unlock(&meter->mutex);
@@ -70,12 +70,12 @@ ncclResult_t ncs_meter_note(ncs_meter* meter, int span, int ends, int64_t value)
   return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_stamp* stamps, size_t* taken) {
+ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken) {
   pthread_mutex_lock(&meter->mutex);
   *taken = meter->count < most ? meter->count : most;
-  if (*taken > 0) memcpy(stamps, meter->stamps, *taken * sizeof(*stamps));
+  if (*taken > 0) memcpy(timestamps, meter->timestamps, *taken * sizeof(*timestamps));
   meter->count -= *taken;
-  if (meter->count > 0) memmove(meter->stamps, meter->stamps + *taken, meter->count * sizeof(*stamps));
+  if (meter->count > 0) memmove(meter->timestamps, meter->timestamps + *taken, meter->count * sizeof(*timestamps));
   pthread_mutex_unlock(&meter->mutex);
   return ncclSuccess;
 }

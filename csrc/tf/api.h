@@ -125,7 +125,7 @@ typedef struct {
   const char* on_host[3];  /* not NULL: for GPUs too, where these of its arguments are in the host's memory */
 } ncs_tf_op;
 
-extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_note;
+extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_timestamp;
 extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver;
 
 #endif /* NCCLSYNC_TF_API_H_ */

@@ -1,6 +1,6 @@
 /* Ops of our own for TensorFlow, registered at run time by its C API; their kernels are in collectives.c,
- * arithmetic.c and note.c. All but the note are functions of their inputs alone, which TensorFlow may merge or
- * fold; a note is stateful, so that it may not. */
+ * arithmetic.c, timestamp.c and exchange.c. The first two files' ops are functions of their inputs alone, which
+ * TensorFlow may merge or fold; the others are stateful, so that it may not. */
 #include <dlfcn.h>
 
 #include "tf/api.h"
@@ -31,7 +31,7 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
   if (ncs_tf.TF_GetCode(status) == TF_OK && definition->on_host[0] != NULL) register_kernel(definition, "GPU", status);
 }
 
-static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &ncs_tf_arithmetic, &ncs_tf_note,
+static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &ncs_tf_arithmetic, &ncs_tf_timestamp,
                                        &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {

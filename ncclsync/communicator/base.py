@@ -258,7 +258,7 @@ class Communicator(abc.ABC):
         """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
         return self.ranks[0] == 0
 
-    def note(self, words: str) -> None:
+    def remark(self, words: str) -> None:
         """Let messages in other processes say this of this one, too."""
         return
 

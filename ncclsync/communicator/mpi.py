@@ -132,7 +132,7 @@ class MpiPeers(Peers):
         if self.size == 1:
             return []
         given = {i: data[i] if data else [] for i in self.others}
-        own = kind, digest, _cut_off(text + self.note)
+        own = kind, digest, _cut_off(text + self.remark)
         received = [bytearray(_HEADER.pack(*own, 0, 0)) for _ in range(self.size)]
         waited = [self.receive(received[i], i, _HEADERS) for i in self.others]
         sent = []
@@ -402,9 +402,9 @@ class MpiCommunicator(Communicator):
         """Return whether this process writes files; see `Communicator.leads`."""
         return self.peers.lost.issuperset(range(self.peers.rank))
 
-    def note(self, words: str) -> None:
+    def remark(self, words: str) -> None:
         """Say it in messages of other processes, too."""
-        self.peers.note = f"; {words}"
+        self.peers.remark = f"; {words}"
 
     def tell_of_file(self) -> None:
         """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""

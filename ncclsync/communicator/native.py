@@ -206,7 +206,7 @@ def find_gpu_streams(path: str) -> None:
     check_failure(lib.ncs_tf_find_streams(path.encode(), failure), failure)
 
 
-_STAMP = struct.Struct("=qqii")  # an ncs_stamp, whose fields leave no gap
+_TIMESTAMP = struct.Struct("=qqii")  # an ncs_timestamp, whose fields leave no gap
 
 
 @ffi.def_extern()
@@ -237,7 +237,7 @@ class Timestamps:
         Raises:
             NcclError: there is no memory.
         """
-        check(lib.ncs_meter_note(self.handle, span, ends, value), "ncs_meter_note")
+        check(lib.ncs_meter_record(self.handle, span, ends, value), "ncs_meter_record")
 
     def listen(self, hear: Any) -> None:
         """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: nobody."""
@@ -252,11 +252,11 @@ class Timestamps:
         Times are those of ``time.monotonic_ns()``.
         """
         found: list[tuple[int, int, int, int]] = []
-        stamps, taken = ffi.new("ncs_stamp[256]"), ffi.new("size_t*")
+        timestamps, taken = ffi.new("ncs_timestamp[256]"), ffi.new("size_t*")
         while True:
-            check(lib.ncs_meter_take(self.handle, len(stamps), stamps, taken), "ncs_meter_take")
-            found += _STAMP.iter_unpack(ffi.buffer(stamps, taken[0] * _STAMP.size))
-            if taken[0] < len(stamps):
+            check(lib.ncs_meter_take(self.handle, len(timestamps), timestamps, taken), "ncs_meter_take")
+            found += _TIMESTAMP.iter_unpack(ffi.buffer(timestamps, taken[0] * _TIMESTAMP.size))
+            if taken[0] < len(timestamps):
                 return found
 
 

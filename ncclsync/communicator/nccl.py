@@ -407,10 +407,10 @@ class NcclCommunicator(Communicator):
         """Return what each process gives; see `Communicator.exchange`."""
         return [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s)
 
-    def note(self, words: str) -> None:
+    def remark(self, words: str) -> None:
         """Say it in messages of other processes, too."""
         if self.peers is not None:
-            self.peers.note = f"; {words}"
+            self.peers.remark = f"; {words}"
 
     def tell_of_file(self) -> None:
         """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""

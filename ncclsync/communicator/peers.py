@@ -46,7 +46,7 @@ class Peers(abc.ABC):
         failure: what has ended the agreement, for good.
         raised: an error of another process that nobody may have seen yet.
         lost: numbers of the processes that have ended or are silent.
-        note: what else a message about this process is to say.
+        remark: what else a message about this process is to say.
         failures: [size] how often each process is known to have failed.
         told: [size] how many of these have been raised here.
         begun: how often this process has begun to meet the others.
@@ -64,7 +64,7 @@ class Peers(abc.ABC):
         self.failure: ProcessError | None = None
         self.raised: ProcessError | None = None
         self.lost: set[int] = set()
-        self.note = ""
+        self.remark = ""
         self.failures, self.told = [0] * size, [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
@@ -276,7 +276,7 @@ class ServicePeers(Peers):
                 raise self.failure
             self.begun += 1
             number = self.begun
-            given = base64.b85encode(pickle.dumps((text, self.note, value))).decode()
+            given = base64.b85encode(pickle.dumps((text, self.remark, value))).decode()
             received: list[Any] = []
 
             def run() -> None:
@@ -302,7 +302,7 @@ class ServicePeers(Peers):
                     self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
                 raise
             if len({one[0] for one in received}) > 1:
-                said = [f"{self.name(i)}: {text}{note}" for i, (text, note, _) in enumerate(received)]
+                said = [f"{self.name(i)}: {text}{remark}" for i, (text, remark, _) in enumerate(received)]
                 self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
             return [one[2] for one in received]
 

@@ -1,4 +1,4 @@
-"""Serve collectives, and time stamps, as TensorFlow ops.
+"""Serve collectives, and timestamps, as TensorFlow ops.
 
 A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. All else here is for the other
 packages.

@@ -105,7 +105,7 @@ def record_timestamp(
         set_attribute(node, name, value)
     with tf.device("/CPU:0"):
         graph = tf.compat.v1.get_default_graph()
-        return graph.create_op("NcclsyncNote", [*tokens, *values], [], attrs=dict(node.attr))
+        return graph.create_op("NcclsyncTimestamp", [*tokens, *values], [], attrs=dict(node.attr))
 
 
 def _call(op: str, inputs: Sequence[tf.Tensor], attributes: dict[str, Any], count: int) -> list[tf.Tensor]:

@@ -218,15 +218,15 @@ class Meter:
         """Return what was recorded since the last call."""
         timestamps = [*self._open, *self._timestamps.take()]
         begun: dict[int, list[tuple[int, int, int, int]]] = collections.defaultdict(list)
-        for stamp in timestamps:
-            if stamp[2] in self._feeding:
-                if not stamp[3]:
-                    begun[stamp[2]].append(stamp)
-                elif begun[stamp[2]]:
-                    begun[stamp[2]].pop(0)
-        self._open = [stamp for stamps in begun.values() for stamp in stamps]
-        for stamp in self._open:
-            timestamps.remove(stamp)
+        for timestamp in timestamps:
+            if timestamp[2] in self._feeding:
+                if not timestamp[3]:
+                    begun[timestamp[2]].append(timestamp)
+                elif begun[timestamp[2]]:
+                    begun[timestamp[2]].pop(0)
+        self._open = [one for some in begun.values() for one in some]
+        for timestamp in self._open:
+            timestamps.remove(timestamp)
         totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
         begins, under_way = dict(totals), dict(totals)
         completed = samples = 0

@@ -39,8 +39,8 @@ class Sentinel:
         every = self._audit_every
         return every is not None and (self.steps + steps) // every > self._audited // every
 
-    def note_audit(self, steps: int) -> None:
-        """Know that a call has been one, of so many steps that are not counted yet."""
+    def remember_audit(self, steps: int) -> None:
+        """Remember that a call has been one, of so many steps that are not counted yet."""
         self._audited = self.steps + steps
 
     def is_due(self, steps: int) -> bool:

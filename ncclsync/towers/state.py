@@ -390,9 +390,9 @@ class TowerState:
         """Return whether the next call, of so many training steps, is to be an audit."""
         return self._sentinel.is_audit_due(steps)
 
-    def note_audit(self, steps: int) -> None:
-        """Know that a call has been one, of so many training steps that are not counted yet."""
-        self._sentinel.note_audit(steps)
+    def remember_audit(self, steps: int) -> None:
+        """Remember that a call has been one, of so many training steps that are not counted yet."""
+        self._sentinel.remember_audit(steps)
 
     @property
     def steps(self) -> int:

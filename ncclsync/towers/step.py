@@ -303,7 +303,7 @@ class TowerStep(abc.ABC):
         audit, self._audited = self._audited, None
         made = 1 if steps is None else int(steps)
         if audit is not None:
-            self.towers.note_audit(made)
+            self.towers.remember_audit(made)
             audit.check(self.towers.steps + made)
         self.towers.count_steps(made)
 

@@ -300,17 +300,17 @@ class _Watch(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See whether training stops."""
-        self._note()
+        self._remark()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record for `_Compare`."""
-        self._note()
+        self._remark()
         self._decisions.append((self._name, bool(self.model.stop_training), _learning_rate(self.model)))
 
-    def _note(self) -> None:
+    def _remark(self) -> None:
         stops = bool(self.model.stop_training)
         if stops and not self._stops:
-            self._towers.communicator.note(f"{self._name} has set stop_training")
+            self._towers.communicator.remark(f"{self._name} has set stop_training")
         self._stops = stops
 
 

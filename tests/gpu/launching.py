@@ -154,9 +154,9 @@ class Driver:
         self.n_arrived = 0
         self._handle = ffi.cast("ncs_launcher*", self.launcher.address)
         self._reactions: dict[int, Callable[[], None]] = {}
-        self._hear = ffi.callback("void(void*)", self._take_note)
+        self._hear = ffi.callback("void(void*)", self._count_let_go)
 
-    def _take_note(self, kept) -> None:
+    def _count_let_go(self, kept) -> None:
         number = int(ffi.cast("intptr_t", kept))
         self.let_go[number] += 1
         self._reactions.pop(number, lambda: None)()

@@ -136,7 +136,7 @@ def test_no_node_where_nobody_watches(recorded):
         ]
 
     assert nodes(model) == nodes(never)
-    assert not any("Note" in op for op, _ in nodes(model))
+    assert not any("NcclsyncTimestamp" in op for op, _ in nodes(model))
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_several_steps_per_execution_and_several_fits(tmp_path):
 
 @pytest.fixture(params=["nccl", "py_ops"])
 def packing(request, monkeypatch):
-    """Towers that pack what they send: joined by the stand-in NCCL, or by py ops, which note the time too."""
+    """Towers that pack what they send: joined by the stand-in NCCL, or by py ops, which record timestamps too."""
     if request.param == "py_ops":
         request.getfixturevalue("py_ops")
         return {}
@@ -183,7 +183,7 @@ def packing(request, monkeypatch):
 
 @pytest.mark.slow(but=1)
 def test_pack_and_unpack(packing, tmp_path, caplog):
-    """Each within its tower's segment; and a step that nobody watches has no such notes in its segments."""
+    """Each within its tower's segment; and a step that nobody watches has no timestamps in its segments."""
     model = on_towers(mlp, 2, **packing)
     fit(model, Timeline(tmp_path / "trace.json", steps=(1, 4 if packing else 3)), epochs=1)
     assert sum("recorded by Python ops" in record.message for record in caplog.records) == (not packing)

@@ -1,6 +1,6 @@
 /* Runs csrc/cpu under a sanitizer: every dtype, operation and instruction set, several callers on one pool, pools made
- * and ended, several threads that note while another takes. Prints what is wrong and returns 1; silent and 0 if nothing
- * is. Built by tests/communicator/test_csrc.py. */
+ * and ended, several threads that record while another takes. Prints what is wrong and returns 1; silent and 0 if
+ * nothing is. Built by tests/communicator/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -249,10 +249,10 @@ static void bad_arguments(ncs_pool* pool) {
   EXPECT(ncs_cpu_broadcast(pool, recvs, 2, 4, ncclFloat32, -1) == ncclInvalidArgument);
 }
 
-enum { NOTES = 2000 };
+enum { TIMESTAMPS = 2000 };
 
-static void* note_repeatedly(void* meter) {
-  for (int i = 0; i < NOTES; ++i) EXPECT(ncs_meter_note(meter, i, i % 2, i) == ncclSuccess);
+static void* record_repeatedly(void* meter) {
+  for (int i = 0; i < TIMESTAMPS; ++i) EXPECT(ncs_meter_record(meter, i, i % 2, i) == ncclSuccess);
   return NULL;
 }
 
@@ -261,8 +261,8 @@ static void hear(void* heard, int span, int ends, int64_t value) {
   __atomic_fetch_add((int*)heard, 1, __ATOMIC_RELAXED);
 }
 
-static void note_from_several_threads(void) {
-  static ncs_stamp stamps[100];
+static void record_from_several_threads(void) {
+  static ncs_timestamp timestamps[100];
   ncs_meter* meter = NULL;
   pthread_t threads[CALLERS];
   size_t taken, total = 0;
@@ -270,18 +270,18 @@ static void note_from_several_threads(void) {
   int heard = 0;
   EXPECT(ncs_meter_create(&meter) == ncclSuccess);
   EXPECT(ncs_meter_listen(meter, hear, &heard) == ncclSuccess);
-  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&threads[i], NULL, note_repeatedly, meter) == 0);
-  while (total < CALLERS * NOTES) {
-    EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken <= 100);
+  for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_create(&threads[i], NULL, record_repeatedly, meter) == 0);
+  while (total < CALLERS * TIMESTAMPS) {
+    EXPECT(ncs_meter_take(meter, 100, timestamps, &taken) == ncclSuccess && taken <= 100);
     for (size_t i = 0; i < taken; ++i) {
-      EXPECT(stamps[i].time_ns >= last_ns && stamps[i].value == stamps[i].span);
-      last_ns = stamps[i].time_ns;
+      EXPECT(timestamps[i].time_ns >= last_ns && timestamps[i].value == timestamps[i].span);
+      last_ns = timestamps[i].time_ns;
     }
     total += taken;
   }
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(threads[i], NULL) == 0);
-  EXPECT(heard == CALLERS * NOTES);
-  EXPECT(ncs_meter_take(meter, 100, stamps, &taken) == ncclSuccess && taken == 0);
+  EXPECT(heard == CALLERS * TIMESTAMPS);
+  EXPECT(ncs_meter_take(meter, 100, timestamps, &taken) == ncclSuccess && taken == 0);
   EXPECT(ncs_meter_destroy(meter) == ncclSuccess && ncs_meter_destroy(NULL) == ncclSuccess);
 }
 
@@ -314,7 +314,7 @@ int main(void) {
   for (int i = 0; i < CALLERS; ++i) EXPECT(pthread_join(callers[i], NULL) == 0);
   EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
 
-  note_from_several_threads();
+  record_from_several_threads();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
     EXPECT(ncs_pool_create(1 + i % 4, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);

@@ -1,4 +1,4 @@
-/* The kernel of a note, which cpu/meter.c keeps. */
+/* The kernel that records a timestamp, which cpu/meter.c keeps. */
 #include <stdlib.h>
 
 #include "tf/api.h"
@@ -6,11 +6,11 @@
 typedef struct {
   ncs_meter* meter;
   int64_t span, ends, tokens, values;
-} note_kernel;
+} timestamp_kernel;
 
-static void* create_note(TF_OpKernelConstruction* context) {
+static void* create_timestamp(TF_OpKernelConstruction* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
-  note_kernel* kernel = calloc(1, sizeof(*kernel));
+  timestamp_kernel* kernel = calloc(1, sizeof(*kernel));
   if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   else {
     kernel->meter = (ncs_meter*)(intptr_t)ncs_tf_read_attr(context, "meter", status);
@@ -24,27 +24,27 @@ static void* create_note(TF_OpKernelConstruction* context) {
   return kernel;
 }
 
-static void compute_note(void* kernel_, TF_OpKernelContext* context) {
-  const note_kernel* kernel = kernel_;
+static void compute_timestamp(void* kernel_, TF_OpKernelContext* context) {
+  const timestamp_kernel* kernel = kernel_;
   TF_Status* status = ncs_tf.TF_NewStatus();
   int64_t value = 0;
   ncs_tf_view seen;
   if (kernel->values > 0 && ncs_tf_read_input(context, (int)kernel->tokens, &seen, status))
     value = *(const int64_t*)seen.data;
   if (ncs_tf.TF_GetCode(status) == TF_OK &&
-      ncs_meter_note(kernel->meter, (int)kernel->span, (int)kernel->ends, value) != ncclSuccess)
+      ncs_meter_record(kernel->meter, (int)kernel->span, (int)kernel->ends, value) != ncclSuccess)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
   ncs_tf.TF_DeleteStatus(status);
 }
 
-const ncs_tf_op ncs_tf_note = {
-    "NcclsyncNote",
+const ncs_tf_op ncs_tf_timestamp = {
+    "NcclsyncTimestamp",
     {"meter: int", "span: int", "ends: int", "n_tokens: int >= 0", "n_values: int >= 0", NULL},
     {"tokens: n_tokens * float", "values: n_values * int64", NULL},
     NULL,
-    create_note,
-    compute_note,
+    create_timestamp,
+    compute_timestamp,
     free,
     1,
     {NULL},

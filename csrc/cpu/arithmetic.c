@@ -138,7 +138,7 @@ static void add_up(ncs_loop add, char* lanes, size_t n_lanes, const char* values
 }
 
 /* Adds up the lanes, halves to halves, until one period is left. */
-static void fold(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_t size) {
+static void add_lanes(ncs_loop add, char* lanes, size_t n_lanes, size_t period, size_t size) {
   for (size_t left = n_lanes / period, half; left > 1; left -= half) {
     half = left / 2;
     add(lanes, lanes, lanes + (left - half) * period * size, half * period);
@@ -214,7 +214,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   for (int s = expression->n_sums; s-- > 0;) {
     const size_t period = (size_t)sum_of(expression, s)[1];
     partial -= period * size;
-    fold(run->loops[NCS_ADD], lanes[s], lanes_of(period), period, size);
+    add_lanes(run->loops[NCS_ADD], lanes[s], lanes_of(period), period, size);
     if (lanes[s] != partial) memcpy(partial, lanes[s], period * size);
   }
 }

@@ -226,7 +226,7 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
  * good for ncs_nccl_abort only. Not for two threads at once on one communicator. */
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Where each rank of this process is in what is under way. Of other processes' ranks NCCL tells nothing. */
+/* Where each rank of this process is in what is under way. Of other processes' ranks NCCL reports nothing. */
 typedef enum {
   NCS_ABSENT = 0,   /* NCCL has not launched it yet */
   NCS_LAUNCHED = 1, /* queued on its GPU or running, where it waits for the others */
@@ -314,9 +314,9 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
  *   ncs_deliver  per rank: all work that the stream is given from then on waits for the group's end
  * Where the stream is not known, NULL, all of the GPU's count as one: those of copies, too. Where the driver cannot
  * capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host memory, which no stream
- * orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open tells.
+ * orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open reports whether.
  *
- * A thread watches launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
+ * A thread polls launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
  * communicator, so that the GPUs' streams go on: what they compute rests on a failed group, from `group` on. */
 typedef struct ncs_launcher ncs_launcher;
 typedef struct ncs_arrival ncs_arrival;
@@ -363,10 +363,10 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*o
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
 /* Takes the communicator back; no group is launched any more. Groups under way count as failed with `status`. Blocks
- * until the thread that watches is not using it. */
+ * until the thread that polls is not using it. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches, and the thread that watches, away from the communicator while the caller makes calls of its own; to
+/* Keeps launches, and the thread that polls, away from the communicator while the caller makes calls of its own; to
  * be ended by ncs_launcher_release. ncclInvalidUsage: it has failed, or is closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher);

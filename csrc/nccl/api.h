@@ -18,7 +18,7 @@ typedef struct {
   char internal[NCS_UNIQUE_ID_BYTES];
 } ncclUniqueId;
 
-/* The first fields of ncclConfig_t, as of NCCL 2.14, of which `version` tells: every later NCCL takes what it lacks
+/* The first fields of ncclConfig_t, as of NCCL 2.14, which `version` names: every later NCCL takes what it lacks
  * as unset. (cgaClusterSize is of 2.17; here it fills what would be padding with "unset".) */
 typedef struct {
   size_t size;
@@ -96,7 +96,7 @@ enum { NCS_CU_NO_MEMORY = 0, NCS_CU_HOST = 1 };
 #define NCS_CUDA_EVENT_DISABLE_TIMING 2u /* cudaEventDisableTiming */
 #define NCS_CUDA_STREAM_NON_BLOCKING 1u /* cudaStreamNonBlocking */
 #define NCS_CUDA_NOT_READY 600          /* cudaErrorNotReady */
-#define NCS_CUDA_MEMCPY_DEFAULT 4       /* cudaMemcpyDefault: the pointers tell the direction */
+#define NCS_CUDA_MEMCPY_DEFAULT 4       /* cudaMemcpyDefault: the pointers give the direction */
 
 #define NCS_DECLARE(type, name, parameters) type(*name) parameters;
 typedef struct {
@@ -124,7 +124,7 @@ struct ncs_nccl_comm {
   int is_waiting;
   struct ncs_waiter* waiter; /* where there are no events */
   /* What is under way. */
-  int is_launching;    /* NCCL has not told yet that it is through with its own part */
+  int is_launching;    /* NCCL has not reported yet that it is through with its own part */
   int is_on_streams;   /* whether there is work on the streams then */
   int n_done;          /* the streams of so many ranks, the first ones, were found to be through */
 };
@@ -138,13 +138,13 @@ ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, nc
 double ncs_now_s(void);
 /* Between looks at something that has been waited for so long. */
 void ncs_nap(double waited_s);
-/* Makes rank r's context current, and tells what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
+/* Makes rank r's context current, and reports what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
 /* Ends the wait for the devices' own work without its end. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* What NCCL says of every rank: ncclInProgress, or the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
-/* Makes the calls of a group, and waits for nothing: ncs_ask_nccl tells when NCCL has launched it. */
+/* Makes the calls of a group, and waits for nothing: ncs_ask_nccl reports when NCCL has launched it. */
 ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                               ncs_failure* failure);
 

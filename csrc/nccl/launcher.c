@@ -1,5 +1,5 @@
-/* Groups that are only enqueued: arrive, launch, deliver, and the thread that watches what was launched. What each is
- * for is in ncclsync.h.
+/* Groups that are only enqueued: arrive, launch, deliver, and the thread that polls what was launched. The purpose of
+ * each is in ncclsync.h.
  *
  * A group's buffers are let go where it is delivered, not where it ends: an allocator that reuses memory in the order
  * in which the host frees it needs no more, since all later work of that GPU waits for the group. */
@@ -13,7 +13,7 @@
 
 #include "nccl/api.h"
 
-#define NCS_LOOK_S 2e-3      /* between looks of the thread that watches */
+#define NCS_LOOK_S 2e-3      /* between looks of the thread that polls */
 #define NCS_WAY_OUT_S 1.0    /* how long after ncs_launcher_interrupt a group may go on without an end */
 
 struct ncs_launcher {
@@ -22,10 +22,10 @@ struct ncs_launcher {
   int n, on_host, blocks;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
-  ncs_nccl_comm* doomed;  /* to be aborted by the thread that watches */
+  ncs_nccl_comm* doomed;  /* to be aborted by the thread that polls */
   ncs_cuda cuda;
   CUcontext* contexts;    /* the devices' primary ones, which outlive a communicator */
-  int is_reserved, is_watched;
+  int is_reserved, is_polled;
   ncs_launched *first, **last; /* not known to have ended, in their order */
   int64_t n_launched, n_ended, n_collectives;
   int64_t interrupted_ns; /* 0: nobody wants out. Not under the lock, which NCCL's own part may hold */
@@ -99,10 +99,10 @@ static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
 
 /* ---- Failure. All under the lock ---- */
 
-static void note_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage,
-                          ncs_launch_failure* told) {
+static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage,
+                          ncs_launch_failure* reported) {
   for (int r = 0; r < launcher->n && r < NCS_MOST_RANKS; ++r) {
-    int* reached = &told->progress[r];
+    int* reached = &reported->progress[r];
     ncclResult_t state = ncclSuccess;
     *reached = NCS_ABSENT;
     if (stage == NCS_LAUNCHING) {
@@ -116,18 +116,18 @@ static void note_progress(const ncs_launcher* launcher, const ncs_launched* grou
   }
 }
 
-static void name_group(const ncs_launched* group, ncs_launch_failure* told) {
-  told->group = group->number;
-  told->label = group->label;
-  told->first = group->first;
-  told->n_collectives = group->n_collectives;
-  memcpy(told->counts, group->counts, sizeof(told->counts));
-  memcpy(told->dtypes, group->dtypes, sizeof(told->dtypes));
+static void name_group(const ncs_launched* group, ncs_launch_failure* reported) {
+  reported->group = group->number;
+  reported->label = group->label;
+  reported->first = group->first;
+  reported->n_collectives = group->n_collectives;
+  memcpy(reported->counts, group->counts, sizeof(reported->counts));
+  memcpy(reported->dtypes, group->dtypes, sizeof(reported->dtypes));
 }
 
-static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* told) {
-  name_group(group, told);
-  if (launcher->comm != NULL) note_progress(launcher, group, stage, told);
+static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* reported) {
+  name_group(group, reported);
+  if (launcher->comm != NULL) find_progress(launcher, group, stage, reported);
 }
 
 /* Nobody wants out any more. */
@@ -145,22 +145,22 @@ static void append(ncs_launcher* launcher, ncs_launched* group) {
  * communicator away; whoever calls has it aborted. */
 static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
                         double waited_s, const ncs_failure* failure) {
-  ncs_launch_failure* told = &launcher->failure;
-  if (told->status == ncclSuccess) {
-    memset(told, 0, sizeof(*told));
-    told->failure.index = -1;
-    if (failure != NULL) told->failure = *failure;
-    told->status = status;
-    told->stage = stage;
-    told->waited_s = waited_s;
-    told->group = launcher->n_ended + 1;
-    if (group != NULL) describe(launcher, group, stage, told);
+  ncs_launch_failure* reported = &launcher->failure;
+  if (reported->status == ncclSuccess) {
+    memset(reported, 0, sizeof(*reported));
+    reported->failure.index = -1;
+    if (failure != NULL) reported->failure = *failure;
+    reported->status = status;
+    reported->stage = stage;
+    reported->waited_s = waited_s;
+    reported->group = launcher->n_ended + 1;
+    if (group != NULL) describe(launcher, group, stage, reported);
   }
   launcher->comm = NULL;
   stay(launcher);
   for (ncs_launched* one = launcher->first; one != NULL; one = one->next) {
     one->has_failed = 1;
-    told->was_delivered |= one->was_delivered;
+    reported->was_delivered |= one->was_delivered;
   }
   pthread_cond_broadcast(&launcher->changed);
 }
@@ -189,7 +189,7 @@ static int wants_out(const ncs_launcher* launcher, double now) {
   return since > 0 && now - 1e-9 * (double)since >= NCS_WAY_OUT_S;
 }
 
-/* ---- Watching ---- */
+/* ---- Polling ---- */
 
 /* ncclInProgress where an event has not come. */
 static ncclResult_t look_at_events(const ncs_launcher* launcher, cudaEvent_t* events, ncs_failure* failure) {
@@ -269,7 +269,7 @@ static ncclResult_t look_once(ncs_launcher* launcher) {
   return status;
 }
 
-static void* watch(void* launcher_) {
+static void* poll_groups(void* launcher_) {
   ncs_launcher* launcher = launcher_;
   const struct timespec nap = {0, (long)(NCS_LOOK_S * 1e9)};
   for (;;) {
@@ -279,7 +279,7 @@ static void* watch(void* launcher_) {
     while (launcher->doomed == NULL && launcher->first == NULL && launcher->comm != NULL)
       pthread_cond_wait(&launcher->changed, &launcher->mutex);
     if (launcher->doomed == NULL && launcher->comm == NULL) { /* closed: the next launch starts another thread */
-      launcher->is_watched = 0;
+      launcher->is_polled = 0;
       pthread_mutex_unlock(&launcher->mutex);
       return NULL;
     }
@@ -287,7 +287,7 @@ static void* watch(void* launcher_) {
     if (doomed != NULL) drop_groups(launcher, &failed);
     pthread_mutex_unlock(&launcher->mutex);
     if (doomed != NULL) {
-      ncs_nccl_abort(doomed, NULL); /* the failure is told already, before the GPUs' streams go on */
+      ncs_nccl_abort(doomed, NULL); /* the failure is reported already, before the GPUs' streams go on */
       pthread_mutex_lock(&launcher->mutex);
       launcher->doomed = NULL;
       pthread_cond_broadcast(&launcher->changed);
@@ -301,24 +301,24 @@ static void* watch(void* launcher_) {
 }
 
 /* Under the lock. */
-static ncclResult_t start_to_watch(ncs_launcher* launcher, ncs_failure* failure) {
+static ncclResult_t start_polling(ncs_launcher* launcher, ncs_failure* failure) {
   pthread_t thread;
-  if (launcher->is_watched) return ncclSuccess;
-  if (ncs_start_thread(&thread, watch, launcher) != 0) {
-    ncs_set_failure(failure, "pthread_create", "no thread to watch collectives");
+  if (launcher->is_polled) return ncclSuccess;
+  if (ncs_start_thread(&thread, poll_groups, launcher) != 0) {
+    ncs_set_failure(failure, "pthread_create", "no thread to poll collectives");
     return ncclSystemError;
   }
   pthread_detach(thread);
-  launcher->is_watched = 1;
+  launcher->is_polled = 1;
   return ncclSuccess;
 }
 
 /* ---- Arrive ---- */
 
-/* CUDA has refused: nobody can tell what its streams do. */
+/* CUDA has refused: nobody knows what its streams do. */
 static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, const ncs_failure* failure) {
   pthread_mutex_lock(&launcher->mutex);
-  if (launcher->comm != NULL && start_to_watch(launcher, NULL) == ncclSuccess) {
+  if (launcher->comm != NULL && start_polling(launcher, NULL) == ncclSuccess) {
     launcher->doomed = launcher->comm;
     fail_groups(launcher, NULL, status, NCS_OWN_WORK, 0, failure);
   }
@@ -450,16 +450,16 @@ static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_
   return status;
 }
 
-/* A group's launch begins a stage: told to whoever cannot have the lock meanwhile. */
+/* A group's launch begins a stage: reported to whoever cannot have the lock meanwhile. */
 static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
-  ncs_launch_failure told;
+  ncs_launch_failure reported;
   made->since = ncs_now_s();
-  memset(&told, 0, sizeof(told));
-  told.status = ncclInProgress;
-  told.stage = stage;
-  name_group(made, &told);
+  memset(&reported, 0, sizeof(reported));
+  reported.status = ncclInProgress;
+  reported.stage = stage;
+  name_group(made, &reported);
   pthread_mutex_lock(&launcher->launching_mutex);
-  launcher->launching = told;
+  launcher->launching = reported;
   launcher->launching_since = made->since;
   pthread_mutex_unlock(&launcher->launching_mutex);
 }
@@ -497,7 +497,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
                            ncs_failure* failure) {
   CUcontext current = NULL;
   int stage = NCS_LAUNCHING;
-  ncclResult_t status = start_to_watch(launcher, failure);
+  ncclResult_t status = start_polling(launcher, failure);
   if (status != ncclSuccess) {
     made->has_failed = 1; /* nobody is to wait for it */
     return status;

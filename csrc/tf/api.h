@@ -78,7 +78,7 @@ typedef struct TF_AllocatorAttributes {
 typedef struct {
   NCS_TF_CALLS(NCS_TF_DECLARE)
   ncs_pool* pool;
-  void* (*find_stream)(TF_OpKernelContext*); /* that a kernel's GPU computes on; NULL: nobody tells */
+  void* (*find_stream)(TF_OpKernelContext*); /* that a kernel's GPU computes on; NULL: nobody knows */
 } ncs_tf_library;
 #undef NCS_TF_DECLARE
 

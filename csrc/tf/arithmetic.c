@@ -96,7 +96,7 @@ static void* make_sum(TF_OpKernelContext* context, const ncs_expression* express
   return NULL;
 }
 
-/* Instance k's inputs and outputs. The first input tells the size. Any other stands for as many elements, or repeats
+/* Instance k's inputs and outputs. The first input gives the size. Any other stands for as many elements, or repeats
  * itself in each row: that is how TensorFlow broadcasts one row, or a part of it, to all. */
 static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kernel* kernel, int k,
                              ncs_instance* instance, TF_Status* status) {

@@ -66,7 +66,7 @@ static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
   ncs_tf.TF_DeleteStatus(status);
 }
 
-/* NULL: not on a GPU, or nobody tells. */
+/* NULL: not on a GPU, or nobody knows. */
 static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
 }
@@ -264,7 +264,7 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
   ncs_launched* launched = read_token(context, 0, status);
   ncs_failure failure = {"", "", -1};
   if (launched != NULL && kernel->passes) {
-    if (kernel->waits) ncs_launched_wait(launched); /* what fails is told where it is delivered */
+    if (kernel->waits) ncs_launched_wait(launched); /* a failure is reported where it is delivered */
   } else if (launched != NULL) {
     const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
     for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {

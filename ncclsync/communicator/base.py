@@ -262,7 +262,7 @@ class Communicator(abc.ABC):
         """Let messages in other processes say this of this one, too."""
         return
 
-    def tell_of_file(self) -> None:
+    def report_file(self) -> None:
         """Let other processes know that this one has written a file that they leave to it. Waits for nobody."""
         return
 
@@ -278,7 +278,7 @@ class Communicator(abc.ABC):
         """Return what another process has made the last collective raise, once; None if none has."""
         return None
 
-    def tell_of_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Let the other processes' next collective raise that something of this one's own has failed."""
         return
 

@@ -1,7 +1,7 @@
 """Launch groups of collectives that are only enqueued: no host thread waits for a GPU.
 
 Ops of TensorFlow use a launcher by its address, and this module knows neither them nor TensorFlow. The C library
-(``csrc/nccl/launcher.c``) watches what was launched; here its failure is read.
+(``csrc/nccl/launcher.c``) polls what was launched; here its failure is read.
 """
 
 from __future__ import annotations
@@ -131,24 +131,24 @@ class Launcher:
         return self._read(lib.ncs_launcher_get_pending, "ncs_launcher_get_pending")
 
     def _read(self, get: Any, name: str) -> LaunchFailure | None:
-        told = ffi.new(_FAILURE)
-        native.check(get(self._handle, told), name)
-        if told.status == 0:
+        reported = ffi.new(_FAILURE)
+        native.check(get(self._handle, reported), name)
+        if reported.status == 0:
             return None
-        named = min(told.n_collectives, lib.NCS_MOST_NAMED)
+        named = min(reported.n_collectives, lib.NCS_MOST_NAMED)
         return LaunchFailure(
-            status=told.status,
-            call=ffi.string(told.failure.call).decode(),
-            words=native.words(told.failure),
-            stage=told.stage,
-            waited_s=told.waited_s,
-            group=told.group,
-            label=told.label,
-            first=told.first,
-            sizes=tuple((told.counts[i], told.dtypes[i]) for i in range(named)),
-            count=told.n_collectives,
-            was_delivered=bool(told.was_delivered),
-            progress=tuple(Progress(told.progress[r]) for r in range(self._size)),
+            status=reported.status,
+            call=ffi.string(reported.failure.call).decode(),
+            words=native.words(reported.failure),
+            stage=reported.stage,
+            waited_s=reported.waited_s,
+            group=reported.group,
+            label=reported.label,
+            first=reported.first,
+            sizes=tuple((reported.counts[i], reported.dtypes[i]) for i in range(named)),
+            count=reported.n_collectives,
+            was_delivered=bool(reported.was_delivered),
+            progress=tuple(Progress(reported.progress[r]) for r in range(self._size)),
         )
 
 

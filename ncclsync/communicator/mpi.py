@@ -4,9 +4,9 @@ Every process receives, of its part of a buffer, what all ranks have there, adds
 gives the sum to all: bit for bit what `CpuCommunicator` computes for as many ranks in one process. Of a small buffer
 it receives all of it, and adds all of it up: the same bits, by one message less to wait for.
 
-All processes tell each other what they are about to do, and send what it begins with along with that; nobody takes it
-before all have agreed. So one that does something else, has failed or has ended is an error in all, which names it; and
-a thread hears that the others are alive.
+All processes report to each other what they are about to do, and send what it begins with along with that; nobody takes
+it before all have agreed. So one that does something else, has failed or has ended is an error in all, which names it;
+and a thread hears that the others are alive.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of 
 _LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
 _BYTES = ffi.typeof("char*")
 
-# What a process is about to do: run a collective, tell that something of its own has failed, or end.
+# What a process is about to do: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
 _HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
@@ -90,7 +90,7 @@ class MpiPeers(Peers):
         self.lock = threading.RLock()
         self.others = [i for i in range(self.size) if i != self.rank]
         self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
-        self._telling = (0, 0, b"")  # failures, whether this process has ended, words
+        self._reporting = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
         self._stop, self._now, self._has_news = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
@@ -176,7 +176,7 @@ class MpiPeers(Peers):
             requests: what to wait for.
             what: it is, for messages.
             timeout_s: see `timeouts.wait`.
-            heeds: whether a process that tells of a failure of its own ends this.
+            heeds: whether a process that reports a failure of its own ends this.
 
         Raises:
             ProcessError: another process is silent.
@@ -189,7 +189,7 @@ class MpiPeers(Peers):
                 waited_s = time.monotonic() - began
                 if waited_s >= slice_s:
                     self.check_silence(what)
-                    if heeds and self.failures != self.told:
+                    if heeds and self.failures != self.reported:
                         self.check(what)
                     return False
                 if waited_s > 5e-5:  # another process may need this core
@@ -227,7 +227,7 @@ class MpiPeers(Peers):
         found[self.rank][:] = own
         return [bytes(message) for message in found]
 
-    def tell_of_failure(self, words: str, timeout_s: float | None) -> None:
+    def report_failure(self, words: str, timeout_s: float | None) -> None:
         """Tell the others that something of this process' own has failed, at their next collective."""
         with self.lock, contextlib.suppress(NcclSyncError):
             self.agree(words, timeout_s=timeout_s, kind=_FAILED)
@@ -235,7 +235,7 @@ class MpiPeers(Peers):
 
     def end(self, words: str) -> None:
         """Tell the others that this process ends, and wait until they have heard of it."""
-        self._tell(words, True)
+        self._report(words, True)
         with self.lock:
             with contextlib.suppress(NcclSyncError):
                 self.agree(words, timeout_s=_END_S, kind=_ENDED)
@@ -253,8 +253,8 @@ class MpiPeers(Peers):
                 sys.stderr.flush()
                 self._mpi.COMM_WORLD.Abort(1)  # else MPI would wait for them
 
-    def _tell(self, words: str, ended: bool) -> None:
-        self._telling = self.failures[self.rank], int(ended), _cut_off(words)
+    def _report(self, words: str, ended: bool) -> None:
+        self._reporting = self.failures[self.rank], int(ended), _cut_off(words)
         self._has_news = True
         self._now.set()
 
@@ -297,7 +297,7 @@ class MpiPeers(Peers):
                 request, _, at = sent.get(other, (None, b"", -math.inf))
                 is_due = tells_now or now - at >= _BEAT_S
                 if other != self.rank and is_due and (request is None or request.Test()):
-                    message = _BEAT.pack(self.begun, *self.files[self.rank], *self._telling)
+                    message = _BEAT.pack(self.begun, *self.files[self.rank], *self._reporting)
                     sent[other] = self._beats.Isend([message, byte], dest=other), message, now
 
 
@@ -406,9 +406,9 @@ class MpiCommunicator(Communicator):
         """Say it in messages of other processes, too."""
         self.peers.remark = f"; {words}"
 
-    def tell_of_file(self) -> None:
-        """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""
-        self.peers.tell_of_file()
+    def report_file(self) -> None:
+        """Let other processes go on that wait for it; see `Communicator.report_file`."""
+        self.peers.report_file()
 
     def wait_for_file(self) -> None:
         """Wait for process 0; see `Communicator.wait_for_file`."""
@@ -419,10 +419,10 @@ class MpiCommunicator(Communicator):
         error, self.peers.raised = self.peers.raised, None
         return error
 
-    def tell_of_failure(self, error: BaseException) -> None:
-        """Tell the others; see `Communicator.tell_of_failure`."""
+    def report_failure(self, error: BaseException) -> None:
+        """Report it to the others; see `Communicator.report_failure`."""
         if not self.closed:
-            self.peers.tell_of_failure(f"{type(error).__name__}: {error}", self.timeout_s)
+            self.peers.report_failure(f"{type(error).__name__}: {error}", self.timeout_s)
 
     def close(self) -> None:
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""

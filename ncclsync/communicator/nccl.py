@@ -64,7 +64,7 @@ class NcclCommunicator(Communicator):
     waits = True
     memory = CUDA
     peers: Peers | None = None
-    _told_of: BaseException | None = None
+    _reported: BaseException | None = None
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class NcclCommunicator(Communicator):
         try:
             made = self.unique_id() if peers.rank == 0 else b""
         except NcclSyncError as error:
-            peers.tell(f"{type(error).__name__}: {error}")
+            peers.report(f"{type(error).__name__}: {error}")
             raise
         text = f"the joining of GPUs, preflight={self._preflight}, repeatable={self.repeatable}"
         given = len(self.devices), made, list(peers.failures)
@@ -265,7 +265,7 @@ class NcclCommunicator(Communicator):
     def launcher(self, *, on_host: bool = False) -> Launcher:
         """Return what launches groups on this communicator without waiting for them; one for its life.
 
-        Its failure is that of the communicator: `failure` raises nothing, and tells. A collective of this
+        Its failure is that of the communicator: `failure` returns it, and raises nothing. A collective of this
         class keeps launches away until it has ended.
 
         Args:
@@ -358,7 +358,7 @@ class NcclCommunicator(Communicator):
 
         Raises:
             NcclSyncError: it was closed, or was joined by a unique id: its processes have to agree upon a new one.
-            ProcessError: another process has failed since, which nobody was told yet.
+            ProcessError: another process has failed since, which was not reported yet.
             NcclUnavailableError, NcclError: as when it was created.
         """
         with self._lock:
@@ -385,7 +385,7 @@ class NcclCommunicator(Communicator):
         """Abort the communicator if a process has failed since it was joined: its ranks are not to be waited for.
 
         Raises:
-            ProcessError: another one has, and nobody was told yet.
+            ProcessError: another one has, which was not reported yet.
         """
         if self.peers is None or self._is_closed:
             return
@@ -412,21 +412,21 @@ class NcclCommunicator(Communicator):
         if self.peers is not None:
             self.peers.remark = f"; {words}"
 
-    def tell_of_file(self) -> None:
-        """Let other processes go on that wait for it; see `Communicator.tell_of_file`."""
+    def report_file(self) -> None:
+        """Let other processes go on that wait for it; see `Communicator.report_file`."""
         if self.peers is not None:
-            self.peers.tell_of_file()
+            self.peers.report_file()
 
     def wait_for_file(self) -> None:
         """Wait for process 0; see `Communicator.wait_for_file`."""
         if self.peers is not None:
             self.peers.wait_for_file(self.timeout_s)
 
-    def tell_of_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Let the other processes, whatever they wait for, raise that something of this one's own has failed."""
-        if self.peers is not None and not isinstance(error, ProcessError) and error is not self._told_of:
-            self._told_of = error
-            self.peers.tell(f"{type(error).__name__}: {error}")
+        if self.peers is not None and not isinstance(error, ProcessError) and error is not self._reported:
+            self._reported = error
+            self.peers.report(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
@@ -544,7 +544,7 @@ class NcclCommunicator(Communicator):
             if self._launcher is not None:
                 self._launcher.close(getattr(error, "status", 0) or native.INVALID_USAGE)
             self._abort(handle, error)
-            self.tell_of_failure(error)
+            self.report_failure(error)
             raise
 
     def _abort(self, handle: Any, cause: BaseException | None) -> None:

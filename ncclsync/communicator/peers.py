@@ -24,20 +24,20 @@ from ncclsync.communicator import timeouts
 from ncclsync.errors import NcclSyncError, ProcessError
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
-HEARTBEAT_S = 10.0  # the same, where a service tells
-MOST_TEXT = 600  # bytes of what is told
+HEARTBEAT_S = 10.0  # the same, where a service reports
+MOST_TEXT = 600  # bytes of what is reported
 _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
 _ALIVE = "ncclsync/alive"
-_END_S = 5.0  # that a process waits for the service to take what it tells, and process 0 for each other to hear its end
+_END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
 
 
 class Peers(abc.ABC):
     """Know the processes that train together.
 
-    A process that has failed tells the others, who raise that once; then all may join anew. One that has ended, or is
-    silent, ends the agreement for good.
+    A process that has failed reports it to the others, who raise that once; then all may join anew. One that has
+    ended, or is silent, ends the agreement for good.
 
     Attributes:
         rank: this process' number.
@@ -48,7 +48,7 @@ class Peers(abc.ABC):
         lost: numbers of the processes that have ended or are silent.
         remark: what else a message about this process is to say.
         failures: [size] how often each process is known to have failed.
-        told: [size] how many of these have been raised here.
+        reported: [size] how many of these have been raised here.
         begun: how often this process has begun to meet the others.
         files: [size] the last file of each process that is known: how often it had begun to meet the others, and how
             many files it has written since, or left to process 0.
@@ -65,7 +65,7 @@ class Peers(abc.ABC):
         self.raised: ProcessError | None = None
         self.lost: set[int] = set()
         self.remark = ""
-        self.failures, self.told = [0] * size, [0] * size
+        self.failures, self.reported = [0] * size, [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
@@ -92,7 +92,7 @@ class Peers(abc.ABC):
         """Tell the others that this process ends, and why; wait until they have heard of it."""
 
     @abc.abstractmethod
-    def _tell(self, words: str, ended: bool) -> None:
+    def _report(self, words: str, ended: bool) -> None:
         """Let the others hear that this process has failed, or ended. Waits for nobody."""
 
     @abc.abstractmethod
@@ -100,7 +100,7 @@ class Peers(abc.ABC):
         """Return the processes that have not been heard of for too long."""
 
     def _listen_now(self) -> None:
-        """Hear soon what others have told."""
+        """Hear soon what others have reported."""
         return
 
     def _has_passed(self, begun: int) -> bool:
@@ -117,19 +117,19 @@ class Peers(abc.ABC):
         """Return what messages call a process."""
         return f"process {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"process {rank}"
 
-    def tell(self, words: str) -> None:
+    def report(self, words: str) -> None:
         """Let the others raise, whatever they wait for, that something of this process' own has failed."""
         self.failures[self.rank] += 1
-        self.told[self.rank] += 1
+        self.reported[self.rank] += 1
         self._words[self.rank] = words
         with contextlib.suppress(NcclSyncError):
-            self._tell(words, False)
+            self._report(words, False)
 
-    def tell_of_file(self) -> None:
+    def report_file(self) -> None:
         """Let the others know that this process has written a file, or has failed to. Waits for nobody."""
         self._count_file()
         with contextlib.suppress(NcclSyncError):
-            self._tell(self._words[self.rank], False)
+            self._report(self._words[self.rank], False)
 
     def wait_for_file(self, timeout_s: float | None) -> None:
         """Wait until process 0 has written the file that this process leaves to it, or has gone on without it.
@@ -189,9 +189,9 @@ class Peers(abc.ABC):
             self.lost = {i for i, words in enumerate(self._ended) if words and i != self.rank}
             self.fail(f"Expected {what} to end. Received: {', '.join(ended)}", by_notice=True)
         self.check_silence(what)
-        failed = [i for i, (n, told) in enumerate(zip(self.failures, self.told, strict=True)) if n > told]
+        failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
-            self.told = list(self.failures)
+            self.reported = list(self.failures)
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
@@ -210,10 +210,10 @@ class Peers(abc.ABC):
     def agree_on_failures(self, each: Sequence[Sequence[int]]) -> None:
         """Take over [size][size] what each process knows of failures: all of them have been raised."""
         self.failures = [max(column) for column in zip(*each, strict=True)]
-        self.told = list(self.failures)
+        self.reported = list(self.failures)
 
     def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
-        """Take over what a process has told."""
+        """Take over what a process has reported."""
         begun, count = files
         self.files[rank] = max(self.files[rank], (begun, count))
         if ended:
@@ -242,7 +242,7 @@ class Service(Protocol):
 class ServicePeers(Peers):
     """Know the other processes by a service that process 0 runs.
 
-    What processes tell has one order for all: the n-th notice has the key n, which only one of them can set.
+    Reports have one order for all: the n-th notice has the key n, which only one of them can set.
     """
 
     silence_s = HEARTBEAT_S
@@ -316,12 +316,12 @@ class ServicePeers(Peers):
             try:
                 if task[0].wait(slice_s):
                     return True
-            except NcclSyncError as error:  # the service is not reached: process 0 tells why, or is silent
+            except NcclSyncError as error:  # the service is not reached: process 0 reports why, or is silent
                 task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
             if heeds:
                 self.check(text)
             elif self.failure is not None or any(self._ended) or self._silent():
-                self.told = list(self.failures)
+                self.reported = list(self.failures)
                 self.check(text)
             return False
 
@@ -332,9 +332,9 @@ class ServicePeers(Peers):
         if not self._stop.wait(self.silence_s + 2 * _PULSE_S):
             raise error
 
-    def _tell(self, words: str, ended: bool) -> None:
-        told = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
-        notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **told}
+    def _report(self, words: str, ended: bool) -> None:
+        state = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
+        notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **state}
         # A process 0 that is stopped takes nothing: nobody waits for that.
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
 
@@ -344,7 +344,7 @@ class ServicePeers(Peers):
             number += 1
 
     def _listen(self) -> None:
-        """Hear what processes tell: a thread's task."""
+        """Hear what processes report: a thread's task."""
         while not self._stop.is_set():
             try:
                 text = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
@@ -364,7 +364,7 @@ class ServicePeers(Peers):
                     self._service.put(f"ncclsync/heard/{self.rank}", "")
 
     def _watch(self) -> None:
-        """Process 0 asks who is alive, and tells; the others ask whether process 0 answers: a thread's task.
+        """Process 0 asks who is alive, and reports it; the others ask whether process 0 answers: a thread's task.
 
         Where process 0 is stopped, what the others ask of it may never end, and some calls keep all Python waiting.
         """
@@ -386,7 +386,7 @@ class ServicePeers(Peers):
     def end(self, words: str) -> None:
         """Tell the others that this process ends; process 0 waits until they have heard of it."""
         with contextlib.suppress(NcclSyncError):
-            self._tell(words, True)
+            self._report(words, True)
             for i in range(1, self.size) if self.rank == 0 else ():
                 if not self._ended[i] and i not in self._dead:
                     self._service.get(f"ncclsync/heard/{i}", _END_S)

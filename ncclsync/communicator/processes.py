@@ -1,6 +1,6 @@
 """Find out whether a launcher has started this process as one of several.
 
-Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG tell each process its number
+Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG give each process its number
 and how many there are. The first of them that is set, in this order, counts.
 """
 
@@ -37,8 +37,8 @@ class Process:
         rank: its number.
         size: how many there are.
         local_rank: its number on this host.
-        local_size: how many there are on this host; None if the launcher does not tell.
-        address: "host:port", where process 0 can be reached; None if the launcher does not tell.
+        local_size: how many there are on this host; None if the launcher does not say.
+        address: "host:port", where process 0 can be reached; None if the launcher does not say.
         reason: the variables that say so.
     """
 
@@ -60,7 +60,7 @@ class Process:
 
 
 def find_process(environment: Mapping[str, str] | None = None) -> Process | None:
-    """Return what a launcher tells this process; None if it is the only one.
+    """Return what a launcher gives this process; None if it is the only one.
 
     Args:
         environment: the variables; None: those of this process.
@@ -103,7 +103,7 @@ def _numbered(launcher: str, given: Mapping[str, str]) -> Process:
 
 
 def _local_size(launcher: str, given: Mapping[str, str]) -> int | None:
-    """Return how many processes there are on this host, None if the launcher does not tell."""
+    """Return how many processes there are on this host, None if the launcher does not say."""
     name = _VARIABLES[launcher][3]
     if launcher == "Slurm":
         parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in given.get(name, "").split(",")]  # "8(x2),1"

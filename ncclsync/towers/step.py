@@ -548,7 +548,7 @@ class TowerStep(abc.ABC):
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
             if self.towers.meets_processes:
-                self.towers.communicator.tell_of_failure(error)
+                self.towers.communicator.report_failure(error)
             elif setup is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(setup)
             raise

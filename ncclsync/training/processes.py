@@ -235,7 +235,7 @@ def _file(towers: Towers) -> Iterator[bool]:
         yield True
     finally:
         _is_writing.reset(token)
-        towers.communicator.tell_of_file()
+        towers.communicator.report_file()
 
 
 def _leave_file(towers: Towers) -> None:

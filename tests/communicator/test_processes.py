@@ -100,7 +100,7 @@ class Others(Peers):
     def end(self, words):
         raise AssertionError
 
-    def _tell(self, words, ended):
+    def _report(self, words, ended):
         raise AssertionError
 
     def _silent(self):

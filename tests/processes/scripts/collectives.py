@@ -75,7 +75,7 @@ large = [np.full(300_000, rank, "float32") for rank in ranks]
 sums = [np.zeros_like(one) for one in large]
 for _turn in range(3):
     if peers().rank == 0:
-        communicator.tell_of_failure(ValueError("told to fail"))
+        communicator.report_failure(ValueError("told to fail"))
     else:
         try:
             communicator.all_reduce(large, sums)

@@ -1,7 +1,7 @@
 """Keep what the host knows out of a GPU's memory, where towers are GPUs.
 
 Counts of rows, and what follows from shapes, lie in the host's memory. TensorFlow has ops for them that take and return
-them in a GPU's: then numbers of a few bytes are copied behind whatever else is copied to the GPU, such as the next
+them in a GPU's: then numbers of a few bytes are copied after whatever else is copied to the GPU, such as the next
 batch, and for those that come back the host waits for all that the GPU has been given. Here such ops run on the
 host, and a number that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes
 its ends from the host's memory. So the host can be a whole step ahead.
@@ -22,7 +22,7 @@ _SMALL = 64  # elements
 
 # The integers that have the bits of a float.
 _BITS = {tf.float16: tf.int16, tf.bfloat16: tf.int16, tf.float32: tf.int32, tf.float64: tf.int64}
-# What `enter` takes. For int32 many of a GPU's kernels use the host's memory, so that it would be copied back.
+# The dtypes that `enter` takes. For int32 many of a GPU's kernels use the host's memory: it would be copied back.
 ENTERING = (*_BITS, tf.bool, tf.int8, tf.int16, tf.int64, tf.uint8, tf.uint16, tf.uint32)
 # Inputs that the CPU's kernels check, and a GPU's do not: these have to be known.
 _CHECKED = {"GatherV2": (1, 2), "GatherNd": (1,)}

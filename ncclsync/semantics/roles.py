@@ -34,7 +34,7 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
         same_seeds: whether random state is equal on all towers (`batch_invariant_random`).
 
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
-    does not tell them apart: whether a step computes their new value from data decides what is averaged.
+    does not distinguish them: whether a step computes their new value from data decides what is averaged.
     """
     if tf_compat.has_flag(variable, "shared"):
         return Role.SAME

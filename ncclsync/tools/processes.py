@@ -11,10 +11,10 @@ def join(process: Process) -> Peers:
     """Join the others; collective.
 
     Args:
-        process: what the launcher tells this one.
+        process: this one's place, as the launcher reports it.
 
     Returns:
-        What joins them, with ranks as the launcher counts.
+        The peers that join them, with ranks as the launcher counts.
 
     Raises:
         NcclUnavailableError: mpi4py is missing, or its MPI does not see as many processes as the launcher has started.

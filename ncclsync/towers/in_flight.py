@@ -39,7 +39,7 @@ class InFlight:
         """Begin with none."""
         self._communicator = communicator
         self._steps: list[_Step] = []
-        self._told: BaseException | None = None  # the failure that was raised last
+        self._reported: BaseException | None = None  # the failure that was raised last
         self._lost: set[int] = set()
 
     @property
@@ -67,7 +67,10 @@ class InFlight:
                     tf_compat.call_after_read(leaf, check)
 
     def _check_results(self, step: _Step) -> None:
-        """Raise the failure of a step whose result was read. Whoever reads may swallow it: it is not told by that."""
+        """Raise the failure of a step whose result was read.
+
+        Whoever reads may swallow it, so that it does not count as reported.
+        """
         failure = step.failure
         if failure is None and self._communicator.failure is not None:
             failure = self._communicator.failure if step.last >= self._communicator.failed_group else None
@@ -77,8 +80,8 @@ class InFlight:
     def check(self) -> None:
         """Raise what has failed, once; wait for nothing."""
         failure = self._communicator.failure
-        if failure is not None and failure is not self._told:
-            self.tell()
+        if failure is not None and failure is not self._reported:
+            self.report()
             raise failure
 
     def settle(self) -> None:
@@ -92,15 +95,15 @@ class InFlight:
             self.check()
             self._steps.clear()
 
-    def tell(self, written: frozenset[int] = frozenset()) -> BaseException | None:
+    def report(self, written: frozenset[int] = frozenset()) -> BaseException | None:
         """Return the communicator's failure, which is about to be raised; what rests on it is lost.
 
         Args:
             written: ids of the variables that a step writes which has failed with it, half-way.
         """
         failure = self._communicator.failure
-        if failure is not None and failure is not self._told:
-            self._told = failure
+        if failure is not None and failure is not self._reported:
+            self._reported = failure
             first = self._communicator.failed_group
             if self._communicator.was_delivered:
                 self._lost.update(written)
@@ -137,7 +140,7 @@ class InFlight:
         if self._lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "
-                f"failed ({self._told}). Load the weights and the optimizer's state of a checkpoint, or build the "
+                f"failed ({self._reported}). Load the weights and the optimizer's state of a checkpoint, or build the "
                 "model again. With emergency_checkpoint=..., a step waits for its collectives before it writes."
             )
 

@@ -85,7 +85,7 @@ class TowerOptions:
             `DivergenceError` names variables, towers and the step. None: never.
         audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
             compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
-            `check_every` cannot see, since all weights are equal behind the sum. An `AuditError` names the variables,
+            `check_every` cannot see, since all weights are equal after the sum. An `AuditError` names the variables,
             the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
             long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
             `Throughput` or `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two
@@ -109,7 +109,7 @@ class TowerOptions:
             rounding is a warning that names variables and the line. Nothing else changes. A
             step that runs Python, or draws from a state that TensorFlow hides, is not checked: a warning says
             so. `verify` always checks.
-        processes: join the other processes, if mpirun, srun or torchrun has started this one as one of several:
+        processes: join the other processes, if mpirun, srun, torchrun or `TF_CONFIG` makes this one of several:
             the towers of all of them train as one device, and `towers` and `devices` are those of this process;
             by default every visible GPU, or, of several processes on a host, the GPU of this one's number there.
             The choice is logged once, at INFO. False: this process trains by itself.

@@ -512,7 +512,7 @@ class TowerState:
         Joins them anew if a collective had failed.
 
         Raises:
-            NcclError: a collective of an earlier step has failed, which nobody was told.
+            NcclError: a collective of an earlier step has failed, which has not been reported yet.
             NcclSyncError: the towers are closed, the call is inside a `tf.function`, or variables are lost.
         """
         self.require_open()
@@ -572,9 +572,9 @@ class TowerState:
         """Return the failure that ended the communicator, if any; save tower 0's state first.
 
         Args:
-            written: see `InFlight.tell`.
+            written: see `InFlight.report`.
         """
-        failure = self.in_flight.tell(written)
+        failure = self.in_flight.report(written)
         if failure is not None and failure is not self._saved_after and self._save is not None:
             self._saved_after = failure
             if not self.communicator.leads:

@@ -1,7 +1,7 @@
 """Keep a model in step with the processes that train it together: one writes files and the screen, all see the same.
 
-Every process runs the same script. What it does in rank 0 alone would be missed by the others, and what it does
-elsewhere would be done as often as there are processes: here a model's methods, and its callbacks, are made to fit.
+Every process runs the same script. The others would miss what is done in rank 0 alone, and anything else would be done
+as often as there are processes: here a model's methods, and its callbacks, are made to fit.
 """
 
 import contextlib
@@ -200,13 +200,13 @@ def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere:
         except Exception as error:  # raised below, when the others know of it
             failed = error
     words = failed and f"{type(failed).__name__}: {failed}"
-    told = towers.communicator.exchange((words, found), what)
+    reports = towers.communicator.exchange((words, found), what)
     if failed is not None:
         raise failed
-    for i, (words, _) in enumerate(told):
+    for i, (words, _) in enumerate(reports):
         if words is not None:
             raise ProcessError(f"Expected process {i} to {what}. Received: {words}")
-    return told[0][1]
+    return reports[0][1]
 
 
 def _send(model: keras.Model, towers: Towers) -> None:

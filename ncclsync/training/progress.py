@@ -1,4 +1,4 @@
-"""Tell a supervisor how far training has come; see `python -m ncclsync run`.
+"""Report to a supervisor how far training has come; see `python -m ncclsync run`.
 
 `NCCLSYNC_PROGRESS` names a file. Whoever has stored a state to go on from appends a line: a position, which is numbers
 of which the first that differ count, and the name of what has come so far.
@@ -13,7 +13,7 @@ logger = logging.getLogger("ncclsync")
 VARIABLE = "NCCLSYNC_PROGRESS"
 
 
-def tell(name: str, *position: int) -> None:
+def report(name: str, *position: int) -> None:
     """Append a position. Do nothing where no supervisor asks.
 
     Args:
@@ -28,12 +28,12 @@ def tell(name: str, *position: int) -> None:
             file.write(f"{' '.join(map(str, position))} {name}\n")
     except OSError as error:  # a supervisor that is gone is no reason to stop
         logger.warning(
-            "The supervisor is not told of %s, and may take the run for one without progress: %s", name, error
+            "%s was not reported to the supervisor, which may take the run for one without progress: %s", name, error
         )
 
 
 def read(path: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Return the furthest position of each name; nothing if nobody has told any.
+    """Return the furthest position of each name; nothing if nobody has reported any.
 
     Lines of another form are passed over, and so is a last line without an end: its writer was killed.
     """

@@ -192,7 +192,7 @@ def test_progress_counts_anew(script, run):
     source = f"""
     from ncclsync.training import progress
     *position, name = {told}[start].split()
-    progress.tell(name, *map(int, position))
+    progress.report(name, *map(int, position))
     {DIES}
     """
     code, _, err, report = run(script(source, "--restarts", "2"))
@@ -205,16 +205,16 @@ def test_progress_is_read_from_whole_lines(tmp_path, monkeypatch):
     """A name may have blanks; what another program has written does no harm, nor does a kill in the midst."""
     path = tmp_path / "told"
     assert progress.read(path) == {}
-    progress.tell("nobody asks", 1)
+    progress.report("nobody asks", 1)
     monkeypatch.setenv(progress.VARIABLE, str(path))
-    progress.tell("my model", 2, 30)
-    progress.tell("my model", 2, 9)
-    progress.tell("", 7)
+    progress.report("my model", 2, 30)
+    progress.report("my model", 2, 9)
+    progress.report("", 7)
     with path.open("a") as file:
         file.write("\nwords\n-1 x\n3 my model")
     assert progress.read(path) == {"my model": (2, 30), "": (7,)}
     monkeypatch.setenv(progress.VARIABLE, str(tmp_path / "no folder/told"))
-    progress.tell("x", 1)
+    progress.report("x", 1)
 
 
 def error_of(kind, *arguments, cause=None, context=None, handled=None):

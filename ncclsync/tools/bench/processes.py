@@ -1,7 +1,7 @@
 """Start processes by mpirun, or drive those that it has started, for `bench all-reduce`: process 0 asks, all work.
 
-What they run is `ranks.ProcessReducer`; TensorFlow's own collectives, whose server a process starts once, run in a
-child of each process.
+They run `ranks.ProcessReducer`. TensorFlow's own collectives, whose server a process starts once, run in a child of
+each process.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class ProcessSide:
         """Join the others. Collective.
 
         Args:
-            process: what the launcher tells this one.
+            process: this one's place, as the launcher reports it.
             grpc: whether TensorFlow's own collectives are to run, too.
 
         Raises:

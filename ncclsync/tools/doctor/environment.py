@@ -11,7 +11,7 @@ EFFECTS = {
     "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
     "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",
     "NCCLSYNC_CUDA_DRIVER_LIBRARY": "the libcuda to use; no other is tried",
-    "NCCLSYNC_PROGRESS": "where backups tell `python -m ncclsync run` how far they are",
+    "NCCLSYNC_PROGRESS": "where backups report to `python -m ncclsync run` how far they are",
     "NCCL_ALGO": "overrides NCCL's choice of algorithm",
     "NCCL_PROTO": "overrides NCCL's choice of protocol",
     "NCCL_BUFFSIZE": "bytes of NCCL's buffer between two GPUs",

@@ -167,7 +167,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         facts.add(stage="choosing devices")
         try:
             process = find_process()
-        except NcclSyncError:  # told by itself
+        except NcclSyncError:  # reported by itself
             process = None
         chosen = choose_placement(None, None, None, process)
         facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)

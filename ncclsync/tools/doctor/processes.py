@@ -67,7 +67,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     """Examine this process, and in process 0 judge what all have found. Collective.
 
     Args:
-        process: what the launcher tells this one.
+        process: this one's place, as the launcher reports it.
         timeout_s: see `examine`; the all-reduce over all has as long, too.
 
     Returns:
@@ -85,8 +85,8 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     everyone: Sequence[ProcessFacts] = ()
     joint = None
     try:
-        told = joined.exchange(written(_facts(joined, report)), "what doctor has found")
-        everyone = [read(text, rank, joined.hosts[rank]) for rank, text in enumerate(told)]
+        reports = joined.exchange(written(_facts(joined, report)), "what doctor has found")
+        everyone = [read(text, rank, joined.hosts[rank]) for rank, text in enumerate(reports)]
         problems = [*merged(everyone), *differences(everyone)]
         backends = {one.backend for one in everyone}
         if backends == {"nccl"} or isinstance(joined, MpiPeers):

@@ -73,7 +73,7 @@ def add_plan(commands: Any) -> None:
         type=_step_ms,
         metavar="MS|BATCH:MS,BATCH:MS",
         help="a step's time on one of the GPUs, instead of measuring here; with several batch sizes what "
-        "does not depend on the batch can be told apart",
+        "does not depend on the batch can be distinguished",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
     parser.add_argument("--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default 32")

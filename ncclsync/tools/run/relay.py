@@ -71,7 +71,7 @@ class _Copy(threading.Thread):
     def run(self) -> None:
         while True:
             if not select.select([self._source], [], [], _SLICE_S)[0]:
-                if self._is_over.is_set():  # though a process that it has left behind may write more
+                if self._is_over.is_set():  # though a process that it has started may write more
                     break
                 continue
             try:
@@ -80,7 +80,7 @@ class _Copy(threading.Thread):
                     break
                 self.tail = (self.tail + found)[-_KEPT_BYTES:]
                 _write(self._to, found)
-            except OSError:  # a terminal's end; or nobody reads any more, as the script is now told
+            except OSError:  # a terminal's end; or nobody reads any more, as the script now finds, too
                 break
         os.close(self._source)
 

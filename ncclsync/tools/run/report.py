@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-# Of what ends a process by a signal, the requests to end. What another one ends has died.
+# The signals that are requests to end. A process that another signal ends has died.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
 _SHOWN = 5  # lines of a log in the text
 
@@ -25,7 +25,7 @@ class Start:
         signal: that signal; None.
         error: the exception that ended it; "" if none did, or it is not known.
         device: whether that is a GPU's error, or a hang's time limit.
-        progress: by name, what it has told; for `BackupAndRestore` epoch and samples, by its folder.
+        progress: by name, what it has reported; for `BackupAndRestore` epoch and samples, by its folder.
         moved_on: whether that is further than any start before.
         log: the last lines that it printed.
     """

@@ -1,4 +1,4 @@
-"""Run a script as Python itself would, and tell the supervisor by which error it ended.
+"""Run a script as Python itself would, and report to the supervisor by which error it ended.
 
 `python -m ncclsync.tools.run.script ENDING PARENT script|module NAME ARGUMENTS...`, where ENDING is the file to write,
 and PARENT the supervisor's process, with which this one ends.

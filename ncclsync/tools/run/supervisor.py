@@ -83,8 +83,8 @@ class _Supervisor:
     def __init__(self, command: Command, folder: pathlib.Path, signals: "Signals") -> None:
         self.steps: list[Step] = []
         self._command, self._signals = command, signals
-        self._told, self._ending = folder / "progress", folder / "ending"
-        self._environ = {**os.environ, progress.VARIABLE: str(self._told)}
+        self._positions, self._ending = folder / "progress", folder / "ending"
+        self._environ = {**os.environ, progress.VARIABLE: str(self._positions)}
         self._asked: signal.Signals | None = None
         self._asked_at = 0.0
         self._vain = 0  # restarts without progress, the last ones
@@ -143,7 +143,7 @@ class _Supervisor:
     def _start(self, gpus: tuple[str, ...]) -> Start:
         """Run the script once."""
         self._ending.unlink(missing_ok=True)
-        before = progress.read(self._told)
+        before = progress.read(self._positions)
         self._children = _children()
         began, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         relay = Relay()
@@ -158,7 +158,7 @@ class _Supervisor:
         relay.started()
         self._wait(process)
         log = relay.ended()
-        after = progress.read(self._told)
+        after = progress.read(self._positions)
         ending: dict[str, Any] = {"error": "", "device": False}
         if self._ending.exists():
             ending = json.loads(self._ending.read_text())

@@ -181,7 +181,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
                 file.attrs[_STATE] = json.dumps({**state, "digest": _digest(state)})
         _write_metadata(metadata, state["epoch"])
         samples = state["data"]["samples"] if state["data"] else 0
-        progress.tell(os.path.abspath(self.backup_dir), state["epoch"], samples)
+        progress.report(os.path.abspath(self.backup_dir), state["epoch"], samples)
 
     def _state(self) -> dict[str, Any]:
         state = {"epoch": self._epoch, "seeds": [v.numpy().tolist() for v in _seeds(self.model)], "data": None}

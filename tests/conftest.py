@@ -22,7 +22,7 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser, pluginmanager):
     """Add --all. Know pytest-timeout's option where it is not installed: tests/gpu asks for pytest alone."""
-    parser.addoption("--all", action="store_true", help="run the tests marked slow too: all there are")
+    parser.addoption("--all", action="store_true", help="run the slow tests, too; in full: NCCLSYNC_THOROUGH=1 as well")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "pytest-timeout's; without it there is no limit")
 

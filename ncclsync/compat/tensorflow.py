@@ -246,7 +246,7 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     to the results. From one device to another these go through a GPU's memory, and TensorFlow waits for the GPU.
 
     Args:
-        body: a function of tensors, which is traced now. What it does must come before its results.
+        body: a function of tensors, which is traced now. Its results must come after its side effects.
         signature: their specs.
     """
 

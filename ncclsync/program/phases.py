@@ -1,8 +1,8 @@
 """Divide the segments of a step whose towers compute several shards each: what is done for a shard, what once.
 
 A *phase* is a part of a segment: either for each shard, with its rows, what it draws and its part of a metric, or
-once for a tower, on what is the same for all shards: every write of a weight is such. What shards give reaches the
-rest through exchanges alone, by the placements, so nothing has to be told apart by hand.
+once for a tower, on what is the same for all shards, as every write of a weight is. The placements see to it that
+only exchanges bring what shards give to the rest. So nobody has to say which op belongs where.
 
 The phases of a segment alternate: once, shards, once, … Mostly there are two, and one of them is empty: what
 shards need of the towers is computed with them.
@@ -47,7 +47,7 @@ def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
 
 
 class _Kinds:
-    """Tell which ops are for each shard, which must run once, and which may be in either phase."""
+    """Say which ops are for each shard, which must run once, and which may be in either phase."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.shards: set[str] = set()
@@ -96,7 +96,7 @@ class _Part:
         final = number == scheduled.count - 1
         self._folds = final and bool(graph.folds)
         needed = self._needed_by_shards()
-        # What something else than shards waits for, among what shards need.
+        # Of the ops that shards need: those for which something other than shards waits.
         self._awaited = {
             parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
         }

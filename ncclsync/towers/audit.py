@@ -2,8 +2,8 @@
 
 A wrong number that a tower computes enters the sum of gradients, and all towers then hold the same wrong weights: who
 compares weights sees nothing. Here towers compute, besides their own shards, those of their neighbours, up to the last
-exchange of the step. What they read and write on their way, but for weights that nobody writes before, are copies of
-their own, so that nothing of the step is different.
+exchange of the step. On their way they read and write copies of their own, but for weights that nobody writes before.
+So the step's results are unchanged.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ class Audit:
     def compare(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
         """Compare, in a graph, what a shard's computations send: [s][times] lists of K tensors; [K, s, pairs].
 
-        What towers compute once for all of their shards is given once for each tower.
+        A tensor that a tower computes once for all of its shards is given once for each tower.
         """
         rows = []
         for column in zip(*(zip(*times, strict=True) for times in sent), strict=True):  # [s] of [times] tensors
@@ -177,7 +177,7 @@ class Repeats:
             segment: of the program, not the last.
             arguments: of each call, what it has got after its sources: [s], or [n] of a segment that runs once.
             sent: of each call, what it sends, flat.
-            towers: [n] (device, ops to wait for, list of ops that is told what to wait for).
+            towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
         each = [[tensors] for tensors in sent]
         outcomes: dict[tuple[int, int], Sequence[tf.Tensor]] = {}
@@ -197,7 +197,7 @@ class Repeats:
             self._found.append(self._audit.compare(each))
 
     def end(self) -> list[tf.Operation]:
-        """Return ops behind which what was found is kept."""
+        """Return the ops that keep what was found: it is kept after them."""
         return [self._audit.keep(self._found)] if self._found else []
 
 

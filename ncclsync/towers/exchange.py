@@ -20,7 +20,7 @@ from ncclsync.semantics.shards import Shards
 from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, total_of_gathered
 from ncclsync.towers.state import TowerState
 
-# What each of this process' n towers waits for: [n] lists of ops and tensors.
+# For each of this process' n towers, the ops and tensors that it waits for: [n] lists.
 After = list[list[Any]]
 
 

@@ -188,8 +188,8 @@ _Staged = concurrent.futures.Future[tuple[list[tf.Tensor], list[tf.Tensor], list
 class Feeder:
     """Fetch an iterator's batches, in order, and bring them to the towers, ahead of the steps that train on them.
 
-    It has a thread for each batch that is under way. What they raise is raised by the step that would have had the
-    batch.
+    It has a thread for each batch that is under way. The step that would have had the batch raises the errors of its
+    thread.
     """
 
     def __init__(self, iterator: tf.data.Iterator) -> None:

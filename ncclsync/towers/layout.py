@@ -98,7 +98,7 @@ class _Run:
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""
         checks = _checked_rows(self._program, self._shards)
-        # An iterator that has no batch left ends the graph: then nothing has begun. What is saved says
+        # An iterator that has no batch left ends the graph: then nothing has begun. The saved state says
         # that the step is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()

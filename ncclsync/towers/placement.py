@@ -136,7 +136,8 @@ def connect(
     Args:
         placement: where the towers stand.
         process: this one, if it is one of several that are joined. Collective then.
-        timeout_s, preflight: see `NcclCommunicator`; the CPU's waits for nobody.
+        timeout_s: see `NcclCommunicator` and `MpiCommunicator`; a `CpuCommunicator` waits for nobody.
+        preflight: see `NcclCommunicator`.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.

@@ -1,7 +1,7 @@
 """Join what shards give where towers compute several of them: in one tree, whatever tower has which shard.
 
 A tower adds up its own shards' part of the tree (`ops/tree.py`) as they come, so that few of them take memory at
-once. What is left of the tree is computed alike by all towers.
+once. All towers compute the rest of the tree alike.
 """
 
 from collections.abc import Callable, Sequence

@@ -70,7 +70,7 @@ def test_a_model_is_measured_and_predicted(planned, tmp_path):
     assert 1 < two["more"]["speedup"] < 2.001 < many["more"]["speedup"] < 64.001
     assert "measured here on CPU:0, taken as it is (--compute-speedup 1)" in out
     assert "hosts of 8 GPUs by 28 GB/s and 2.5 µs, each host by 24 GB/s and 4 µs" in out
-    assert "What crosses hosts in a step: 1 all-reduce of " in out
+    assert "Between hosts, in a step: 1 all-reduce of " in out
     assert "64 GPUs are 8 hosts: " in out and " leave each, and as many enter it" in out and "2 GPUs are" not in out
     assert "How, by NCCL, hierarchically: the GPUs of a host are a chain, at whose end it is a node of two " in out
     assert (two["more"]["crossing_bytes"], many["more"]["crossing_bytes"] > gradients) == (0, True)

@@ -34,7 +34,7 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
         show: shows the user what is being done.
 
     Returns:
-        What was found; None in all processes of a launcher but the first.
+        The result; None in all processes of a launcher but the first.
 
     Raises:
         BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.

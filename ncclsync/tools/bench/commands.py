@@ -225,8 +225,8 @@ def _add_memory(benchmarks: Any) -> None:
         training.memory_listings,
         help="peak resident memory of the host by number of towers",
         description="Measure the peak resident memory of a process that trains for a few steps, each time a "
-        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. What "
-        "rows take is the peak less that of one row for each tower.",
+        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
+        "share of the rows is the peak less that of one row for each tower.",
     )
     _add_model(parser, ["resnet50"])
     _add_numbers_of_towers(parser)

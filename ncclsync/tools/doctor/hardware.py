@@ -165,8 +165,9 @@ def _unequal(host: Host) -> Iterator[Problem]:
         yield Problem(
             WARNING,
             "gpus-unequal",
-            f"The GPUs are not alike: {listed}. Batches are split evenly, and all wait for the slowest.",
-            "Choose equal ones by CUDA_VISIBLE_DEVICES, with CUDA_DEVICE_ORDER=PCI_BUS_ID.",
+            f"The GPUs are not alike: {listed}. By default batches are split evenly, and all wait for the slowest.",
+            'Give the faster ones more rows by shares="auto", or choose equal ones by CUDA_VISIBLE_DEVICES, with '
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID.",
         )
 
 

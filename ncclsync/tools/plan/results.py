@@ -124,7 +124,7 @@ def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) ->
     exchanged = size_text(sum(message.bytes_of(found.batch_size) for message in messages))
     kinds = collections.Counter(message.kind.replace("_", "-") for message in messages)
     what = " and ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
-    yield f"What crosses hosts in a step: {what} of {exchanged} in all."
+    yield f"Between hosts, in a step: {what} of {exchanged} in all."
     for one in crossing:
         crossing_s = one.crossing_bytes / cluster.between.bandwidth
         yield (

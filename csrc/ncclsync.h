@@ -213,12 +213,20 @@ ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* fai
 /* Joins one GPU with itself, for NCCL's own words on what is wrong. Blocks. */
 ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
 
-/* Begins to join n_devices GPUs of this process (CUDA ordinals) as `ranks` of `world_size` ranks, with one stream on
- * each; ncs_nccl_wait ends it. unique_id is NULL where all ranks are in this process. The caller owns *comm and ends it
- * by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must outlive it. On failure everything made so far is released and
- * *comm is NULL. The thread's current CUDA context is the same afterwards, here and in all that follows. */
-ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
-                             int world_size, const int* ranks, const int* devices, int n_devices,
+/* The ranks that this process has in a communicator. */
+typedef struct {
+  const char* unique_id; /* NULL where all ranks are in this process */
+  int world_size;        /* how many ranks there are in all processes */
+  int n;                 /* how many of them are in this one, at least 1 */
+  const int* ranks;      /* [n] their numbers */
+  const int* devices;    /* [n] their GPUs, CUDA ordinals */
+} ncs_ranks;
+
+/* Begins to join GPUs of this process as its ranks, with one stream on each; ncs_nccl_wait ends it. CUDA's libraries
+ * are those at the two paths. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
+ * outlive it. On failure everything made so far is released and *comm is NULL. The thread's current CUDA context is the
+ * same afterwards, here and in all that follows. */
+ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
 
 /* Waits for what is under way, at most slice_s seconds: ncclInProgress if it has not ended by then. Asks all the time
@@ -354,6 +362,15 @@ typedef struct {
   int dtype;
 } ncs_buffer;
 
+/* A rank's buffers, one for each collective of a group, and what holds their memory. let_go(kept) is called once, when
+ * nothing that is under way uses them any more, or what does is ordered before all that the GPU is given later. */
+typedef struct {
+  const ncs_buffer* buffers;
+  int n;
+  void* kept;
+  void (*let_go)(void* kept);
+} ncs_buffers;
+
 /* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
  * process lives. timeout_s: how long the GPUs' own work before a group, NCCL's launch, and the group may take each; 0:
  * no limit. on_host: the buffers are in host memory. */
@@ -393,12 +410,10 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. `kept` is what holds the buffers;
- * let_go(kept) is called once, when nothing that is under way uses them any more, or what does is ordered before all
- * that the GPU is given later; not where this fails. */
-ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffer* buffers, int n_buffers,
-                        void* kept, void (*let_go)(void* kept), /*outputs*/ ncs_failure* failure,
-                        ncs_arrival** arrival);
+/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. What holds the buffers is let go
+ * later, but not where this fails. */
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
+                        /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
 /* Launches one group of all ranks' n_collectives buffers; of `collectives` kind, op and root are read. Of no
  * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the launcher. */

@@ -21,9 +21,15 @@
 /* What memory moves at a time. */
 #define NCS_LINE_BYTES 64
 
-/* Bytes [at, end), whole lines, of a weighted sum or mean of all ranks, written around the cache. */
-typedef void (*ncs_sum_lines)(const void* const* sends, const double* weights, int n_ranks, int divides,
-                              void* const* outs, int n_outs, size_t at, size_t end);
+/* A weighted sum or mean of all ranks. */
+typedef struct {
+  const void* const* sends;
+  const double* weights; /* NULL: 1 each */
+  int n_ranks, divides;
+} ncs_weighted_sum;
+
+/* Bytes [at, end), whole lines, of such a sum, written around the cache. */
+typedef void (*ncs_sum_lines)(const ncs_weighted_sum* sum, void* const* outs, int n_outs, size_t at, size_t end);
 
 typedef struct {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
@@ -249,8 +255,9 @@ static void reduce_chunk(const void* task, size_t part, size_t chunk) {
   if (streaming && t->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
     const size_t first = min_size(begin + (0 - (uintptr_t)outs[0] - begin) % NCS_LINE_BYTES, end);
     const size_t last = end - (end - first) % NCS_LINE_BYTES;
+    const ncs_weighted_sum sum = {tensor->sends, t->weights, t->n_ranks, t->divides};
     reduce_blocks(t, tensor, outs, 0, begin, first);
-    t->sum_lines(tensor->sends, t->weights, t->n_ranks, t->divides, outs, t->n_recvs, first, last);
+    t->sum_lines(&sum, outs, t->n_recvs, first, last);
     reduce_blocks(t, tensor, outs, 0, last, end);
   } else {
     reduce_blocks(t, tensor, outs, streaming, begin, end);

@@ -41,25 +41,27 @@
   }
 #define NCS_AS_IS(x) (x)
 
-#define NCS_SUM_LINES(ours, T)                                                                                     \
-  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const void* const* sends, const double* weights, int n_ranks, \
-                                                      int divides, void* const* outs, int n_outs, size_t at,       \
-                                                      size_t end) {                                                \
-    typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                   \
-    for (; at < end; at += NCS_LINE_BYTES) {                                                                       \
-      line sum = {0}, next;                                                                                        \
-      int first = 1;                                                                                               \
-      for (int r = 0; r < n_ranks; ++r) {                                                                          \
-        const double weight = weights != NULL ? weights[r] : 1;                                                    \
-        if (weight == 0) continue;                                                                                 \
-        memcpy(&next, (const char*)sends[r] + at, sizeof(next));                                                   \
-        next *= (T)weight;                                                                                         \
-        sum = first ? next : sum + next; /* not from 0: that would lose a negative zero */                         \
-        first = 0;                                                                                                 \
-      }                                                                                                            \
-      if (divides) sum /= (T)n_ranks;                                                                              \
-      for (int o = 0; o < n_outs; ++o) stream_line((char*)outs[o] + at, &sum);                                     \
-    }                                                                                                              \
+#define NCS_SUM_LINES(ours, T)                                                                                   \
+  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_weighted_sum* of, void* const* outs, int n_outs, \
+                                                      size_t at, size_t end) {                                   \
+    typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                 \
+    const void* const* sends = of->sends;                                                                        \
+    const double* weights = of->weights;                                                                         \
+    const int n_ranks = of->n_ranks, divides = of->divides;                                                      \
+    for (; at < end; at += NCS_LINE_BYTES) {                                                                     \
+      line sum = {0}, next;                                                                                      \
+      int first = 1;                                                                                             \
+      for (int r = 0; r < n_ranks; ++r) {                                                                        \
+        const double weight = weights != NULL ? weights[r] : 1;                                                  \
+        if (weight == 0) continue;                                                                               \
+        memcpy(&next, (const char*)sends[r] + at, sizeof(next));                                                 \
+        next *= (T)weight;                                                                                       \
+        sum = first ? next : sum + next; /* not from 0: that would lose a negative zero */                       \
+        first = 0;                                                                                               \
+      }                                                                                                          \
+      if (divides) sum /= (T)n_ranks;                                                                            \
+      for (int o = 0; o < n_outs; ++o) stream_line((char*)outs[o] + at, &sum);                                   \
+    }                                                                                                            \
   }
 
 /* U: T's unsigned twin, in which overflow wraps instead of being undefined. */

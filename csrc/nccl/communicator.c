@@ -92,30 +92,30 @@ static int* copy_ints(const int* source, int n) {
   return copy;
 }
 
-ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const char* unique_id,
-                             int world_size, const int* ranks, const int* devices, int n_devices, ncs_failure* failure,
-                             ncs_nccl_comm** out) {
+ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
+                             ncs_failure* failure, ncs_nccl_comm** out) {
+  const size_t n = (size_t)own->n;
   ncclResult_t status = ncclSystemError;
   CUcontext current = NULL;
   ncclUniqueId id;
   ncs_nccl_comm* comm;
   *out = NULL;
-  if (n_devices < 1 || world_size < n_devices) {
+  if (own->n < 1 || own->world_size < own->n) {
     ncs_set_failure(failure, "ncs_nccl_create", "expected at least one device, and a rank for each");
     return ncclInvalidArgument;
   }
   comm = calloc(1, sizeof(*comm));
   if (comm == NULL) return ncclSystemError;
   comm->nccl = nccl;
-  comm->n = n_devices;
-  comm->world_size = world_size;
-  comm->ranks = copy_ints(ranks, n_devices);
-  comm->devices = copy_ints(devices, n_devices);
-  comm->comms = calloc((size_t)n_devices, sizeof(*comm->comms));
-  comm->streams = calloc((size_t)n_devices, sizeof(*comm->streams));
-  comm->contexts = calloc((size_t)n_devices, sizeof(*comm->contexts));
-  comm->events = calloc((size_t)n_devices, sizeof(*comm->events));
-  comm->scratch = calloc((size_t)n_devices, sizeof(*comm->scratch));
+  comm->n = own->n;
+  comm->world_size = own->world_size;
+  comm->ranks = copy_ints(own->ranks, own->n);
+  comm->devices = copy_ints(own->devices, own->n);
+  comm->comms = calloc(n, sizeof(*comm->comms));
+  comm->streams = calloc(n, sizeof(*comm->streams));
+  comm->contexts = calloc(n, sizeof(*comm->contexts));
+  comm->events = calloc(n, sizeof(*comm->events));
+  comm->scratch = calloc(n, sizeof(*comm->scratch));
   if (comm->ranks == NULL || comm->devices == NULL || comm->comms == NULL || comm->streams == NULL ||
       comm->contexts == NULL || comm->events == NULL || comm->scratch == NULL)
     goto fail;
@@ -124,11 +124,11 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
   if (status != ncclSuccess) goto fail;
   status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
   if (status != ncclSuccess) goto fail;
-  for (int r = 0; r < n_devices && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
-  if (status == ncclSuccess && unique_id == NULL)
+  for (int r = 0; r < own->n && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
+  if (status == ncclSuccess && own->unique_id == NULL)
     status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
   else if (status == ncclSuccess)
-    memcpy(id.internal, unique_id, sizeof(id.internal));
+    memcpy(id.internal, own->unique_id, sizeof(id.internal));
   if (status == ncclSuccess) status = join(comm, &id, failure);
   comm->cuda.cuCtxSetCurrent(current);
   if (status != ncclSuccess) goto fail;

@@ -333,9 +333,9 @@ static ncclResult_t record(const ncs_launcher* launcher, int rank, cudaStream_t 
   return ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(launcher->contexts[rank], event), "cuCtxRecordEvent", failure);
 }
 
-ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffer* buffers, int n_buffers,
-                        void* kept, void (*let_go)(void*), ncs_failure* failure, ncs_arrival** out) {
-  const size_t size = (size_t)n_buffers * sizeof(*buffers);
+ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
+                        ncs_failure* failure, ncs_arrival** out) {
+  const size_t size = (size_t)buffers->n * sizeof(*buffers->buffers);
   ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
   CUcontext current = NULL;
   ncclResult_t status = ncclSuccess;
@@ -343,11 +343,11 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   if (arrival == NULL) return ncclSystemError;
   arrival->launcher = launcher;
   arrival->rank = rank;
-  arrival->n_buffers = n_buffers;
+  arrival->n_buffers = buffers->n;
   arrival->users = 1;
-  if (size > 0) memcpy(arrival->buffers, buffers, size);
+  if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
   count(&n_arrivals, 1);
-  if (n_buffers > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
+  if (buffers->n > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
     status = enter(launcher, rank, failure, &current);
     if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
     if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
@@ -358,8 +358,8 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
     ncs_arrival_release(arrival);
     return status;
   }
-  arrival->kept = kept;
-  arrival->let_go = let_go;
+  arrival->kept = buffers->kept;
+  arrival->let_go = buffers->let_go;
   *out = arrival;
   return ncclSuccess;
 }

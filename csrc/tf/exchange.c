@@ -191,13 +191,14 @@ static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
   ncs_buffer* buffers = calloc((size_t)kernel->n + 1, sizeof(*buffers));
   ncs_arrival* arrival = NULL;
   ncs_failure failure = {"", "no memory", -1};
-  ncclResult_t result;
   if (all == NULL || buffers == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (all != NULL) all->n = kernel->n;
   for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
     hold_tensor(context, kernel, i, all, &buffers[i], status);
   if (ncs_tf.TF_GetCode(status) == TF_OK) {
-    result = ncs_arrive(launcher, (int)kernel->rank, find_stream(context), buffers, kernel->n, all, let_go, &failure, &arrival);
+    const ncs_buffers arriving = {buffers, kernel->n, all, let_go};
+    const ncclResult_t result =
+        ncs_arrive(launcher, (int)kernel->rank, find_stream(context), &arriving, &failure, &arrival);
     if (result != ncclSuccess) fail_by(status, result, &failure);
   }
   if (arrival != NULL) hand_over(context, arrival, release_arrival, status);

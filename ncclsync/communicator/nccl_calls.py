@@ -93,13 +93,13 @@ def create(
     """
     failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
+    numbers, ordinals = ffi.new("int[]", list(ranks)), ffi.new("int[]", list(devices))
+    own = ffi.new("ncs_ranks*", (found, world_size, len(devices), numbers, ordinals))
     runtimes, driver = native.cuda_paths()
     tried: list[str] = []
     call = ""
     for path in runtimes:
-        paths = (path.encode(), driver.encode())
-        numbers = (world_size, list(ranks), list(devices), len(devices))
-        status = lib.ncs_nccl_create(library.handle, *paths, found, *numbers, failure, handle)
+        status = lib.ncs_nccl_create(library.handle, path.encode(), driver.encode(), own, failure, handle)
         if status == 0:
             return handle[0]
         call = ffi.string(failure.call).decode()

@@ -87,6 +87,32 @@ def test_a_circle_or_an_arrow_upwards_would_be_found(added, file, expected, tmp_
     assert expected <= faults(read_arrows(tmp_path / "csrc"))
 
 
+def count_parameters(text: str) -> dict[str, int]:
+    """Return for each C function with a body how many parameters it has."""
+    text = re.sub(r"/\*.*?\*/|\\\n", " ", text, flags=re.DOTALL)
+    counts = {}
+    for body in re.finditer(r"\)\s*\{", text):
+        begin, depth, commas = body.start(), 1, 0
+        while depth > 0:
+            begin -= 1
+            depth += {")": 1, "(": -1}.get(text[begin], 0)
+            commas += depth == 1 and text[begin] == ","
+        name = re.search(r"\w+(?:\([\w#]+\))?\s*$", text[:begin])
+        if name and name[0].strip() not in ("if", "for", "while", "switch"):
+            counts[name[0].strip()] = commas + 1
+    return counts
+
+
+def test_functions_have_few_parameters():
+    """At most 7: what belongs together is a struct."""
+    assert count_parameters("int f(int a, void (*g)(int, int)) { for (;;) { if (h(1, 2, 3)) { } } }") == {"f": 2}
+    counts = {}
+    for file in sorted(CSRC.rglob("*.[ch]")):
+        counts |= {f"{file.name}: {name}": n for name, n in count_parameters(file.read_text(encoding="utf-8")).items()}
+    assert (counts["launcher.c: ncs_launch"], counts["collectives_kernels.h: NCS_KERNEL(ours##_scale)"]) == (7, 4)
+    assert {name: n for name, n in counts.items() if n > 7} == {}
+
+
 def compile_c(*arguments: object) -> None:
     """Compile, with the compiler's own words if it fails."""
     done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True)

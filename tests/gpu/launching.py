@@ -170,8 +170,9 @@ class Driver:
         sides = [(_pointer(send), _pointer(recv), count, native.DTYPES[dtype]) for send, recv, count, dtype in buffers]
         rows, kept = ffi.new("ncs_buffer[]", sides), _pointer(number)
         failure, arrival = ffi.new("ncs_failure*"), ffi.new("ncs_arrival**")
-        where = (self._handle, rank, _stream(stream))
-        native.check_failure(lib.ncs_arrive(*where, rows, len(rows), kept, self._hear, failure, arrival), failure)
+        all_rows = ffi.new("ncs_buffers*", (rows, len(rows), kept, self._hear))
+        status = lib.ncs_arrive(self._handle, rank, _stream(stream), all_rows, failure, arrival)
+        native.check_failure(status, failure)
         self.n_arrived = number  # else nobody has the buffers but the caller
         return arrival[0]
 

@@ -142,8 +142,9 @@ static void wait_for_comm(void) {
 static void join_launcher(void) {
   ncs_failure failure;
   int devices[MAX_RANKS] = {0}, ranks[MAX_RANKS], blocks;
+  const ncs_ranks own = {NULL, n, n, ranks, devices};
   for (int r = 0; r < n; ++r) ranks[r] = r;
-  check(ncs_nccl_create(nccl, cudart_path, driver_path, NULL, n, ranks, devices, n, &failure, &comm), &failure);
+  check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();
   if (ncs_launcher_create(n, 60.0, 0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
   ncs_launcher_open(launcher, comm, &blocks);
@@ -158,7 +159,8 @@ static void all_reduce_by_launcher(size_t count) {
   ncs_launched* launched;
   for (int r = 0; r < n; ++r) {
     const ncs_buffer buffer = {sends[r], recvs[r], count, ncclFloat32};
-    check(ncs_arrive(launcher, r, streams[r], &buffer, 1, NULL, let_go, &failure, &arrivals[r]), &failure);
+    const ncs_buffers buffers = {&buffer, 1, NULL, let_go};
+    check(ncs_arrive(launcher, r, streams[r], &buffers, &failure, &arrivals[r]), &failure);
   }
   check(ncs_launch(launcher, 0, arrivals, &sum, 1, &failure, &launched), &failure);
   for (int r = 0; r < n; ++r) {

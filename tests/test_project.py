@@ -5,6 +5,7 @@ Everything is read from the source text by `ast`; nothing here imports TensorFlo
 
 import ast
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from documents import PAGES, read
 
 import ncclsync
 
@@ -335,6 +337,39 @@ def test_docstrings_begin_with_a_verb():
         if not is_imperative(word)
     }
     assert found == set()
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield (where, paragraph) of all documents, and of the package's docstrings and comments."""
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+        yield from (
+            (str(page), part) for part in re.split(r"\n\s*\n|^\s*(?:[-#|>]|\d+\.) ?", prose, flags=re.MULTILINE)
+        )
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        comments = re.findall(r"(?:^ *# .*\n)+|# .*", text, flags=re.MULTILINE)
+        docstrings = re.findall(r'"""(.*?)"""', text, flags=re.DOTALL)
+        for part in itertools.chain(*(re.split(r"\n\s*\n|\w+: ", one) for one in docstrings), comments):
+            yield str(file.relative_to(ROOT)), re.sub(r"^ *# ", "", part, flags=re.MULTILINE)
+
+
+def beginnings_of_no_subject(text: str) -> list[str]:
+    """Return the sentences that begin with a clause in place of a subject."""
+    words = r"(?:^|(?<=[.!?] ))(?:What|Those|Whose|Whether it is)\b[^.?]*"
+    return [found for found in re.findall(words, " ".join(text.split())) if not found.endswith("?")]
+
+
+def test_sentences_have_a_subject():
+    """None begins with "What" or "Those": a newcomer would have to read to its end to know what it is about."""
+    found = {f"{where}: {begins}" for where, text in texts() for begins in beginnings_of_no_subject(text)}
+    assert found == set()
+
+
+@pytest.mark.parametrize("text", ["What is sent is lost.", "It is.\nThose of it\nare lost.", "So! Whose it is knows."])
+def test_sentences_without_a_subject_are_found(text):
+    """The check above can fail."""
+    assert beginnings_of_no_subject(text)
 
 
 @pytest.mark.parametrize("text", ["What it is.", "Returns it.", "Those of it.", "N ranks.", "`f`: it.", "Rows."])

@@ -51,7 +51,7 @@ _SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of 
 _LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
 _BYTES = ffi.typeof("char*")
 
-# What a process is about to do: run a collective, report that something of its own has failed, or end.
+# The next act of a process: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
 _HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent

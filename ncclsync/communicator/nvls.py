@@ -17,8 +17,8 @@ VARIABLE = "NCCL_NVLS_ENABLE"
 
 _logger = logging.getLogger("ncclsync")
 
-# What NCCL has found in the variable when it made this process' first communicator; [] before. It is NCCL that has
-# one value for the whole process.
+# The value that NCCL found when it made this process' first communicator; [] before. It is NCCL that has one for the
+# whole process.
 _read: list[str | None] = []
 
 
@@ -58,7 +58,7 @@ def in_force(variable: Callable[[str], str | None], repeatable: bool) -> Nvls:
 def apply(repeatable: bool) -> None:
     """Keep NVLS out of the communicator that is about to be made, and of all later ones, if sums must be repeatable.
 
-    What the user has set stays: a warning names it, if it asks for NVLS.
+    A variable that the user has set stays: a warning names it, if it asks for NVLS.
     """
     if repeatable:
         found = in_force(os.environ.get, repeatable)

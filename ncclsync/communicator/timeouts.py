@@ -63,7 +63,7 @@ def wait(
         NcclTimeoutError: it has not ended within the limit.
         NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
         KeyboardInterrupt: the same, in the main thread.
-        What `begin`, `go_on` and `check` raise.
+        Exception: whatever `begin`, `go_on` and `check` raise.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)

@@ -61,7 +61,7 @@ class Launched:
 
         Args:
             tower: its number.
-            after: ops and tensors on its device. What has been enqueued there before is not held up.
+            after: ops and tensors on its device. Work that was enqueued there before is not held up.
             waits: whether the host waits for the group's end, and the op fails if the group has.
         """
         if tower not in self._delivered:

@@ -1,4 +1,4 @@
-"""How ncclsync is built: the cffi extension, the source archive. Used by ``pyproject.toml`` only.
+"""Build ncclsync's cffi extension and source archive. Used by ``pyproject.toml`` only.
 
 The binding is generated from the header: the part of ``ncclsync.h`` between the "cdef" marks is
 what cffi reads, so that C and Python cannot disagree.
@@ -17,9 +17,9 @@ from setuptools.errors import SetupError
 HEADER = pathlib.Path("csrc/ncclsync.h")
 
 # Sources, and the pages beside them.
-ARCHIVED = {".c", ".cc", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh"}
+ARCHIVED = {".c", ".cc", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh", ".sbatch"}
 
-# What C may call: native.py defines it.
+# C may call it: native.py defines it.
 PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, int ends, int64_t value);\n'
 
 
@@ -34,7 +34,7 @@ def read_cdef(header: pathlib.Path = HEADER) -> str:
 
 
 class BuildNative(build_ext):
-    """Generates the binding's C file and compiles it with the C library into one extension."""
+    """Generate the binding's C file and compile it with the C library into one extension."""
 
     def build_extensions(self) -> None:
         """Compile, or say in one sentence which compiler is missing."""
@@ -60,7 +60,7 @@ class BuildNative(build_ext):
 
 
 class SourceArchive(sdist):
-    """Adds what setuptools leaves out by itself: headers, this file, all tests and the examples."""
+    """Add what setuptools leaves out by itself: headers, this file, all tests and the examples."""
 
     def make_release_tree(self, base_dir, files) -> None:
         """Copy, with every source of these folders."""

@@ -1,4 +1,4 @@
-/* What all folders share: the tables of ncclsync.h, failures, and how a thread starts. */
+/* Shared by all folders: the tables of ncclsync.h, failures, and how a thread starts. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "ncclsync.h"

@@ -66,8 +66,8 @@ ncclResult_t ncs_result_describe(int index, /*outputs*/ const char** name, int* 
 ncclResult_t ncs_dtype_describe(int index, /*outputs*/ const char** name, int* value, size_t* size);
 ncclResult_t ncs_op_describe(int index, /*outputs*/ const char** name, int* value);
 
-/* What failed, filled in by the functions below when they return a status other than ncclSuccess: the failed call
- * (of NCCL, CUDA, TensorFlow or the loader) and its own words. Owned by the caller; NULL is allowed. */
+/* A failure, filled in by the functions below when they return a status other than ncclSuccess: the failed call (of
+ * NCCL, CUDA, TensorFlow or the loader) and its own words. Owned by the caller; NULL is allowed. */
 typedef struct {
   char call[64];
   char message[960];
@@ -165,7 +165,7 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
  * `void* ncclsync_gpu_stream(void* context)`; NULL: not on a GPU. */
 ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure);
 
-/* ---- What began and ended when (cpu/meter.c) ---- */
+/* ---- Timestamps (cpu/meter.c) ---- */
 
 /* Timestamps of spans. Any number of threads may use a meter at the same time. */
 typedef struct ncs_meter ncs_meter;
@@ -279,7 +279,7 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * stream whatsoever, when this wait began; ncclInProgress if that has not ended: then call it again. To be called
  * before ncs_nccl_run_group, whose streams wait for nobody: after it the buffers that are sent have been written, and
  * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
- * its stream was pending). What is queued during the wait is not waited for.
+ * its stream was pending). Work that is queued during the wait is not waited for.
  *
  * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that
  * work, and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event
@@ -332,7 +332,7 @@ typedef struct ncs_launched ncs_launched;
 
 enum { NCS_MOST_RANKS = 64, NCS_MOST_NAMED = 64 };
 
-/* What a failed group was waiting for. */
+/* The end that a failed group was waiting for. */
 typedef enum {
   NCS_OWN_WORK = 0,  /* the GPUs' own work before it */
   NCS_LAUNCHING = 1, /* NCCL's own part */
@@ -397,7 +397,7 @@ ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ i
 /* Waits, at most slice_s seconds, until all launched groups have ended: ncclInProgress if they have not. */
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 
-/* What has failed; status ncclSuccess: nothing has. */
+/* The first failure; status ncclSuccess: there is none. */
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
 
 /* The first group that has not ended, or the one that NCCL is launching, and since when it is in its stage; status 0:
@@ -410,13 +410,14 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. What holds the buffers is let go
- * later, but not where this fails. */
+/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. Where this succeeds, let_go is
+ * called later. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
 /* Launches one group of all ranks' n_collectives buffers; of `collectives` kind, op and root are read. Of no
- * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the launcher. */
+ * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the
+ * launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
                         const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
                         ncs_launched** launched);
@@ -428,7 +429,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int wai
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */
 ncclResult_t ncs_launched_wait(ncs_launched* launched);
 
-/* What `kept` was of rank r's arrival; NULL: it is delivered. */
+/* The `kept` of rank r's arrival; NULL: it is delivered. */
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
 
 /* Gives up a reference. Where a launched group was not delivered, it is first ordered as by ncs_deliver. NULL is
@@ -460,7 +461,7 @@ typedef struct {
 
 /* cdef end */
 
-/* ---- Inside csrc only (ncclsync.c): what all folders share ---- */
+/* ---- Inside csrc only (ncclsync.c): shared by all folders ---- */
 
 /* Bytes of an element; 0: no such dtype. */
 size_t ncs_size_of(int dtype);

@@ -11,14 +11,14 @@
 
 /* The running result of one block: with the ranks' blocks streaming through, it must stay in a 32 KiB cache. */
 #define NCS_BLOCK_BYTES 8192
-/* What a thread takes at a time, per rank. */
+/* A thread takes so much at a time, per rank. */
 #define NCS_CHUNK_BYTES (128 * 1024)
 /* Waking a worker takes tens of microseconds: jobs that touch less than this run in the caller alone (measured: on
  * two cores the pool loses below and wins above). */
 #define NCS_SMALL_JOB_BYTES (1024 * 1024)
 /* Results larger than this, all together, will not be found in a cache anyway: write around it. */
 #define NCS_STREAM_BYTES (8 * 1024 * 1024)
-/* What memory moves at a time. */
+/* Memory moves so much at a time. */
 #define NCS_LINE_BYTES 64
 
 /* A weighted sum or mean of all ranks. */

@@ -123,7 +123,7 @@ struct ncs_nccl_comm {
   /* The wait for the devices' own work. */
   int is_waiting;
   struct ncs_waiter* waiter; /* where there are no events */
-  /* What is under way. */
+  /* The call that is under way. */
   int is_launching;    /* NCCL has not reported yet that it is through with its own part */
   int is_on_streams;   /* whether there is work on the streams then */
   int n_done;          /* the streams of so many ranks, the first ones, were found to be through */
@@ -142,7 +142,7 @@ void ncs_nap(double waited_s);
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
 /* Ends the wait for the devices' own work without its end. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
-/* What NCCL says of every rank: ncclInProgress, or the first error. */
+/* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
 /* Makes the calls of a group, and waits for nothing: ncs_ask_nccl reports when NCCL has launched it. */
 ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,

@@ -1,5 +1,5 @@
-/* What a group of collectives may be given: checked before anything is called, since NCCL would hang, or give wrong
- * numbers, or write where somebody else reads. Refusals are whole sentences: the binding passes them on. */
+/* Checks what a group of collectives is given before anything is called: NCCL would hang, or give wrong numbers, or
+ * write where somebody else reads. Refusals are whole sentences: the binding passes them on. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdint.h>
@@ -42,8 +42,8 @@ static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* 
 
 enum { NCS_MOST_EXTENTS = 3 }; /* of one rank in one collective */
 
-/* Appends a collective's buffers. What is sent and received in place is one piece of memory, which is written; what
- * else is sent lies before it and after it. */
+/* Appends a collective's buffers. Memory that is sent and received in place is one piece, which is written; what else
+ * is sent lies before it and after it. */
 static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, int index, extent* next) {
   const int kind = what->kind;
   const size_t block = what->count * ncs_size_of(what->dtype), whole = block * (size_t)comm->world_size;

@@ -1,4 +1,4 @@
-/* What kernels share: TensorFlow's functions, and how a kernel reads its inputs and makes its outputs by them. */
+/* Shared by kernels: TensorFlow's functions, and how a kernel reads its inputs and makes its outputs by them. */
 #include "tf/api.h"
 
 ncs_tf_library ncs_tf;

@@ -1,5 +1,5 @@
 /* The three kernels by which towers meet without a host thread that waits: arrive and deliver on each tower's device,
- * launch on the CPU. What they do is nccl/launcher.c's.
+ * launch on the CPU. They do it by nccl/launcher.c.
  *
  * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. Where a step
  * fails on its way, TensorFlow lets go of its tensors, and so of all that the step had begun.
@@ -48,7 +48,7 @@ static void hand_over(TF_OpKernelContext* context, void* owned, void (*release)(
   ncs_tf.TF_DeleteTensor(tensor);
 }
 
-/* What input `index` owns; NULL on failure. */
+/* The arrival or group that input `index` owns; NULL on failure. */
 static void* read_token(TF_OpKernelContext* context, int index, TF_Status* status) {
   ncs_tf_view seen;
   if (!ncs_tf_read_input(context, index, &seen, status)) return NULL;
@@ -71,7 +71,7 @@ static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
 }
 
-/* ---- What all three know ---- */
+/* ---- All three ---- */
 
 /* A broadcast's `op`: it writes into what the other ranks give, which must be memory that nobody else has. */
 enum { NCS_IN_PLACE = 1 };
@@ -126,7 +126,7 @@ static void* end_create(TF_OpKernelConstruction* context, exchange_kernel* kerne
 
 /* ---- Arrive ---- */
 
-/* What holds a rank's buffers. */
+/* Holds a rank's buffers. */
 typedef struct {
   int n;
   TF_Tensor* tensors[]; /* [2 n]: each one that is sent, and the one that is received into; NULL: none */

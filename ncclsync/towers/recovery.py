@@ -90,7 +90,9 @@ class Rollback:
             others = towers.places.ranks[0] > 0
             sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
             self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
-            self._open = tf.Variable(False, trainable=False) if self._saved or self._sums else None
+            # Says that a step is under way; also of one that writes nothing, if it may run again.
+            needed = self._saved or self._sums or towers.on_oom is not None
+            self._open = tf.Variable(False, trainable=False) if needed else None
 
     def begin(self) -> list[tf.Operation]:
         """Save, in the graph of the step; the step must wait for what is returned."""

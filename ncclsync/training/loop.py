@@ -78,7 +78,7 @@ class Towers(TowerState):
         Returns:
             The results of `step` on one device for the whole batch. With `per_tower` a list of what each
             of the N towers has of it, its rows or its part of a sum; None for a tower that had no sample, or
-            that is another process'. With `shards=`, what each shard has.
+            that is another process'. With `shards=`, and where `on_oom` has divided a batch, what each shard has.
 
         Raises:
             TypeError: `step` cannot be called.
@@ -103,10 +103,10 @@ class Towers(TowerState):
             raise ValueError(
                 f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
             )
-        sizes = self.sizes_of(rows or 1)  # a batch without rows is tower 0's
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
+        sizes = self.sizes_of(rows or 1)  # a batch without rows is tower 0's
         own = dict(zip(self.shards.ranks, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 

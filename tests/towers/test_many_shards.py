@@ -289,6 +289,37 @@ def test_a_step_that_does_not_fit_is_divided(caplog):
 
 
 @pytest.mark.slow
+def test_any_step_that_does_not_fit_is_divided():
+    """Also one that writes no variable, and one of which each shard's results are asked for."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        return made(keras.Input((12,)), out_of_memory_above(6), layers.Dense(5))
+
+    expected = build().predict(X, batch_size=6, verbose=0)
+    for method in ("predict", "predict_on_batch", "evaluate"):
+        model = on_towers(build, 2, on_oom="split")
+        if method == "predict":
+            assert_close(model.predict(X, batch_size=24, verbose=0), expected)
+        elif method == "predict_on_batch":
+            assert_close(model.predict_on_batch(X[:24]), expected[:24])
+        else:
+            model.evaluate(X, Y, batch_size=24, verbose=0)
+        assert model.towers.shards.total == 4, method
+        model.towers.close()
+    large, count = out_of_memory_above(6), tf.Variable(0.0)
+
+    def step(rows):
+        count.assign_add(1.0)
+        return large(rows)
+
+    with Towers(2, on_oom="split") as towers:
+        each = [towers.run(step, np.arange(24.0, dtype="float32"), per_tower=True) for _ in range(2)]
+    assert [[part.numpy().tolist() for part in parts] for parts in each] == [np.arange(24.0).reshape(4, 6).tolist()] * 2
+    assert float(count) == 2.0
+
+
+@pytest.mark.slow
 def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
     """Fewer of them are computed side by side, until one after another; the step leaves no trace."""
     towers = []

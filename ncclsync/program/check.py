@@ -30,7 +30,7 @@ from ncclsync.program.program import Results
 from ncclsync.program.trace import Mark, Trace
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
-from ncclsync.semantics.placing import REPEATABLE
+from ncclsync.semantics.placing import PRINTS, leaves_trace
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.shards import shard_sizes
 
@@ -42,7 +42,6 @@ _TOLERANCES = {"float64": (1e-6, 1e-10), "float32": (1e-3, 1e-5), "bfloat16": (0
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)  # from the least precise
 # Two towers show what more would: the program is the same for any number.
 _TOWERS = 2
-_PRINTS = frozenset({"Print", "PrintV2"})
 # A step that declares its batch size is run on that.
 _MOST_ROWS = 256
 # Up to so many elements a check runs in float64, in which the kernels of convolutions are slow.
@@ -208,10 +207,9 @@ def _precise() -> Iterator[None]:
 def _refuse_hidden(graph: StepGraph) -> None:
     functions = Functions(graph.functions, graph.tf_graph)
     for op in graph.ops:
-        if op.name in graph.placeholders or op.type in _PRINTS:
+        if op.name in graph.placeholders or op.type in PRINTS:
             continue
-        prints = any(called in _PRINTS for called in functions.op_types(op))
-        if prints or (tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE)):
+        if leaves_trace(op, functions):
             raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, cannot be run twice without a trace")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
@@ -24,6 +25,8 @@ from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placing import leaves_trace
 
 SUM = Collective("all_reduce", "sum")
 
@@ -147,6 +150,7 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         used |= {fold.result for fold in plan.fold_writes}
         uses.append({name for name in used if not name.startswith("@fold_")})
     inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
+    functions = Functions(graph.functions, graph.tf_graph)
     segments = []
     for number, plan in enumerate(plans):
         made = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
@@ -158,8 +162,14 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
         once = bool(scheduled.once) and scheduled.once[number]
         parts = tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number]
-        segments.append(Segment(*parts, plan, once=once))
+        segments.append(Segment(*parts, plan, once=once, trace=_trace_of(plan, functions)))
     return tuple(segments)
+
+
+def _trace_of(plan: SegmentPlan, functions: Functions) -> str:
+    """Return `Segment.trace`."""
+    ops = (plan.graph.by_name[name] for name in plan.ops)
+    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if leaves_trace(op, functions)), "")
 
 
 def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:

@@ -102,6 +102,7 @@ class Segment:
         plan: what the function is made of, `segment.SegmentPlan`, until it is made.
         function: None before.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
+        trace: an op of it, and its line, that must not run again, since it would leave a trace; "" if there is none.
     """
 
     sources: tuple[str, ...]
@@ -112,6 +113,7 @@ class Segment:
     function: Any = None
     metered: bool = False
     once: bool = False
+    trace: str = ""
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

@@ -31,9 +31,16 @@ REPEATABLE = rules.names(
     RngReadAndSkip
     """
 )
+PRINTS = frozenset({"Print", "PrintV2"})
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
+
+def leaves_trace(op: tf.Operation, functions: Functions) -> bool:
+    """Return whether an op must run once: it prints, or has a state that no variable holds, as Python and queues do."""
+    prints = any(one in PRINTS for one in functions.op_types(op))
+    return prints or (tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE))
 
 
 class Refused(Exception):

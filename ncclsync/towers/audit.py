@@ -55,8 +55,10 @@ class Audit:
         self._owners = [owner for owner, own in enumerate(owned) for _ in own]
         self._first = [own[0] for own in owned]  # [n] a place in `values` with the tower's handles
         self._pairs = list(itertools.combinations(range(self._times), 2))
-        used = {name for segment in self._segments for name in segment.sources}
-        written = {name for segment in self._segments for name in segment.written}
+        self.left_out = self._find_left_out()
+        computed = [one for number, one in enumerate(self._segments) if number not in self.left_out]
+        used = {name for segment in computed for name in segment.sources}
+        written = {name for segment in computed for name in segment.written}
         # By what is copied and for which tower: what a tower's shards share, their copies share.
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
         self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
@@ -66,12 +68,35 @@ class Audit:
                 each = towers.copies_of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
-        exchanges = [list(_sent(segment)) for segment in self._segments]
+        exchanges = [list(_sent(segment)) for segment in computed]
         self._sent = [one for each in exchanges for one in each]
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
             self._found = tf.Variable(tf.fill(shape, tf.constant(_EQUAL, tf.int64)), trainable=False)
+
+    def _find_left_out(self) -> set[int]:
+        """Return the numbers of segments that must not run again, or that take what such a segment writes; warn once.
+
+        Of such segments others take the results as they are.
+        """
+        found: set[int] = set()
+        lines: dict[str, None] = {}
+        written: set[str] = set()
+        for number, segment in enumerate(self._segments):
+            if segment.trace or written.intersection(segment.sources):
+                found.add(number)
+                written |= segment.written
+                lines.update({segment.trace: None} if segment.trace else {})
+        if found:
+            sent = [len(list(_sent(segment))) for segment in self._segments]
+            left = sum(count for number, count in enumerate(sent) if number not in found)
+            self._towers.warn_once(
+                "audit_every leaves out what is computed together with an op that must run once: "
+                f"{' and '.join([*lines][:3])}. Of the {sum(sent)} tensors that a tower sends, {left} are audited. "
+                "Move that op out of the step, and all are"
+            )
+        return found
 
     def _copy(self, source: tf.Variable, device: str, place: _Place) -> tf.Variable:
         key = id(source), place.tower
@@ -97,7 +122,7 @@ class Audit:
                 value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
             with tf.device(copy.device):
                 begun.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
-        return Repeats(self, again, [op for op in begun if op is not None])
+        return Repeats(self, again, values, [op for op in begun if op is not None])
 
     def compare(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
         """Compare, in a graph, what a shard's computations send: [s][times] lists of K tensors; [K, s, pairs].
@@ -164,21 +189,37 @@ class Repeats:
         begun: ops that the step waits for before it begins.
     """
 
-    def __init__(self, audit: Audit, values: list[dict[str, tf.Tensor]], begun: list[tf.Operation]) -> None:
-        self._audit, self._values, self.begun = audit, values, begun
+    def __init__(
+        self,
+        audit: Audit,
+        values: list[dict[str, tf.Tensor]],
+        first: Sequence[Mapping[str, tf.Tensor]],
+        begun: list[tf.Operation],
+    ) -> None:
+        self._audit, self._values, self._first, self.begun = audit, values, first, begun
         self._found: list[tf.Tensor] = []
 
     def compute(
-        self, segment: Segment, arguments: Sequence[Sequence[Any]], sent: Sequence[Sequence[tf.Tensor]], towers: Any
+        self,
+        number: int,
+        segment: Segment,
+        arguments: Sequence[Sequence[Any]],
+        sent: Sequence[Sequence[tf.Tensor]],
+        towers: Any,
     ) -> None:
         """Compute a segment again, and compare.
 
         Args:
+            number: of the segment, from 1.
             segment: of the program, not the last.
             arguments: of each call, what it has got after its sources: [s], or [n] of a segment that runs once.
             sent: of each call, what it sends, flat.
             towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
+        if number - 1 in self._audit.left_out:
+            for place, values in zip(self._audit.places, self._values, strict=True):
+                values.update({name: self._first[place.shard][name] for name in segment.fetches})
+            return
         each = [[tensors] for tensors in sent]
         outcomes: dict[tuple[int, int], Sequence[tf.Tensor]] = {}
         for place, values in zip(self._audit.places, self._values, strict=True):

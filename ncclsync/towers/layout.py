@@ -152,7 +152,7 @@ class _Run:
                 ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
             done.append(ends)
         if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(segment, arguments, sent, list(zip(places.devices, after, done, strict=True)))
+            self._repeats.compute(number, segment, arguments, sent, list(zip(places.devices, after, done, strict=True)))
         return sent, done
 
     def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:

@@ -78,6 +78,74 @@ def test_nothing_else_is_different(deterministic, kind, towers):
     assert [leaf.tobytes() for leaf in leaves_of(found[0])] == [leaf.tobytes() for leaf in leaves_of(found[1])]
 
 
+class Once(keras.Model):
+    """A step with something that must happen once: Python that counts its calls."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((12,)), layers.Dense(8), layers.Dropout(0.3), layers.Dense(5)])
+        self.built, self.how, self.calls = True, how, 0
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def called(self, x):
+        self.calls += 1
+        return np.float32(1 if self.calls <= 3 else 3)
+
+    def python(self, x):
+        return tf.ensure_shape(tf.numpy_function(self.called, [x], tf.float32), [])
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+    def train_step(self, batch):
+        x, y = batch
+        if self.how == "input":
+            x *= self.python(x)
+        elif self.how == "branch":
+            x *= tf.cond(tf.reduce_sum(x) > 1e9, lambda: 1.0, lambda: self.python(x))
+        elif self.how == "table":
+            y = tf.ensure_shape(y, [None])
+            seen = tf.ensure_shape(self.table.lookup(y), [None])
+            with tf.control_dependencies([self.table.insert(y, seen + 1.0)]):
+                x = tf.ensure_shape(x * (1 + 0.1 * seen[:, None]), [None, 12])
+        logs = super().train_step((x, y))
+        if self.how == "loss":
+            logs["called"] = self.python(logs["loss"])
+        return logs
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("how", "towers", "options"),
+    [
+        ("input", 2, {}),
+        ("input", 3, {"shards": 5}),
+        ("branch", 2, {}),
+        ("loss", 3, {}),
+        ("table", 2, {}),
+        ("table", 2, {"shards": 5}),
+    ],
+)
+def test_python_runs_once_in_an_audited_step(deterministic, caplog, how, towers, options):
+    """And queues, tables and prints; the rest of the step is audited, and a warning says so."""
+    found = []
+    for every in (2, None):
+
+        def build():
+            keras.utils.set_random_seed(1)
+            model = Once(how)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], jit_compile=False)
+            return model
+
+        model = on_towers(build, towers, audit_every=every, **options)
+        found.append((fit(model), state(model), model.calls))
+        model.towers.close()
+    assert [leaf.tobytes() for leaf in leaves_of(found[0])] == [leaf.tobytes() for leaf in leaves_of(found[1])]
+    said = [one.message for one in caplog.records if "audit_every leaves out" in one.message]
+    assert len(said) == 1 and "are audited" in said[0] and "test_audit.py:" in said[0]
+
+
 def leaves_of(structure):
     return [np.asarray(leaf) for leaf in tf.nest.flatten(structure) if leaf is not None]
 

@@ -215,6 +215,9 @@ class TowerState:
             logger.warning('%s, and on_oom="split" divides it no further: %s', failed, reason)
             return False
         else:
+            for key, replicas in list(self._replicas.items()):
+                if replicas.role is not Role.SAME:  # each shard's own
+                    self._forget_copies(key)
             self._shards = 2 * before
             self.__dict__.pop("target", None)  # programs are cut for it
             each = self._shards // len(self)
@@ -471,9 +474,7 @@ class TowerState:
         replicas = self._replicas.get(id(variable))
         role = role_of(variable, self.batch_invariant_random)
         if replicas is not None and len(replicas.copies) + 1 != len(self._holders(role).devices):
-            replicas.gather_parts()
-            replicas.untrack()
-            del self._replicas[id(variable)]
+            self._forget_copies(id(variable))
             replicas = None
         if replicas is None:
             copies = []
@@ -494,6 +495,13 @@ class TowerState:
         elif replicas.role is not role:
             replicas.take_role(role)
         return [variable, *replicas.copies]
+
+    def _forget_copies(self, key: int) -> None:
+        """Let tower 0 alone hold a variable, until copies are made anew."""
+        replicas = self._replicas.pop(key)
+        replicas.gather_parts()
+        replicas.untrack()
+        self._pending.discard(key)
 
     def copies_of_shards(self, variable: tf.Variable) -> list[tf.Variable]:
         """Return the variable that each of `shards` uses, a tower's weights or the shard's own; see `copies`."""

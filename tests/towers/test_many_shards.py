@@ -320,6 +320,26 @@ def test_any_step_that_does_not_fit_is_divided():
 
 
 @pytest.mark.slow
+def test_a_validation_batch_that_does_not_fit_is_divided():
+    """Though random state of the training step, of fewer shards, is not used by it."""
+
+    def build(rows=2**30):
+        keras.utils.set_random_seed(1)
+        stack = [layers.Dropout(0.2, seed=1), out_of_memory_above(rows), layers.Dense(5)]
+        return made(keras.Input((12,)), *stack, optimizer=keras.optimizers.SGD(0.1))
+
+    model = on_towers(lambda: build(6), 2, on_oom="split")
+    model.fit(X, Y, batch_size=8, validation_data=(X, Y), validation_batch_size=40, epochs=2, verbose=0)
+    assert model.towers.shards.total == 8
+    found = model.evaluate(X, Y, batch_size=40, verbose=0)
+    assert_towers_agree(model)
+    plain = build()
+    plain.set_weights(model.get_weights())
+    assert_close(found, plain.evaluate(X, Y, batch_size=40, verbose=0))
+    model.towers.close()
+
+
+@pytest.mark.slow
 def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
     """Fewer of them are computed side by side, until one after another; the step leaves no trace."""
     towers = []

@@ -16,9 +16,9 @@ def check_draws(function: Any, refuses: bool) -> None:
 
     Args:
         function: the ConcreteFunction.
-        refuses: whether what is drawn must not depend on the towers, as with `batch_invariant_random`, `shards` and
-            `audit_every`. If not, a draw from hidden state is a warning, once per trace: CPU towers draw from one
-            state in any order.
+        refuses: whether what is drawn must not depend on the towers, as with `batch_invariant_random`, `shards`,
+            `on_oom` and `audit_every`. If not, a draw from hidden state is a warning, once per trace: CPU towers draw
+            from one state in any order.
 
     Raises:
         NcclSyncError: for a draw from hidden state, if it `refuses` them.
@@ -36,7 +36,8 @@ def check_draws(function: Any, refuses: bool) -> None:
         if refuses:
             raise NcclSyncError(
                 "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True, "
-                f"shards= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. {_INSTEAD}."
+                f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. "
+                f"{_INSTEAD}."
             )
         _logger.warning(
             "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "

@@ -151,8 +151,9 @@ class TowerOptions:
         self._check_towers()
         check_timeout(self.timeout_s)
         for name, (allowed, words) in _WORDS.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"Expected {name} to be {words}. Received: {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, (str, type(None))) or value not in allowed:
+                raise ValueError(f"Expected {name} to be {words}. Received: {value!r}")
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
         self._check_shards()
@@ -206,7 +207,7 @@ class TowerOptions:
         shares = self.shares
         if shares is None:
             return
-        if shares != AUTO:
+        if not isinstance(shares, str) or shares != AUTO:
             if isinstance(shares, str) or not isinstance(shares, Sequence) or not all(map(_is_int, shares)):
                 raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}")
             if not shares or not all(1 <= int(one) <= MOST_SHARE for one in shares):

@@ -185,10 +185,12 @@ class ModelStep(TowerStep):
             results = self.run_on_batch(batch)
             self.towers.in_flight.settle()  # Keras reads them at once
             return results
-        if self.towers.on_nonfinite.mode is not None:
-            raise NcclSyncError(
-                "Expected a step that is traced, where on_nonfinite is given. Received: run_eagerly=True"
-            )
+        given = {"on_nonfinite": self.towers.on_nonfinite.mode, "on_oom": self.towers.on_oom}
+        for name, value in given.items():
+            if value is not None:
+                raise NcclSyncError(
+                    f"Expected a step that is traced, where {name} is given. Received: run_eagerly=True"
+                )
         results = self.guarded(functools.partial(self._run_eagerly, batch), None)
         self.count(None)
         return results

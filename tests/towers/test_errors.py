@@ -159,6 +159,7 @@ def test_model_made_under_a_strategy(strategy, under_scope):
         (dict(bucket_bytes=0), ValueError, r"Expected bucket_bytes to be a positive int. Received: 0"),
         (dict(bucket_bytes=1.5), ValueError, r"Expected bucket_bytes to be a positive int. Received: 1.5"),
         (dict(backend="mpi"), ValueError, r"Expected backend to be one of \('nccl', 'cpu'\) or None. Received: 'mpi'"),
+        (dict(backend=np.array(["cpu"])), ValueError, r"Expected backend to be one of"),
     ],
 )
 def test_bad_argument(arguments, error, message):

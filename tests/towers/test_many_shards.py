@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from models import gan, out_of_memory_above, step_of
 from parity import assert_close, assert_towers_agree, bits, data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import BackupAndRestore, NonFiniteError, Towers, nccl_parallel
+from ncclsync import BackupAndRestore, NcclSyncError, NonFiniteError, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.communicator.buffers import CUDA, HOST
 
@@ -429,16 +430,34 @@ def test_what_does_not_fit_together_is_an_error(options, error, words):
         nccl_parallel(**options)
 
 
-def test_random_numbers_from_hidden_state_are_refused():
-    """They belong to no shard."""
+@pytest.mark.parametrize("options", [{"shards": 4}, {"on_oom": "split"}])
+def test_random_numbers_from_hidden_state_are_refused(options):
+    """They belong to no shard, and cannot be drawn again."""
 
     class Noisy(layers.Layer):
         def call(self, x):
             return x + tf.random.normal(tf.shape(x))
 
-    model = on_towers(lambda: made(keras.Input((12,)), Noisy(), layers.Dense(5)), 2, shards=4)
+    model = on_towers(lambda: made(keras.Input((12,)), Noisy(), layers.Dense(5)), 2, **options)
     with pytest.raises(Exception, match=r"RandomStandardNormal, whose state TensorFlow hides"):
         model.fit(X, Y, verbose=0)
+    model.towers.close()
+
+
+def test_what_cannot_run_again_is_warned_of(caplog):
+    """Python within a step, where on_oom may run it twice; a step that is not traced is refused."""
+
+    class Logged(layers.Layer):
+        def call(self, x):
+            return x + tf.ensure_shape(tf.numpy_function(lambda: np.float32(0), [], tf.float32), [])
+
+    model = on_towers(lambda: made(keras.Input((12,)), Logged(), layers.Dense(5)), 2, on_oom="split")
+    model.train_on_batch(X[:8], Y[:8])
+    (said,) = {one.message for one in caplog.records if "on_oom cannot undo" in one.message}
+    assert re.search(r"test_many_shards.py:\d+", said)
+    model.compile("sgd", model.loss, run_eagerly=True)
+    with pytest.raises(NcclSyncError, match="Expected a step that is traced, where on_oom is given"):
+        model.train_on_batch(X[:8], Y[:8])
     model.towers.close()
 
 

@@ -427,7 +427,7 @@ def test_memory(tmp_path):
 def test_memory_of_shards(tmp_path):
     """What the rows take is the peak less that of one row; shards one after another take less of it."""
     options = ["--model", "cnn", "--towers", "1", "--rounds", "1", "--against", "none"]
-    found, printed = run_bench(tmp_path, "memory", *options, "--batch-size", "4096", "--shards", "8x")
+    found, printed = run_bench(tmp_path, "memory", *options, "--shards", "8x")
     whole, shards, one_row = found["rows"]
     assert [row["side"] for row in found["rows"]] == ["ncclsync", "8 shards a tower", "one row a tower"]
     peaks = [row["value"]["median"] for row in (whole, shards, one_row)]

@@ -340,3 +340,31 @@ def test_xla_records_no_command_buffers(monkeypatch):
     placement.keep_xla_from_capturing()
     with pytest.raises(NcclSyncError, match="jit_compile=False"):
         placement.check_xla_captures_nothing()
+
+
+def test_no_garbage_is_searched_for_while_a_graph_is_built():
+    """Python's collector is as it was afterwards, also if the trace fails."""
+    seen = []
+
+    class Traced(keras.layers.Layer):
+        def call(self, x):
+            seen.append(gc.isenabled())
+            if x.shape[-1] == 3:
+                raise RuntimeError("told to fail")
+            return x
+
+    layer = Traced()
+    assert gc.isenabled()
+    with Towers(2) as towers:
+        towers.run(layer, np.ones([4, 2], "float32"))
+        assert gc.isenabled()
+        with pytest.raises(RuntimeError, match="told to fail"):
+            towers.run(layer, np.ones([4, 3], "float32"))
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            towers.run(layer, np.ones([4, 5], "float32"))
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+    assert seen and not any(seen)

@@ -233,7 +233,10 @@ def _add_memory(benchmarks: Any) -> None:
     _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
     _add_shards(parser, "also measure so many shards for each tower, of the same batch; default none")
     parser.add_argument(
-        "--batch-size", type=at_least(1), metavar="ROWS", help="of the batch; default: each model's own, as of `step`"
+        "--batch-size",
+        type=at_least(1),
+        metavar="ROWS",
+        help="of the batch; default: each model's own, as of `step`, and with --shards 64 times that",
     )
     _add_rounds(parser, 3, "fresh processes of each side")
 

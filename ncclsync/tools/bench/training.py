@@ -21,6 +21,7 @@ PROCESSES = 2  # of the side "processes", which share the towers
 BATCH_SIZES = {"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256}
 _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
+_TO_DIVIDE = 64  # times a model's own batch, where shards divide its memory
 _MEMORY_STEPS = 5
 _ONE_ROW = "one row a tower"
 
@@ -177,7 +178,7 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: as of `bench_start`; and `shards`, a list of how many for each tower; `batch_size`, None for each
-            model's own.
+            model's own, with `shards` 64 times that: few rows take less memory than the weights' gradients.
         show: shows the user what is being done.
 
     Raises:
@@ -197,6 +198,7 @@ def _fresh_processes(
         if kind == "memory" and given.shards:  # these, and rows, are for each tower
             sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
             sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
+            extra = {**extra, "rows": given.batch_size or _TO_DIVIDE * BATCH_SIZES[model]}
         answers: dict[str, list[dict[str, Any]]] = {}
         names = {f"{side} × {n}": (side, n) for n in given.towers for side in sides}
         timers = {}

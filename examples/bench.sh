@@ -1,5 +1,5 @@
 #!/bin/sh
-# Measures the figures of ncclsync/tools/README.md, and draws them: about half an hour on a quiet machine of 2 cores.
+# Draws figures like those of ncclsync/tools/README.md, which has their commands: half an hour on a quiet machine of 2 cores.
 # Needs matplotlib; PyTorch, and mpi4py with mpirun, are compared with if they are installed.
 #
 #     sh examples/bench.sh FOLDER

@@ -98,6 +98,12 @@ class _Marking:
         return list(outputs)
 
 
+def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    """Create a variable whose start value waits for nothing of the step: TensorFlow computes it before that runs."""
+    with tf.control_dependencies(None):
+        return next_creator(**kwargs)
+
+
 def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     """Trace `step(batch)` for one tower.
 
@@ -118,7 +124,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
         # tf.function traces again when a step created variables; the last trace is the one that counts.
         marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
         marking.batch = batch
-        with running_in(marking):
+        with running_in(marking), tf.variable_creator_scope(_made_by_itself):
             return step(batch)
 
     function = tf.function(traced, autograph=False).get_concrete_function(

@@ -368,3 +368,27 @@ def test_no_garbage_is_searched_for_while_a_graph_is_built():
         finally:
             gc.enable()
     assert seen and not any(seen)
+
+
+def test_variables_are_made_by_themselves():
+    """Also where a step creates them, as an optimizer's, while it waits for an op: one device's numbers."""
+
+    class Checked(keras.Sequential):
+        def train_step(self, batch):
+            with tf.control_dependencies([tf.debugging.assert_all_finite(batch[0], "x")]):
+                return super().train_step(batch)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = Checked([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        return model
+
+    def trained(model):
+        history = model.fit(*data(21), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return history, model.get_weights()
+
+    model = on_towers(build, 2)
+    assert_close(trained(model), trained(build()))
+    assert_towers_agree(model)
+    model.towers.close()

@@ -201,32 +201,44 @@ class TowerState:
         Returns:
             Whether they do. Else a warning has said why not.
         """
-        before, most = self.shards.total, max(map(len, self.shards_of))
-        failed = f"A batch of {rows} rows does not fit the memory"
-        at_once = min(self.shards_at_once, most)
+        at_once = min(self.shards_at_once, max(map(len, self.shards_of)))
+        undivided = self._why_undivided(rows)
         if at_once > 1:  # the bits stay
             self.shards_at_once = at_once // 2
-            how = "one after another" if at_once < 4 else f"{at_once // 2} at a time"
-            choice = f"a tower computes its {most} shards {how}. shards_at_once={at_once // 2}"
-        elif self._shards_given or before >= rows or 2 * before > MOST_TOWERS:
-            reason = "each shard has one row" if before >= rows else f"{before} shards are the most"
-            if self._shards_given and before < rows:
-                reason = f"the bits belong to shards={before}. Choose more shards, or a smaller batch"
-            logger.warning('%s, and on_oom="split" divides it no further: %s', failed, reason)
+        elif undivided:
+            logger.warning(
+                'A batch of %d rows does not fit the memory, and on_oom="split" divides it no further: %s',
+                rows,
+                undivided,
+            )
             return False
         else:
             for key, replicas in list(self._replicas.items()):
                 if replicas.role is not Role.SAME:  # each shard's own
                     self._forget_copies(key)
-            self._shards = 2 * before
+            self._shards = 2 * self.shards.total
             self.__dict__.pop("target", None)  # programs are cut for it
-            each = self._shards // len(self)
-            choice = (
-                f"it is computed in {self._shards} shards, {each} of them on each tower, one after another. "
-                f"A smaller batch, or shards={self._shards}"
-            )
-        logger.warning("%s: from now on %s from the start saves the attempt", failed, choice)
+        most = max(map(len, self.shards_of))
+        now = min(self.shards_at_once, most)
+        logger.warning(
+            "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, up to %d of them on "
+            "each tower, %s. A smaller batch, or %s from the start, saves the attempt",
+            rows,
+            self.shards.total,
+            most,
+            "one after another" if now == 1 else f"{now} at a time",
+            f"shards_at_once={now}" if at_once > 1 else f"shards={self._shards}",
+        )
         return True
+
+    def _why_undivided(self, rows: int) -> str:
+        """Return why there cannot be twice as many shards; "" if there can."""
+        count = self.shards.total
+        if count >= rows:
+            return "each shard has one row"
+        if self._shards_given:
+            return f"the bits belong to shards={count}. Choose more shards, or a smaller batch"
+        return f"{count} shards are the most" if 2 * count > MOST_TOWERS else ""
 
     @property
     def has_shards(self) -> bool:

@@ -282,9 +282,9 @@ def test_a_step_that_does_not_fit_is_divided(caplog):
     found = trained(model, run)
     assert_close(found, trained(build(), run))
     assert_towers_agree(model)
-    said = [record.message for record in caplog.records if "does not fit" in record.message]
+    said = [record.message for record in caplog.records if "from now on" in record.message]
     assert len(said) == 2  # 10 rows of each tower, 5, 3
-    assert "8 shards, 4 of them on each" in said[1]
+    assert "8 shards, up to 4 of them on each tower, one after another" in said[1]
     assert "It has 8 shards: a tower computes 4 of them, one after another" in str(model.towers.explain())
     model.towers.close()
 
@@ -360,7 +360,7 @@ def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
     towers.append(model.towers)
     assert bits(trained(model, run)) == bits(trained(expected, run))
     assert model.towers.shards.total == 9
-    said = [record.message for record in caplog.records if "does not fit" in record.message]
+    said = [record.message for record in caplog.records if "from now on" in record.message]
     assert ["2 at a time" in said[0], "one after another" in said[1]] == [True, True], said
     assert len(said) == 2  # 5 at once of the tower that has so many
     assert "a tower computes 5 of them, one after another" in str(model.towers.explain())

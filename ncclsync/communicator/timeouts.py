@@ -138,26 +138,26 @@ class _Interrupts:
         """Pass a Ctrl-C on to whoever has no thread that waits in slices."""
         while True:
             select.select([self._read_end], [], [])
-            if self.has_come() and _active is self and _pass_on is not None:
-                _pass_on()
+            if self.has_come() and _active is self and _on_interrupt is not None:
+                _on_interrupt()
             time.sleep(SLICE_S)  # whoever waits in slices may want to read it
 
 
 _active: _Interrupts | None = None  # while the main thread is in `interruptible`
 _kept: _Interrupts | None = None
-_pass_on: Callable[[], None] | None = None  # what a Ctrl-C is passed on to meanwhile
+_on_interrupt: Callable[[], None] | None = None  # is called by a Ctrl-C meanwhile
 
 
 @contextlib.contextmanager
-def interruptible(pass_on: Callable[[], None] | None = None) -> Iterator[None]:
+def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
     """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads.
 
     Args:
-        pass_on: is called at a Ctrl-C, in a thread of its own, for native code that waits without `wait`.
+        on_interrupt: is called at a Ctrl-C, in a thread of its own, for native code that waits without `wait`.
 
     In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
     """
-    global _active, _kept, _pass_on
+    global _active, _kept, _on_interrupt
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _active or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
         yield
@@ -166,7 +166,7 @@ def interruptible(pass_on: Callable[[], None] | None = None) -> Iterator[None]:
     _kept.has_come()  # what came between
     _kept.received = b""
     before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
-    _active, _pass_on = _kept, pass_on
+    _active, _on_interrupt = _kept, on_interrupt
     try:
         yield
     except Exception as error:  # raised again, if not as the Ctrl-C that it hides
@@ -176,7 +176,7 @@ def interruptible(pass_on: Callable[[], None] | None = None) -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        _active = _pass_on = None
+        _active = _on_interrupt = None
         signal.set_wakeup_fd(before)
         _kept.has_come()
         if before != -1 and _kept.received:  # whoever was to be woken, such as an event loop, still is

@@ -30,7 +30,7 @@ from ncclsync.program.program import Results
 from ncclsync.program.trace import Mark, Trace
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
-from ncclsync.semantics.placing import PRINTS, leaves_trace
+from ncclsync.semantics.placing import PRINTS, is_unrepeatable
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.shards import shard_sizes
 
@@ -209,7 +209,7 @@ def _refuse_hidden(graph: StepGraph) -> None:
     for op in graph.ops:
         if op.name in graph.placeholders or op.type in PRINTS:
             continue
-        if leaves_trace(op, functions):
+        if is_unrepeatable(op, functions):
             raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, cannot be run twice without a trace")
 
 

@@ -26,7 +26,7 @@ from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.placing import leaves_trace
+from ncclsync.semantics.placing import is_unrepeatable
 
 SUM = Collective("all_reduce", "sum")
 
@@ -162,14 +162,14 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
         once = bool(scheduled.once) and scheduled.once[number]
         parts = tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number]
-        segments.append(Segment(*parts, plan, once=once, trace=_trace_of(plan, functions)))
+        segments.append(Segment(*parts, plan, once=once, unrepeatable=_unrepeatable(plan, functions)))
     return tuple(segments)
 
 
-def _trace_of(plan: SegmentPlan, functions: Functions) -> str:
-    """Return `Segment.trace`."""
+def _unrepeatable(plan: SegmentPlan, functions: Functions) -> str:
+    """Return `Segment.unrepeatable`."""
     ops = (plan.graph.by_name[name] for name in plan.ops)
-    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if leaves_trace(op, functions)), "")
+    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, functions)), "")
 
 
 def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:

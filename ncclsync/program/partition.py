@@ -26,7 +26,7 @@ from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import BRANCHES, REPEATABLE, Call, Placer, Refused, serves
+from ncclsync.semantics.placing import BRANCHES, PRINTS, REPEATABLE, Call, Placer, Refused, serves
 from ncclsync.semantics.roles import Role
 
 logger = logging.getLogger("ncclsync")
@@ -164,7 +164,7 @@ class Partition(Placer):
         hidden = self._hides(op, REPEATABLE | rules.DRAWS)
         # A branch on the tower's number is local: it may do something on one tower alone.
         chosen = op.type in BRANCHES and call.inputs[0].kind is Kind.LOCAL
-        if (hidden or op.type in ("Print", "PrintV2")) and not chosen:
+        if (hidden or op.type in PRINTS) and not chosen:
             return self._hidden(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):

@@ -102,7 +102,7 @@ class Segment:
         plan: what the function is made of, `segment.SegmentPlan`, until it is made.
         function: None before.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
-        trace: an op of it, and its line, that must not run again, since it would leave a trace; "" if there is none.
+        unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
     """
 
     sources: tuple[str, ...]
@@ -113,7 +113,7 @@ class Segment:
     function: Any = None
     metered: bool = False
     once: bool = False
-    trace: str = ""
+    unrepeatable: str = ""
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

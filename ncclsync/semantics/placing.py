@@ -37,7 +37,7 @@ LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
-def leaves_trace(op: tf.Operation, functions: Functions) -> bool:
+def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
     """Return whether an op must run once: it prints, or has a state that no variable holds, as Python and queues do."""
     prints = any(one in PRINTS for one in functions.op_types(op))
     return prints or (tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE))

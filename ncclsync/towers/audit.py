@@ -56,7 +56,7 @@ class Audit:
         self._first = [own[0] for own in owned]  # [n] a place in `values` with the tower's handles
         self._pairs = list(itertools.combinations(range(self._times), 2))
         self.left_out = self._find_left_out()
-        computed = [one for number, one in enumerate(self._segments) if number not in self.left_out]
+        computed = [one for number, one in enumerate(self._segments, start=1) if number not in self.left_out]
         used = {name for segment in computed for name in segment.sources}
         written = {name for segment in computed for name in segment.written}
         # By what is copied and for which tower: what a tower's shards share, their copies share.
@@ -76,21 +76,21 @@ class Audit:
             self._found = tf.Variable(tf.fill(shape, tf.constant(_EQUAL, tf.int64)), trainable=False)
 
     def _find_left_out(self) -> set[int]:
-        """Return the numbers of segments that must not run again, or that take what such a segment writes; warn once.
+        """Return the numbers, from 1, of segments that must not run again, or take what such a one writes; warn once.
 
-        Of such segments others take the results as they are.
+        Whoever computes a shard again takes the results of these as they are.
         """
         found: set[int] = set()
         lines: dict[str, None] = {}
         written: set[str] = set()
-        for number, segment in enumerate(self._segments):
-            if segment.trace or written.intersection(segment.sources):
+        for number, segment in enumerate(self._segments, start=1):
+            if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
                 written |= segment.written
-                lines.update({segment.trace: None} if segment.trace else {})
+                lines.update({segment.unrepeatable: None} if segment.unrepeatable else {})
         if found:
             sent = [len(list(_sent(segment))) for segment in self._segments]
-            left = sum(count for number, count in enumerate(sent) if number not in found)
+            left = sum(count for number, count in enumerate(sent, start=1) if number not in found)
             self._towers.warn_once(
                 "audit_every leaves out what is computed together with an op that must run once: "
                 f"{' and '.join([*lines][:3])}. Of the {sum(sent)} tensors that a tower sends, {left} are audited. "
@@ -193,10 +193,10 @@ class Repeats:
         self,
         audit: Audit,
         values: list[dict[str, tf.Tensor]],
-        first: Sequence[Mapping[str, tf.Tensor]],
+        originals: Sequence[Mapping[str, tf.Tensor]],
         begun: list[tf.Operation],
     ) -> None:
-        self._audit, self._values, self._first, self.begun = audit, values, first, begun
+        self._audit, self._values, self._originals, self.begun = audit, values, originals, begun
         self._found: list[tf.Tensor] = []
 
     def compute(
@@ -216,9 +216,9 @@ class Repeats:
             sent: of each call, what it sends, flat.
             towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
-        if number - 1 in self._audit.left_out:
+        if number in self._audit.left_out:
             for place, values in zip(self._audit.places, self._values, strict=True):
-                values.update({name: self._first[place.shard][name] for name in segment.fetches})
+                values.update({name: self._originals[place.shard][name] for name in segment.fetches})
             return
         each = [[tensors] for tensors in sent]
         outcomes: dict[tuple[int, int], Sequence[tf.Tensor]] = {}

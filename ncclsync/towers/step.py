@@ -135,10 +135,10 @@ class TowerStep(abc.ABC):
             logger.info("%s is traced through autograph, as tf.function does", source.function)
             converted = tf_compat.autograph_converted(source.function)
             program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
-        traces = dict.fromkeys(segment.trace for segment in program.segments if segment.trace)
-        if self.towers.on_oom is not None and traces:
+        lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
+        if self.towers.on_oom is not None and lines:
             self.towers.warn_once(
-                f"on_oom cannot undo {' and '.join([*traces][:3])}: it happens again where a step that does not fit "
+                f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
                 "the memory runs again. Move it out of the step"
             )
         if self._trains:
@@ -161,8 +161,8 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs)
-        repeats = self.towers.batch_invariant_random or self.towers.has_shards or self.towers.audits
-        repeats = repeats or self.towers.on_oom is not None
+        divides = self.towers.has_shards or self.towers.on_oom is not None
+        repeats = self.towers.batch_invariant_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
         program = cut(
             traced,

@@ -203,6 +203,13 @@ def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     handle_data_util.copy_handle_data(variable.handle, handle)
 
 
+def shape_behind(handle: tf.Tensor) -> tf.TensorShape:
+    """Return the shape of the variable behind a handle, as far as the graph knows it."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    known = data is not None and data.is_set and len(data.shape_and_type) == 1
+    return tf.TensorShape(data.shape_and_type[0].shape if known else None)
+
+
 def attributes_of(op: tf.Operation) -> dict[str, Any]:
     """Return an op's declared attributes, as `run_op` takes them."""
     return {one.name: op.get_attr(one.name) for one in op.op_def.attr}

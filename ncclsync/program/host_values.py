@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.semantics.constants import folded
 
 _CPU = "/device:CPU:0"
 _SMALL = 64  # elements
@@ -54,7 +53,6 @@ class _Pass:
         # Names, and the scopes that names are in.
         self._taken = {name[:end] for name in self._nodes for end in _ends(name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
-        self._constants: dict[int, Any] = {}
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
     def run(self, needed: Collection[str]) -> None:
@@ -80,11 +78,6 @@ class _Pass:
             self._host.update(output.name for output in made)
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
-
-    def _constant(self, tensor: tf.Tensor) -> Any:
-        if id(tensor) not in self._constants:
-            self._constants[id(tensor)] = folded(tensor, self._constant)
-        return self._constants[id(tensor)]
 
     def _free_name(self, name: str) -> str:
         while name in self._taken:
@@ -116,7 +109,7 @@ class _Pass:
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)
-            and all(self._constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
+            and all(tf.get_static_value(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
         )
 
     def _move(self, node: Any, sources: list[str]) -> None:

@@ -24,9 +24,10 @@ from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.program import Exchange, Results, Whole
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
-from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.axes import Axes, given_rows
+from ncclsync.semantics.functions import BRANCHES, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import BRANCHES, PRINTS, REPEATABLE, Call, Placer, Refused, serves
+from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, serves
 from ncclsync.semantics.roles import Role
 
 logger = logging.getLogger("ncclsync")
@@ -59,7 +60,11 @@ class Partition(Placer):
             results: how the towers' results are combined.
             exact: whether what a choice makes local is to be the batch's.
         """
-        super().__init__(Functions(graph.functions, graph.tf_graph))
+        functions = Functions(graph.functions, graph.tf_graph)
+        rowed = [name for name, placed in graph.argument_placements.items() if placed.kind is Kind.SHARD]
+        super().__init__(
+            functions, Axes(functions, {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed})
+        )
         self.graph = graph
         self.share = share
         self._results = results
@@ -322,7 +327,7 @@ class Partition(Placer):
             return self._followed(tensor, op)
         if before.kind is Kind.PIECE and tensor.name in self.graph.argument_placements:
             return self._whole_piece(tensor, before, op)
-        if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE):  # such as a cast of the rows' places
+        if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES):  # such as a cast of the rows' places
             return self._anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
@@ -576,7 +581,7 @@ class Partition(Placer):
         if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
         for i, one in enumerate(call.inputs):
-            if one.kind in (Kind.AXES, Kind.PENDING):
+            if one.kind in (Kind.AXES, Kind.PENDING, Kind.PLACES):
                 call.require(i, REPLICATE)
 
     def _write(self, call: Call) -> list[Placement]:
@@ -586,7 +591,7 @@ class Partition(Placer):
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
             for i, placed in enumerate(call.inputs):
-                if placed.kind in (Kind.SHARD, Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.ROWS):
+                if placed.kind in (Kind.SHARD, Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.ROWS):
                     call.require(i, REPLICATE)
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)

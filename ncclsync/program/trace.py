@@ -9,7 +9,6 @@ import tensorflow as tf
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share, running_in
-from ncclsync.semantics.static_shapes import tighten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +129,6 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     function = tf.function(traced, autograph=False).get_concrete_function(
         batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     )
-    tighten(function.graph)
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     traced_step = Trace(function, marking.share, marks, marking.batch)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.

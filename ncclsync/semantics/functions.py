@@ -7,6 +7,10 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
 
 class Functions:
     """Hold the functions of one traced step, by name, as graphs."""
@@ -33,6 +37,13 @@ class Functions:
     def calls(self, op_type: str) -> bool:
         """Return whether an op of that type is a call of a function itself."""
         return op_type in self._definitions
+
+    def called_by(self, op: tf.Operation) -> list[str]:
+        """Return the names of the functions that a loop, a branch or a call runs."""
+        if op.type in self._definitions:
+            return [op.type]
+        attributes = [value for _, value in sorted(op.node_def.attr.items())]
+        return [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
 
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Return whether an op, or what it calls, draws from a state in no variable, or runs Python."""

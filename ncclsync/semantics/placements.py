@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     PENDING = "pending"
     ITEMS = "items"
     PIECE = "piece"
+    PLACES = "places"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Placement:
         kind:
             REPLICATE: it is the batch's.
             SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
-                other, and each block has `each` rows for every sample (0: as many for each sample, not known
-                how many). If all rows are alike, `blocks` is 0: their order does not matter.
+                other, each with as many rows for every sample. If all rows are alike, `blocks` is 0: their order
+                does not matter.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
             ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
@@ -45,9 +46,12 @@ class Placement:
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
                 the shape `counts`, in which -1 is any length.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
-        axis, blocks, each: see SHARD; `axis` also AXES.
+            PLACES: 0, 1, 2, … for each of the tower's rows, as a range up to their number is; `counts` has that number.
+        axis, blocks: see SHARD; `axis` also AXES.
+        each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
+            of the placement: tensors that TensorFlow takes together have as many.
         op: see PARTIAL and LOCAL.
-        counts: see ROWS and ITEMS.
+        counts: see ROWS, ITEMS and PLACES.
         of: see AXES, PENDING and ITEMS.
         place: of a PIECE: which of the batch's leaves it belongs to, and which component of it.
     """
@@ -55,7 +59,7 @@ class Placement:
     kind: Kind
     axis: int = 0
     blocks: int = 1
-    each: int = 1
+    each: int = dataclasses.field(default=1, compare=False)
     op: str = "sum"
     counts: tuple[int, ...] = ()
     of: "Placement | None" = None
@@ -67,6 +71,10 @@ class Placement:
         if self.kind is Kind.PARTIAL:
             return f"Partial({self.op})"
         return self.kind.value.capitalize()
+
+    def at(self, axis: int) -> "Placement":
+        """Return the placement of the same rows along another axis."""
+        return dataclasses.replace(self, axis=axis)
 
     @property
     def whole(self) -> bool:

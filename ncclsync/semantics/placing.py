@@ -16,9 +16,9 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules
-from ncclsync.semantics.constants import folded
-from ncclsync.semantics.functions import Functions, in_order
-from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement, items, shard
+from ncclsync.semantics.axes import BATCHES, Axes
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
+from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement, items, rows, shard
 
 _logger = logging.getLogger("ncclsync")
 
@@ -32,9 +32,6 @@ REPEATABLE = rules.names(
     """
 )
 PRINTS = frozenset({"Print", "PrintV2"})
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-LOOPS = frozenset({"While", "StatelessWhile"})
-BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
 def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
@@ -74,6 +71,11 @@ class Call(rules.Call):
         """See `rules.Call`."""
         return self.placer.constant(self.op.inputs[index])
 
+    @property
+    def axes(self) -> Axes:
+        """See `rules.Call`."""
+        return self.placer.axes
+
     def begin_anew(self) -> None:
         """Take back what was required."""
         self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
@@ -85,17 +87,18 @@ class Placer(abc.ABC):
 
     Attributes:
         functions: of the step.
+        axes: of the graph whose ops are placed.
         lenient: see `rules.Call`.
         draws: the user's lines that draw numbers which are each tower's own.
     """
 
     lenient = False
 
-    def __init__(self, functions: Functions) -> None:
-        """Know the step's functions."""
+    def __init__(self, functions: Functions, axes: Axes) -> None:
+        """Know the step's functions, and the axes of the graph."""
         self.functions = functions
+        self.axes = axes
         self.draws: list[str] = []
-        self._constants: dict[int, Any] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -111,13 +114,38 @@ class Placer(abc.ABC):
 
     def constant(self, tensor: tf.Tensor) -> Any:
         """Return a tensor's value if it is known while the step is placed."""
-        key = id(tensor)
-        if key not in self._constants:
-            self._constants[key] = folded(tensor, self.constant)
-        return self._constants[key]
+        return self.axes.constant(tensor)
 
     def place(self, call: Call) -> list[Placement]:
         """Choose how the results of an op are placed, and bring its inputs to what that takes."""
+        for output in call.op.outputs:
+            if output.shape.rank is None:
+                self.axes.refine(output)
+        made = self._place(call)
+        for i, (output, placed) in enumerate(zip(call.op.outputs, made, strict=True)):
+            if placed.kind is Kind.SHARD:
+                made[i] = placed = self._with_rows(output, placed)
+            self.refine(output, placed)
+        return made
+
+    def refine(self, output: tf.Tensor, placed: Placement) -> None:
+        """Let a tensor know its lengths that no batch changes."""
+        lengths = output.shape.as_list() if output.shape.rank is not None else []
+        if None in lengths[: placed.axis] or None in lengths[placed.axis + (placed.kind is Kind.SHARD) :]:
+            self.axes.refine(output)
+
+    def _with_rows(self, output: tf.Tensor, placed: Placement) -> Placement:
+        """Return the placement with the number of rows for each sample, if it is known."""
+        blocks = placed.blocks or 1
+        if not placed.each:
+            count = self.axes.rows(output, placed.axis)
+            placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
+        if placed.each and output.shape.rank:
+            self.axes.learn(output, placed.axis, placed.each * blocks)
+        return placed
+
+    def _place(self, call: Call) -> list[Placement]:
+
         op, kinds = call.op, {placed.kind for placed in call.inputs}
         if op.type in rules.DRAWS:
             return self._draw(call)
@@ -151,7 +179,7 @@ class Placer(abc.ABC):
         # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
         if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
             each = alike[0].each
-            made = [shard(p.axis, 0, each) if each and p == shard(p.axis, 1, each) else p for p in made]
+            made = [shard(p.axis, 0, each) if p == shard(p.axis) and p.each == each > 0 else p for p in made]
         if call.local:
             local = _local_of(call.given[1])
             made = [local if placed.whole else placed for placed in made]
@@ -165,6 +193,9 @@ class Placer(abc.ABC):
         kind = call.op.type
         if any(placed.kind is Kind.PIECE for placed in call.inputs):
             return [call.inputs[0]] if kind == "Identity" else None
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is Kind.PLACES and kind not in rules.TAKING_PLACES:
+                call.require(i, REPLICATE)
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
@@ -173,10 +204,12 @@ class Placer(abc.ABC):
                 if placed.kind is Kind.PARTIAL:
                     call.require(i, REPLICATE)
         if any(placed.kind is Kind.ROWS for placed in call.inputs):
-            made = rules.COUNTS[kind](call) if kind in rules.COUNTS else None
+            compared = [one for placed in call.inputs[: rules.COMPARING.get(kind, 0)] for one in placed.counts or (0,)]
+            counts = kind in rules.COUNTING or (compared and all(compared))
+            made = self._counted(call) if counts else None
             if made is not None:
                 return made
-            if kind not in rules.COUNTING:
+            if kind not in rules.TAKING_COUNTS:
                 for i, placed in enumerate(call.inputs):
                     if placed.kind is Kind.ROWS:
                         call.require(i, REPLICATE)
@@ -186,6 +219,28 @@ class Placer(abc.ABC):
             call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
+
+    def _counted(self, call: Call) -> list[Placement] | None:
+        """Place what is computed of counts of rows: it is computed for towers of 1 row, of many, and of 1 again.
+
+        The second time what is open has another length; see `axes.BATCHES`, whose first and last give what is whole.
+        """
+        fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
+        if not fits or any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
+            return None
+        given = []
+        for tensor, placed in zip(call.op.inputs, call.inputs, strict=True):
+            values = self.axes.values(tensor)
+            if values is None and not (tensor.shape.is_fully_defined() and tensor.dtype.is_integer):
+                return None
+            if values is None:
+                values = tuple(np.full(tensor.shape, batch.open, tensor.dtype.as_numpy_dtype) for batch in BATCHES)
+            given.append([_of_tower(values, placed, which) for which in range(len(BATCHES))])
+        found = self.axes.computed(call.op, given)
+        if found is None or any(case[0].ndim > 1 for case in found):
+            return None
+        counts = [[_count_of(*numbers) for numbers in zip(*map(np.ravel, case), strict=True)] for case in found]
+        return None if any(None in one for one in counts) else [rows(tuple(one)) for one in counts]  # type: ignore
 
     def _draw(self, call: Call) -> list[Placement]:
         """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
@@ -222,7 +277,7 @@ class Placer(abc.ABC):
             elif placed.kind is Kind.SHARD:
                 if apart or of.rank is None or placed.axis + rank - of.rank != axis:
                     return None
-                made = made if placed.blocks == 0 else shard(axis, placed.blocks, placed.each)
+                made = made if placed.blocks == 0 else placed.at(axis)
             elif placed.kind not in (Kind.REPLICATE, Kind.LOCAL):
                 return None
             elif not apart and (of.rank is None or (axis >= rank - of.rank and of[axis - rank] != 1)):
@@ -232,7 +287,7 @@ class Placer(abc.ABC):
         for i, of_rank in whole:
             if of_rank is None or call.inputs[i].kind is Kind.LOCAL:
                 return None
-            call.require(i, shard(axis - rank + of_rank, made.blocks, made.each))
+            call.require(i, made.at(axis - rank + of_rank))
         return made
 
     def _function(self, call: Call) -> list[Placement]:
@@ -271,17 +326,15 @@ class Placer(abc.ABC):
         if op.type in BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
                 call.require(0, REPLICATE)
-            names = [value.func.name for key, value in _functions_of(op) if key != "branches"]
-            names += [f.name for key, value in _functions_of(op) for f in value.list.func]
-            ways = [self._body(name, call.op.inputs[1:], call.inputs[1:]) for name in names]
+            ways = [self._body(op, name, call.inputs[1:]) for name in self.functions.called_by(op)]
             made = ways[0]
             for other in ways[1:]:
                 made = [_either(one, two) for one, two in zip(made, other, strict=True)]
             if call.inputs[0].kind is Kind.LOCAL:
                 raise Refused("the condition of the branch is local to each tower")
             return made
-        name = op.get_attr("f").name if op.type in CALLS else op.type
-        return self._body(name, op.inputs, call.inputs)
+        (name,) = self.functions.called_by(op)
+        return self._body(op, name, call.inputs)
 
     def _loop(self, call: Call) -> list[Placement]:
         """Place a loop's variables: as what begins them and what the body makes of them agree."""
@@ -289,24 +342,42 @@ class Placer(abc.ABC):
         body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
         for _ in range(8):
             # A state that is whole when the loop begins may have to be divided: the body shows it.
-            made = self._body(body, call.op.inputs, placed, lenient=True)
+            made = self._body(call.op, body, placed, lenient=True)
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
-                if self._body(condition, call.op.inputs, placed) != [REPLICATE]:
+                if self._body(call.op, condition, placed) != [REPLICATE]:
                     raise Refused("whether the loop goes on depends on rows")
-                self._body(body, call.op.inputs, placed)
+                self._body(call.op, body, placed)
                 return placed
             placed = joined
         raise Refused("the loop's variables are placed anew each time")
 
-    def _body(
-        self, name: str, inputs: Sequence[tf.Tensor], placed: Sequence[Placement], lenient: bool = False
-    ) -> list[Placement]:
-        graph = self.functions.graph(name, inputs)
-        placer = FunctionPlacer(self.functions, lenient)
+    def _body(self, op: tf.Operation, name: str, placed: Sequence[Placement], lenient: bool = False) -> list[Placement]:
+        graph, axes = self.axes.body(op, name)
+        placer = FunctionPlacer(self.functions, axes, lenient)
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
         return made
+
+
+def _of_tower(values: Sequence[np.ndarray], placed: Placement, which: int) -> np.ndarray:
+    """Return the integers that a tower has whose rows are those of a batch, while the whole batch has one row."""
+    one, _, opened = values
+    whole = opened if which == 2 else one
+    if placed.kind is not Kind.ROWS:
+        return whole
+    batch = BATCHES[which]
+    counts = np.reshape(placed.counts, whole.shape)
+    return np.where(counts == 0, whole, np.where(counts < 0, batch.open, counts) * batch.rows).astype(whole.dtype)
+
+
+def _count_of(one: int, many: int, opened: int) -> int | None:
+    """Return how many rows of each sample a number counts: 0 if it counts none, -1 if that is open; None: no count."""
+    if one == many:
+        return 0
+    if one <= 0 or many != one * BATCHES[1].rows:
+        return None
+    return int(one) if one == opened else -1
 
 
 def _check_begins_with_rows(begin: tf.Tensor, placed: Placement) -> None:
@@ -315,21 +386,15 @@ def _check_begins_with_rows(begin: tf.Tensor, placed: Placement) -> None:
         raise Refused(f"a loop's variable that becomes {placed} begins with {begin.shape}")
 
 
-def _functions_of(op: tf.Operation) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in sorted(op.node_def.attr.items()) if value.func.name or value.list.func]
-
-
 def _joined(begin: Placement, made: Placement) -> Placement:
     """Return the placement of a loop variable that begins so, and that the body makes so."""
-    if begin == made:
-        return begin
     kinds = begin.kind, made.kind
-    if kinds == (Kind.ITEMS, Kind.ITEMS):
-        return made if begin.of is None or begin.of.whole else begin
+    if kinds == (Kind.ITEMS, Kind.ITEMS) and begin.of is not None and begin.of.whole:
+        return made
     if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
         return made
-    if kinds == (Kind.SHARD, Kind.SHARD) and begin.axis == made.axis and begin.blocks == made.blocks:
-        return shard(begin.axis, begin.blocks, 0)
+    if both := rules.either(begin, made):
+        return both
     if begin.kind is Kind.LOCAL and made.whole:
         return begin
     raise Refused(f"a loop's variable begins as {begin} and becomes {made}")
@@ -349,14 +414,10 @@ def _local_of(inputs: Sequence[Placement]) -> Placement:
 
 def _either(one: Placement, two: Placement) -> Placement:
     """Return the placement of the result of two branches."""
-    if one == two:
-        return one
-    if {one.kind, two.kind} == {Kind.SHARD} and one.axis == two.axis and one.blocks == two.blocks:
-        return shard(one.axis, one.blocks, 0)
+    if both := rules.either(one, two):
+        return both
     if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
         return _local_of((one, two))
-    if {one.kind, two.kind} == {Kind.ITEMS} and None in (one.of, two.of):
-        return one if two.of is None else two
     raise Refused(f"branches give {one} and {two}")
 
 
@@ -366,8 +427,8 @@ class FunctionPlacer(Placer):
     If `lenient`, what is whole may be taken for anything: to see what it would have to be.
     """
 
-    def __init__(self, functions: Functions, lenient: bool = False) -> None:
-        super().__init__(functions)
+    def __init__(self, functions: Functions, axes: Axes, lenient: bool = False) -> None:
+        super().__init__(functions, axes)
         self.lenient = lenient
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
@@ -387,6 +448,7 @@ class FunctionPlacer(Placer):
                 made = given
             elif op.type == "ReadVariableOp":
                 made = [given[0]]
+                self.axes.refine(op.outputs[0])
             elif tf_compat.written_handles(op) & writes and not self.is_function(op):
                 made = self._write(call)
             elif op.type == "Assert":

@@ -6,7 +6,7 @@ are made whole, and every tower computes alike. A rule may be missing; it must n
 (`tests/semantics/test_op_types.py` runs all of them).
 
 Before a rule is asked, partial inputs are made whole, unless the op is in `LINEAR`; counts of rows are,
-unless it is in `COUNTING`. LOCAL inputs count as whole meanwhile.
+unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.semantics.axes import Axes, Rows
 from ncclsync.semantics.placements import (
     MEAN,
     REPLICATE,
@@ -54,6 +55,11 @@ class Call(Protocol):
         """Return the value of input `index` if it is known now."""
         ...
 
+    @property
+    def axes(self) -> Axes:
+        """Return what is known of the lengths of the op's inputs and outputs."""
+        ...
+
 
 def names(text: str) -> frozenset[str]:
     """Return the words of a text, op types."""
@@ -63,7 +69,7 @@ def names(text: str) -> frozenset[str]:
 Rule = Callable[[Call], Sequence[Placement] | None]
 RULES: dict[str, Rule] = {}
 LINEAR: dict[str, Rule] = {}
-COUNTING: set[str] = set()
+TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
 def has_rule(op_type: str) -> bool:
@@ -74,7 +80,7 @@ def has_rule(op_type: str) -> bool:
 def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names(" ".join(types)), rule))
-        COUNTING.update(names(" ".join(types)) if counting else ())
+        TAKING_COUNTS.update(names(" ".join(types)) if counting else ())
         return rule
 
     return add
@@ -107,20 +113,16 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 
 def same_rows(one: Placement, other: Placement) -> bool:
-    """Return whether two shards have the same rows along their axes."""
-    return together(one, other) is not None
+    """Return whether two shards have their rows in the same order along their axes."""
+    return one.blocks == other.blocks or 0 in (one.blocks, other.blocks)
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
     """Return the placement of what has the rows of both, along the first's axis; None if they differ."""
-    if one.blocks == other.blocks:
-        known = max(one.each, other.each)
-        return shard(one.axis, one.blocks, known) if min(one.each, other.each) in (0, known) else None
-    if 0 not in (one.blocks, other.blocks):
+    if not same_rows(one, other):
         return None
-    alike, counted = (one, other) if one.blocks == 0 else (other, one)
-    fits = 0 in (alike.each, counted.each) or alike.each == counted.each * counted.blocks
-    return shard(one.axis, counted.blocks, counted.each) if fits else None
+    chosen = one if one.blocks else other
+    return chosen.at(one.axis)
 
 
 def counted(placed: Placement) -> Placement:
@@ -172,6 +174,14 @@ def _unary(call: Call) -> Sequence[Placement]:
 
 @_rule(*BROADCASTING, *ALIKE)
 def _broadcast(call: Call) -> Sequence[Placement] | None:
+    if all(placed.kind is Kind.ITEMS for placed in call.inputs):  # lists that are added up, element by element
+        found: Placement | None = call.inputs[0]
+        for placed in call.inputs[1:]:
+            found = found and either(found, placed)
+        return found and [found]
+    if call.inputs[1].kind is Kind.PLACES:  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
+        zero = call.op.type == "SelectV2" and call.inputs[0].whole and call.constant(2) is not None
+        return [call.inputs[1]] if zero and not np.any(call.constant(2)) else None
     ranks = [_rank(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
@@ -200,7 +210,7 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
         axis = placed.axis + rank - ranks[i]
         if placed.axis >= ranks[i] - tails:
             return None
-        here = shard(axis, placed.blocks, placed.each)
+        here = placed.at(axis)
         if chosen is None:
             chosen = here
             continue
@@ -220,7 +230,7 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
     if divided:  # whose rows are not alike
         chosen = counted(chosen)
     for i, axis in divided:
-        call.require(i, shard(axis, chosen.blocks, chosen.each))
+        call.require(i, chosen.at(axis))
     return chosen
 
 
@@ -254,6 +264,12 @@ def _moved_partial(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[0]] if call.inputs[0].kind is Kind.PARTIAL and all(p.whole for p in others) else None
 
 
+@_linear("ConcatV2", "Pack")
+def _joined_partial(call: Call) -> Sequence[Placement] | None:
+    parts = call.inputs[: -1 if call.op.type == "ConcatV2" else None]
+    return [parts[0]] if parts[0].kind is Kind.PARTIAL and len(set(parts)) == 1 else None
+
+
 @_linear("Sum", "Mean")
 def _sum_partial(call: Call) -> Sequence[Placement] | None:
     placed, over = call.inputs
@@ -279,7 +295,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     state = any(_is_read(call.op.inputs[i]) for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
-        if shape and not state and call.op.outputs[0].dtype.is_floating:
+        if shape and not state and not call.lenient and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
@@ -317,6 +333,20 @@ def _back_partial(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[at]] if call.inputs[1 - at].whole and call.inputs[at].op in ("sum", "mean") else None
 
 
+def either(one: Placement, two: Placement) -> Placement | None:
+    """Return the placement of a tensor, or a list, that is placed as one or the other; None: nothing covers both."""
+    if one == two:
+        return one
+    if one.kind is two.kind is Kind.SHARD and one.axis == two.axis:
+        return together(one, two)
+    if one.kind is two.kind is Kind.ITEMS:
+        if None in (one.of, two.of):  # an empty list; what it lacks is taken for zeros
+            return one if two.of is None else two
+        of = one.of and two.of and either(one.of, two.of)
+        return items(of, one.counts) if of else None
+    return None
+
+
 # Reductions: over the rows they leave a part of the batch's result, over other axes rows.
 
 EVERY, ANY = partial("min"), partial("max")  # of bools
@@ -324,12 +354,10 @@ _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
-@_rule(*_REDUCED, counting=True)
+@_rule(*_REDUCED)
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
     rank = _rank(call, 0)
-    if placed.kind is Kind.ROWS:
-        return _count_of(call)
     if placed.kind is not Kind.SHARD:
         return None
     if summed.kind is Kind.AXES and call.op.type == "Sum":
@@ -337,53 +365,18 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
             return None
         operand = summed.of or REPLICATE
         kept = operand.kind is Kind.SHARD
-        return [pending(shard(operand.axis, placed.blocks, placed.each))] if kept else [SUM]
+        return [pending(placed.at(operand.axis))] if kept else [SUM]
     placed, over = counted(placed), call.constant(1)
     if rank is None or over is None:
         return None
     over = {int(axis) % rank for axis in np.ravel(over)}
     keeps = call.op.get_attr("keep_dims")
     if placed.axis not in over:
-        return [shard(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)), placed.blocks, placed.each)]
+        return [placed.at(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)))]
     dtype = call.op.inputs[0].dtype
     if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
         return None
     return [_REDUCED[call.op.type]]
-
-
-def _count_of(call: Call) -> Sequence[Placement] | None:
-    """Place the product of a shape: if one element counts rows, so does the product."""
-    counts = call.inputs[0].counts
-    if call.op.type != "Prod" or sum(map(bool, counts)) != 1 or call.op.get_attr("keep_dims"):
-        return None
-    if call.op.inputs[0].shape.rank == 0:
-        return [call.inputs[0]]
-    return [rows((_product(counts, call.op.inputs[0]),))]
-
-
-def _product(counts: Sequence[int], shape: tf.Tensor) -> int:
-    known = _known_elements(shape)
-    others = [value for count, value in zip(counts, known, strict=True) if not count]
-    each = next(count for count in counts if count)
-    return -1 if None in others or each < 0 else each * math.prod(others)
-
-
-def _known_elements(vector: tf.Tensor) -> list[Any]:
-    """Return what is known of the elements of an integer vector; None for others."""
-    known = tf.get_static_value(vector, partial=True)
-    if known is None:
-        shape = _known_shape(vector)
-        return shape if shape is not None else [None] * int(vector.shape.num_elements())
-    return [None if value is None else int(value) for value in np.ravel(known)]
-
-
-def _known_shape(vector: tf.Tensor) -> list[int | None] | None:
-    """Return what is known of a vector that is a tensor's shape."""
-    while vector.op.type in ("Cast", "Identity"):
-        vector = vector.op.inputs[0]
-    if vector.op.type in ("Shape", "ShapeN"):
-        return _shape(vector.op.inputs[vector.value_index])
-    return None
 
 
 @_rule("L2Loss")
@@ -411,7 +404,7 @@ def _arg(call: Call) -> Sequence[Placement] | None:
     placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
     if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
         return None
-    return [shard(placed.axis - (int(over) % rank < placed.axis), placed.blocks, placed.each)]
+    return [placed.at(placed.axis - (int(over) % rank < placed.axis))]
 
 
 @_rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
@@ -510,8 +503,8 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
         if name in names and call.inputs[i].kind is Kind.REPLICATE:
             if _shape(call.op.inputs[i])[names.index(name)] == 1:
                 continue  # is broadcast, whatever the others have there
-            call.require(i, shard(names.index(name), placed.blocks, placed.each))
-    return [shard(result.index(name), placed.blocks, placed.each) if name in result else SUM]
+            call.require(i, placed.at(names.index(name)))
+    return [placed.at(result.index(name)) if name in result else SUM]
 
 
 @_rule("MatMul")
@@ -712,69 +705,66 @@ def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
 # Shapes and counts.
 
 
-@_rule("Shape", "ShapeN", counting=True)
+@_rule("Shape", "ShapeN")
 def _shape_of(call: Call) -> Sequence[Placement] | None:
     placed = []
-    for i, tensor in enumerate(call.op.inputs):
-        one = call.inputs[i]
-        if one.kind is not Kind.SHARD:
-            if one.kind not in (Kind.REPLICATE, Kind.PARTIAL):
-                return None
+    for one, tensor in zip(call.inputs, call.op.inputs, strict=True):
+        if one.kind is Kind.SHARD and tensor.shape.rank is not None:
+            count = one.each * one.blocks or call.axes.rows(tensor, one.axis) or -1
+            placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
+        elif one.kind in (Kind.REPLICATE, Kind.PARTIAL):
             placed.append(REPLICATE)
-            continue
-        if tensor.shape.rank is None:
+        elif one.kind is Kind.PLACES:
+            placed.append(rows(one.counts))
+        else:
             return None
-        count = one.each * one.blocks or -1
-        placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
     return placed
 
 
-@_rule("Size", counting=True)
+@_rule("Size")
 def _size_of(call: Call) -> Sequence[Placement] | None:
-    one, shape = call.inputs[0], _shape(call.op.inputs[0])
+    (one,), shape = call.inputs, _shape(call.op.inputs[0])
+    if one.kind is Kind.PLACES:
+        return [rows(one.counts)]
     if one.kind is not Kind.SHARD:
-        return [REPLICATE] if one.kind in (Kind.ROWS, Kind.PARTIAL) and shape is not None else None
+        return [REPLICATE] if one.kind is Kind.PARTIAL and shape is not None else None
     if shape is None:
         return None
     others = [length for axis, length in enumerate(shape) if axis != one.axis]
     return [rows((-1 if None in others or not one.each else one.each * one.blocks * math.prod(others),))]
 
 
-@_rule("Rank", counting=True)
+@_rule("Rank")
 def _rank_of(call: Call) -> Sequence[Placement] | None:
     return [REPLICATE]
 
 
 LINEAR.update({"Shape": _shape_of, "ShapeN": _shape_of, "Size": _size_of, "Rank": _rank_of})
 
+# Arithmetic on counts of rows. No rule says what it gives: `Placer` has it computed for several numbers of rows, and
+# sees which results grow as these do. Left out is what cuts off, or compares: a tower may have any number of rows.
 
-@_rule("StridedSlice", counting=True)
+COUNTING = names(
+    """
+    Add AddV2 BroadcastArgs Cast ConcatOffset ConcatV2 Cumprod Cumsum DynamicStitch ExpandDims FloorDiv GatherV2
+    Identity Mul Pack Prod Reshape ReverseV2 Slice Split SplitV Squeeze StopGradient StridedSlice Sub Sum Tile Unpack
+    """
+)
+# Where all that is compared counts rows: so many first inputs.
+COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
+TAKING_PLACES = names("GatherV2 Identity Reshape SelectV2 Shape Size UnsortedSegmentSum")
+
+
+@_rule("StridedSlice")
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is Kind.ROWS:
-        return _slice_counts(call)
     if placed.kind is not Kind.SHARD:
         return None
-    for i in (1, 2, 3):  # bounds along another axis may be the batch's number of rows
-        call.require(i, REPLICATE)
     spec = _slice_spec(call)
     if spec is None:
         return None
     kept = _sliced_axis(spec, placed.axis)
-    return None if kept is None else [shard(kept, placed.blocks, placed.each)]
-
-
-def _slice_counts(call: Call) -> Sequence[Placement] | None:
-    counts = np.array(call.inputs[0].counts)
-    begin, end, strides = (call.constant(i) for i in (1, 2, 3))
-    masks = [call.op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")]
-    if any(value is None or value.size != 1 for value in (begin, end, strides)) or masks[2] or masks[3]:
-        return None
-    if masks[4]:
-        return [rows((int(counts[int(begin[0])]),))]
-    first = None if masks[0] else int(begin[0])
-    last = None if masks[1] else int(end[0])
-    return [rows(tuple(int(count) for count in counts[first : last : int(strides[0])]))]
+    return None if kept is None else [placed.at(kept)]
 
 
 def _slice_spec(call: Call) -> list[Any] | None:
@@ -827,7 +817,7 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     spec = None if axis is None else _slice_spec(call)
     if spec is None or _sliced_axis(spec, axis) != placed.axis:
         return None
-    return [shard(axis, placed.blocks, placed.each)]
+    return [placed.at(axis)]
 
 
 def _only(counts: Sequence[int]) -> Any:
@@ -836,11 +826,9 @@ def _only(counts: Sequence[int]) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-@_rule("Pack", counting=True)
+@_rule("Pack")
 def _pack(call: Call) -> Sequence[Placement] | None:
     kinds = {placed.kind for placed in call.inputs}
-    if kinds <= {Kind.ROWS, Kind.REPLICATE} and call.op.outputs[0].shape.rank == 1:
-        return [rows(tuple(p.counts[0] if p.counts else 0 for p in call.inputs))]
     if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
         return None
     placed = call.inputs[_sharded(call)[0]]
@@ -850,40 +838,26 @@ def _pack(call: Call) -> Sequence[Placement] | None:
     axis = call.op.get_attr("axis") % rank
     for i in range(len(call.inputs)):
         call.require(i, placed)
-    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+    return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
-@_rule("Unpack", counting=True)
+@_rule("Unpack")
 def _unpack(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], _rank(call, 0)
-    if placed.kind is Kind.ROWS:
-        return [rows((count,)) for count in placed.counts]
     if rank is None or placed.kind is not Kind.SHARD:
         return None
     axis = call.op.get_attr("axis") % rank
     if axis == placed.axis:
         return None
-    return _all(call, shard(placed.axis - (axis < placed.axis), placed.blocks, placed.each))
+    return _all(call, placed.at(placed.axis - (axis < placed.axis)))
 
 
-@_rule("ConcatV2", counting=True)
+@_rule("ConcatV2")
 def _concat(call: Call) -> Sequence[Placement] | None:
     parts = call.inputs[:-1]
     axis = call.constant(len(parts))
     kinds = {placed.kind for placed in parts}
-    if axis is None:
-        return None
-    if Kind.ROWS in kinds:
-        if kinds - {Kind.ROWS, Kind.REPLICATE} or call.op.outputs[0].shape.rank != 1:
-            return None
-        counts: list[int] = []
-        for i, placed in enumerate(parts):
-            length = call.op.inputs[i].shape[0]
-            if length is None:
-                return None
-            counts += placed.counts or [0] * length
-        return [rows(tuple(counts))]
-    if not kinds <= {Kind.SHARD, Kind.REPLICATE} or Kind.SHARD not in kinds:
+    if axis is None or not kinds <= {Kind.SHARD, Kind.REPLICATE} or Kind.SHARD not in kinds:
         return None
     placed = next(p for p in parts if p.kind is Kind.SHARD)
     shards = [p for p in parts if p.kind is Kind.SHARD]
@@ -902,31 +876,9 @@ def _concat(call: Call) -> Sequence[Placement] | None:
     return [shard(placed.axis, sum(p.blocks for p in shards), placed.each)]
 
 
-@_rule("ConcatOffset", counting=True)
-def _concat_offset(call: Call) -> Sequence[Placement] | None:
-    axis, shapes = call.constant(0), call.inputs[1:]
-    if axis is None or any(p.kind is not Kind.ROWS for p in shapes):
-        return None  # that of a whole tensor has another length, of which its rows are a part
-    offsets, count = [], 0
-    for i, placed in enumerate(shapes):
-        rank = int(call.op.inputs[i + 1].shape[0])
-        here = int(axis) % rank
-        offsets.append(rows(tuple(count if j == here else 0 for j in range(rank))))
-        each = placed.counts[here] if placed.counts else 0
-        if count < 0 or each < 0 or (i and bool(each) != bool(count)):
-            return None
-        count += each
-    return offsets
-
-
 @_rule("Slice", counting=True)
 def _slice(call: Call) -> Sequence[Placement] | None:
     placed, begin, size = call.inputs
-    if placed.kind is Kind.ROWS:
-        first, count = _constant_element(call, 1, 0), _constant_element(call, 2, 0)
-        if first is None or count is None:
-            return None
-        return [rows(placed.counts[first : None if count < 0 else first + count])]
     if placed.kind is not Kind.SHARD:
         return None
     axis = placed.axis
@@ -951,47 +903,10 @@ def _slice(call: Call) -> Sequence[Placement] | None:
 
 
 def _constant_element(call: Call, index: int, element: int) -> int | None:
-    value = call.constant(index)
-    if value is not None:
-        return int(value[element])
-    known = _known_elements(call.op.inputs[index]) if call.op.inputs[index].shape.rank == 1 else []
-    return known[element] if element < len(known) else None
-
-
-@_rule("DynamicStitch", counting=True)
-def _stitch(call: Call) -> Sequence[Placement] | None:
-    half = len(call.inputs) // 2
-    places = [call.constant(i) for i in range(half)]
-    values = call.inputs[half:]
-    if any(place is None for place in places) or any(p.kind not in (Kind.ROWS, Kind.REPLICATE) for p in values):
-        return None
-    counts: dict[int, int] = {}
-    for place, placed in zip(places, values, strict=True):
-        for i, where in enumerate(np.ravel(place)):
-            counts[int(where)] = placed.counts[i] if placed.counts else 0
-    return [rows(tuple(counts[i] for i in range(len(counts))))]
-
-
-@_rule("BroadcastArgs", counting=True)
-def _broadcast_shape(call: Call) -> Sequence[Placement] | None:
-    """Count the rows of what two shapes are broadcast to, from their ends on."""
-    if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
-        return None
-    shapes = []
-    for placed, tensor in zip(call.inputs, call.op.inputs, strict=True):
-        if tensor.shape.rank != 1 or tensor.shape[0] is None:
-            return None
-        known = _known_elements(tensor)
-        shapes.append(list(zip(placed.counts or [0] * len(known), known, strict=True)))
-    length = max(map(len, shapes))
-    counts = []
-    for one, other in zip(*([(0, 1)] * (length - len(shape)) + shape for shape in shapes), strict=True):
-        if (one[0] and not other[0] and other[1] != 1) or (other[0] and not one[0] and one[1] != 1):
-            return None
-        if one[0] and other[0] and one[0] != other[0]:
-            return None
-        counts.append(one[0] or other[0])
-    return [rows(tuple(counts))]
+    """Return an element of an input that is a vector, if no batch changes it."""
+    values = call.axes.values(call.op.inputs[index])
+    found = set() if values is None else {int(value[element]) for value in values}
+    return found.pop() if len(found) == 1 else None
 
 
 @_rule("BroadcastGradientArgs", counting=True)
@@ -1015,11 +930,10 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         return None
     place = next(place for place in found if place is not None)
     for i, (placed, length) in enumerate(zip(call.inputs, lengths, strict=True)):
-        if placed.kind is Kind.REPLICATE and length + place >= 0:
-            # It must be known whether it was broadcast along the rows.
-            element = _known_elements(call.op.inputs[i])[length + place]
-            if element != 1:
-                return None
+        # It must be known whether it was broadcast along the rows.
+        open_ = placed.kind is Kind.REPLICATE and length + place >= 0
+        if open_ and _constant_element(call, i, length + place) != 1:
+            return None
     operands = [
         REPLICATE if one is None else shard(_only(placed.counts), 1, 0)
         for placed, one in zip(call.inputs, found, strict=True)
@@ -1031,53 +945,34 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
 @_rule("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
-    if placed.kind is Kind.ROWS:
-        if shape.whole and call.op.outputs[0].shape.rank in (0, 1):
-            return [placed] if len(placed.counts) == 1 or call.op.outputs[0].shape.rank == 1 else None
-        return None
     if placed.kind is Kind.PENDING:
         return _settle(placed, shape)
-    if placed.kind is Kind.PARTIAL:
-        return [placed] if shape.whole else None
-    if placed.kind is not Kind.SHARD:
+    if placed.kind is Kind.PLACES:
+        return [placed] if call.op.outputs[0].shape.rank == 1 else None
+    before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
+    if placed.kind is not Kind.SHARD or before is None or after is None:
         return None
-    before, after = _shape(call.op.inputs[0]), _shape(call.op.outputs[0])
-    if before is None or after is None or None in before[: placed.axis]:
+    axis = _only(shape.counts) if shape.kind is Kind.ROWS else _open_element(call, 1)
+    if axis is None:
         return None
-    outer = math.prod(before[: placed.axis]) * placed.blocks
-    if shape.kind is Kind.ROWS:
-        axis = _only(shape.counts)
-        count = shape.counts[axis] if axis is not None else 0
-    elif shape.whole:
-        value = call.constant(1)
-        if value is None or -1 not in value:
-            return None
-        after = [None if length == -1 else int(length) for length in np.ravel(value)]
-        axis, count = after.index(None), 0
-    else:
+    outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
+    if outer is None or not ahead or not isinstance(length, Rows):
         return None
-    if axis is None or None in after[:axis]:
+    blocks, left = divmod(outer * placed.blocks, ahead)
+    if left or blocks == 0 or length.each % blocks or (blocks > 1 and not length.each):
         return None
-    ahead = math.prod(after[:axis])
-    if ahead == 0 or outer % ahead:
-        return None
-    blocks = outer // ahead
-    inside = before[placed.axis + 1 :]
-    known = (placed.each or 1) * math.prod(length for length in inside if length is not None)
-    exact = placed.each and None not in inside
-    width = math.prod(after[axis + 1 :]) if None not in after[axis + 1 :] else None
-    if shape.kind is Kind.ROWS:
-        each = max(count, 0) // blocks
-        if count > 0 and (count % blocks or (exact and width and each * width != known)):
-            return None
-        if not each and exact and width:
-            each = known // width if known % width == 0 else 0
-        if blocks > 1 and not each:
-            return None
-        return [shard(axis, blocks, each)]
-    if not width or known % width:
-        return None
-    return [shard(axis, blocks, known // width if exact else 0)]
+    return [shard(axis, blocks, length.each // blocks)]
+
+
+def _product(lengths: Sequence[Any]) -> int | None:
+    return math.prod(lengths) if all(isinstance(one, int) for one in lengths) else None
+
+
+def _open_element(call: Call, index: int) -> int | None:
+    """Return the place of the -1 in an input that is a shape."""
+    values = call.axes.values(call.op.inputs[index])
+    places = {tuple(np.flatnonzero(np.ravel(value) == -1)) for value in values or ()}
+    return int(places.pop()[0]) if len(places) == 1 and all(places) else None
 
 
 def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
@@ -1091,32 +986,28 @@ def _transpose(call: Call) -> Sequence[Placement] | None:
     placed, order = call.inputs[0], call.constant(1)
     if order is None or placed.kind is not Kind.SHARD:
         return None
-    return [shard(int(np.flatnonzero(order == placed.axis)[0]), placed.blocks, placed.each)]
+    return [placed.at(int(np.flatnonzero(order == placed.axis)[0]))]
 
 
-@_rule("ExpandDims", counting=True)
+@_rule("ExpandDims")
 def _expand(call: Call) -> Sequence[Placement] | None:
     placed, axis, rank = call.inputs[0], call.constant(1), call.op.outputs[0].shape.rank
-    if placed.kind is Kind.ROWS:
-        return [placed] if rank == 1 else None
     if axis is None or rank is None or placed.kind is not Kind.SHARD:
         return None
     axis = int(np.ravel(axis)[0]) % rank
-    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+    return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
-@_rule("Squeeze", counting=True)
+@_rule("Squeeze")
 def _squeeze(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], _rank(call, 0)
-    if placed.kind is Kind.ROWS:
-        return [placed]
     squeezed = call.op.get_attr("squeeze_dims")
     if rank is None or not squeezed or placed.kind is not Kind.SHARD:
         return None
     squeezed = {int(axis) % rank for axis in squeezed}
     if placed.axis in squeezed:
         return None
-    return [shard(placed.axis - sum(axis < placed.axis for axis in squeezed), placed.blocks, placed.each)]
+    return [placed.at(placed.axis - sum(axis < placed.axis for axis in squeezed))]
 
 
 @_rule("Split", "SplitV")
@@ -1139,8 +1030,8 @@ def _pad(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
         return None
     if widths is None:
-        known = tf.get_static_value(call.op.inputs[1], partial=True)
-        return [placed] if known is not None and not np.any(known[placed.axis] != np.zeros(2)) else None
+        known = call.axes.values(call.op.inputs[1])
+        return [placed] if known is not None and not any(one[placed.axis].any() for one in known) else None
     return None if widths[placed.axis].any() else [placed]
 
 
@@ -1164,7 +1055,7 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
         return None
     here = axis - (rank - len(before))
     if placed.kind is Kind.SHARD:
-        return [shard(axis, placed.blocks, placed.each)] if placed.axis == here else None
+        return [placed.at(axis)] if placed.axis == here else None
     if placed.kind is not Kind.REPLICATE:
         return None
     count = max(shape.counts[axis], 0)
@@ -1190,7 +1081,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
-@_rule("GatherV2", counting=True)
+@_rule("GatherV2")
 def _gather(call: Call) -> Sequence[Placement] | None:
     params, indices, _ = call.inputs
     axis, skipped = call.constant(2), call.op.get_attr("batch_dims")
@@ -1199,13 +1090,9 @@ def _gather(call: Call) -> Sequence[Placement] | None:
         return None
     axis = int(axis) % max(ranks[0], 1)
     skipped += ranks[1] if skipped < 0 else 0
-    if params.kind is Kind.ROWS:
-        chosen = call.constant(1)
-        if chosen is None or ranks[1] > 1:
-            return None
-        return [rows(tuple(params.counts[int(i)] for i in np.ravel(chosen)))]
-    if indices.kind is Kind.ROWS:
-        return None
+    if indices.kind is Kind.PLACES:  # each row, in its turn
+        every = params.kind is Kind.SHARD and indices.counts == (params.each * params.blocks,) and not skipped
+        return [params] if every and params.axis == axis else None
     if params.kind is Kind.SHARD and params.axis < skipped:
         if indices.kind is Kind.SHARD and (indices.axis != params.axis or not same_rows(indices, params)):
             return None
@@ -1215,10 +1102,10 @@ def _gather(call: Call) -> Sequence[Placement] | None:
         call.require(0, indices)
         return [indices]
     if indices.kind is Kind.SHARD and params.whole:
-        return [shard(indices.axis - skipped + axis, indices.blocks, indices.each)]
+        return [indices.at(indices.axis - skipped + axis)]
     if params.kind is Kind.SHARD and indices.whole and params.axis != axis:
         moved = params.axis + (ranks[1] - skipped - 1 if params.axis > axis else 0)
-        return [shard(moved, params.blocks, params.each)]
+        return [params.at(moved)]
     return None
 
 
@@ -1243,22 +1130,32 @@ def _look_up(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[1]] if call.inputs[1].kind is Kind.SHARD and call.inputs[2].whole and same else None
 
 
+@_rule("Range", counting=True)
+def _range(call: Call) -> Sequence[Placement] | None:
+    begin, end, step = call.inputs
+    if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
+        return None
+    return [Placement(Kind.PLACES, counts=end.counts)]
+
+
 @_rule("OneHot")
 def _one_hot(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], _rank(call, 0)
     if rank is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
         return None
     axis = call.op.get_attr("axis") % (rank + 1)
-    return [shard(placed.axis + (axis <= placed.axis), placed.blocks, placed.each)]
+    return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
 _SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
 _SEGMENTS |= {"UnsortedSegmentProd": "prod"}
 
 
-@_rule(*_SEGMENTS)
+@_rule(*_SEGMENTS, counting=True)
 def _segments(call: Call) -> Sequence[Placement] | None:
     data, ids, count = call.inputs
+    if ids.kind is Kind.PLACES:  # each row, in its turn
+        return [data] if data == shard(0) and count == rows(ids.counts) else None
     if not count.whole or call.op.inputs[0].dtype.name not in native.DTYPES:
         return None
     rank = _rank(call, 1)
@@ -1323,37 +1220,6 @@ def _ensure_shape(call: Call) -> Sequence[Placement] | None:
     return [placed] if open_rows else None
 
 
-# Integers that count rows keep doing so under a cast, and times a constant.
-
-
-def _counting_product(call: Call) -> Sequence[Placement] | None:
-    one, other = call.inputs
-    if {one.kind, other.kind} != {Kind.ROWS, Kind.REPLICATE}:
-        return None
-    at = 0 if one.kind is Kind.ROWS else 1
-    counts = call.inputs[at].counts
-    if len(counts) != 1 or call.op.outputs[0].shape.rank != 0:
-        return None
-    factor = call.constant(1 - at)
-    if call.op.type == "Mul":
-        known = factor is not None and int(factor) > 0 and counts[0] > 0
-        return [rows((counts[0] * int(factor) if known else -1,))] if factor is None or int(factor) > 0 else None
-    divides = at == 0 and factor is not None and int(factor) > 0 and counts[0] > 0 and counts[0] % int(factor) == 0
-    return [rows((counts[0] // int(factor),))] if divides else None
-
-
-def _counting_cast(call: Call) -> Sequence[Placement] | None:
-    before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
-    # A count that wraps does not show any more how many each sample has.
-    fits = after == before or (before, after) == (tf.int32, tf.int64) or min(call.inputs[0].counts) >= 0
-    return [call.inputs[0]] if fits and after in (tf.int32, tf.int64) else None
-
-
-# By op type: these count rows and are no rows themselves.
-COUNTS: dict[str, Rule] = {"Cast": _counting_cast, "Identity": lambda call: [call.inputs[0]], "Mul": _counting_product}
-COUNTS |= {"FloorDiv": _counting_product, "StopGradient": lambda call: [call.inputs[0]]}
-
-
 # Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
 
 DRAWS = names(
@@ -1384,7 +1250,7 @@ def _list_from(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.SHARD or placed.axis == 0:
         return None
-    return [items(shard(placed.axis - 1, placed.blocks, placed.each))]
+    return [items(placed.at(placed.axis - 1))]
 
 
 @_rule("TensorListStack", counting=True)
@@ -1396,7 +1262,7 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
     if not _shapes_item(call, 1, of):
         return None
     if of.kind is Kind.SHARD:
-        return [shard(of.axis + 1, of.blocks, of.each)]
+        return [of.at(of.axis + 1)]
     return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
 
 
@@ -1436,20 +1302,18 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
 @_rule("TensorListSetItem", "TensorListPushBack", counting=True)
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
-    placed = call.inputs[0]
+    placed, item = call.inputs[0], call.inputs[at]
     if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
         return None
-    item = call.inputs[at]
     if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
         return None  # it takes tensors of so many rows alone
-    if placed.of is None or placed.of == item or (placed.of.whole and call.lenient):
-        return [items(call.inputs[at])]
-    if placed.of.kind is Kind.SHARD and call.inputs[at].kind is Kind.SHARD:
-        same = placed.of.axis == call.inputs[at].axis and same_rows(placed.of, call.inputs[at])
-        return [placed] if same else None
-    if not {item.kind, placed.of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
+    if placed.of is not None and placed.of.whole and call.lenient:
+        return [items(item)]
+    if both := either(placed, items(item)):
+        return [both]
+    if not {item.kind, placed.of and placed.of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
         return None
-    call.require(at, placed.of)
+    call.require(at, placed.of or REPLICATE)
     return [placed]
 
 

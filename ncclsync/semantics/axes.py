@@ -1,0 +1,436 @@
+"""Know what each axis of each tensor of a traced step is: a constant, or so many rows for each sample, or open.
+
+TensorFlow's shape inference is asked for batches of several sizes (`BATCHES`). A length that stays is a constant; one
+that grows as the batch does counts rows; any other is open. So the arithmetic on shapes needs no rules: small integers
+are computed by TensorFlow's own kernels, for each of these batches. No op of the step runs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
+
+SMALL = 64  # elements of a tensor of integers whose values are followed
+
+
+class Batch(NamedTuple):
+    """Describe a batch for which lengths are inferred.
+
+    Attributes:
+        rows: its samples.
+        open: the length of each axis that the trace leaves open and that has no rows.
+    """
+
+    rows: int
+    open: int
+
+
+# One row finds out lengths that only large batches have, as that of `x[:64]`; 840 rows can be divided by 2 to 8.
+# Another length for what is open tells what depends on it.
+BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 17))
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]  # one for each of BATCHES
+Values = tuple[np.ndarray, ...]
+
+
+class Rows(NamedTuple):
+    """Say that a length counts rows: so many for each sample; 0 where that is open."""
+
+    each: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Describe what a list, an optional tensor or a variable holds.
+
+    Attributes:
+        of: the shapes; None: nothing as yet.
+        values: if all that it holds are the same small integers.
+    """
+
+    of: Shapes | None
+    values: Values | None = dataclasses.field(default=None, compare=False)
+
+
+State = Shapes | Items | None  # of a tensor; None: not known
+
+Length = int | Rows | None
+
+
+def length_of(lengths: Sequence[int]) -> Length:
+    """Return what a length is: a constant, `Rows`, or None: open.
+
+    Args:
+        lengths: for each of BATCHES.
+    """
+    one, many, opened = map(int, lengths)
+    if one == many == opened:
+        return one
+    if one <= 0 or many != one * BATCHES[1].rows:
+        return None
+    return Rows(one if opened == one else 0)
+
+
+class Axes:
+    """Infer the shapes, and the values of small integers, of one graph, as they are asked for."""
+
+    def __init__(
+        self, functions: Functions, given: Mapping[str, State], values: Mapping[str, Values | None] | None = None
+    ) -> None:
+        """Know the arguments.
+
+        Args:
+            functions: of the step.
+            given: by tensor's name, what is known of the graph's arguments.
+            values: of those that are small integers.
+        """
+        self._functions = functions
+        self._states: dict[str, State] = dict(given)
+        self._values: dict[str, Values | None] = dict(values or {})
+        self._bodies: dict[tuple[str, str], tuple[Any, Axes]] = {}
+        self._scratch = tf.Graph()
+
+    def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:
+        """Return what each axis is; None if the rank is not known."""
+        if tensor.shape.is_fully_defined():
+            return tuple(tensor.shape.as_list())
+        shapes = self._shapes(tensor)
+        return None if shapes is None else tuple(map(length_of, zip(*shapes, strict=True)))
+
+    def rows(self, tensor: tf.Tensor, axis: int) -> int:
+        """Return how many rows for each sample an axis has; 0 if that is open, or if it has none."""
+        length = (self.lengths(tensor) or {axis: None})[axis]
+        return length.each if isinstance(length, Rows) else 0
+
+    def values(self, tensor: tf.Tensor) -> Values | None:
+        """Return the values of a small tensor of integers for each of BATCHES; None if they are not known."""
+        if tensor.name not in self._values:
+            self._settle(tensor.op)
+        return self._values[tensor.name]
+
+    def constant(self, tensor: tf.Tensor) -> Any:
+        """Return the value of a small tensor of integers that no batch changes; None if there is none."""
+        if tensor.op.type == "Const":
+            return _value_of(tensor)
+        values = self.values(tensor)
+        return values[0] if values is not None and _equal(values, (values[0],) * len(values)) else None
+
+    def learn(self, tensor: tf.Tensor, axis: int, each: int) -> None:
+        """Know that an axis has so many rows for each sample. It spares the inference if the others are constants."""
+        lengths = tensor.shape.as_list()
+        if tensor.name in self._states or None in (lengths[:axis] + lengths[axis + 1 :]) or lengths[axis] is not None:
+            return
+        self._states[tensor.name] = tuple(
+            (*lengths[:axis], each * batch.rows, *lengths[axis + 1 :]) for batch in BATCHES
+        )
+
+    def refine(self, tensor: tf.Tensor) -> None:
+        """Let a tensor know the constants among its lengths that the trace leaves open."""
+        if tensor.dtype not in (tf.variant, tf.resource) and (lengths := self.lengths(tensor)) is not None:
+            tensor.set_shape([one if isinstance(one, int) else None for one in lengths])
+
+    def body(self, op: tf.Operation, name: str) -> "tuple[Any, Axes]":
+        """Return a function that a loop, a branch or a call runs, as a graph, and the axes in it."""
+        if (op.name, name) not in self._bodies:
+            self._settle(op)
+        graph, axes = self._bodies[op.name, name]
+        for tensor in graph.inputs:
+            axes.refine(tensor)
+        return graph, axes
+
+    # Shapes.
+
+    def _shapes(self, tensor: tf.Tensor) -> Shapes | None:
+        state = self._state(tensor)
+        return None if isinstance(state, Items) else state
+
+    def _state(self, tensor: tf.Tensor) -> State:
+        if tensor.name not in self._states:
+            if _is_defined(tensor):
+                return (tuple(tensor.shape.as_list()),) * len(BATCHES)
+            self._settle(tensor.op)
+        return self._states[tensor.name]
+
+    def _settle(self, op: tf.Operation) -> None:
+        """Infer what is known of an op's results. Not by recursion: hundreds of ops may lead to it."""
+        stack, met = [(op, iter(self._needed(op)))], {op.name}
+        while stack:
+            one, parents = stack[-1]
+            parent = next((p for p in parents if p.name not in met), None)
+            if parent is not None:
+                met.add(parent.name)
+                stack.append((parent, iter(self._needed(parent))))
+                continue
+            stack.pop()
+            if not all(_is_defined(output) or output.name in self._states for output in one.outputs):
+                for output, state in zip(one.outputs, self._inferred(one), strict=True):
+                    self._states.setdefault(output.name, state)
+            for output, values in zip(one.outputs, self._computed(one), strict=True):
+                self._values.setdefault(output.name, values)
+
+    def _needed(self, op: tf.Operation) -> list[tf.Operation]:
+        return [
+            tensor.op
+            for tensor in op.inputs
+            if (tensor.name not in self._states and not _is_defined(tensor))
+            or (tensor.name not in self._values and self._is_small(tensor))
+        ]
+
+    def _inferred(self, op: tf.Operation) -> list[State]:
+        """Infer the shapes of an op's results."""
+        if op.type in LOOPS:
+            return self._loop(op)
+        if op.type in BRANCHES or op.type in CALLS or self._functions.calls(op.type):
+            return self._called(op)
+        if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*op.inputs, *op.outputs)):
+            return self._of_items(op)
+        states = [self._shapes(tensor) for tensor in op.inputs]
+        if not op.inputs or tf_compat.calls_functions(op):
+            return [_traced(output) for output in op.outputs]
+        try:
+            found = [self._run_inference(op, states, which) for which in range(len(BATCHES))]
+        except (ValueError, tf.errors.OpError):  # no such batch is possible
+            return [_traced(output) for output in op.outputs]
+        return [
+            None if len(set(map(_rank, shapes))) > 1 or None in shapes else shapes
+            for shapes in zip(*found, strict=True)
+        ]
+
+    def _run_inference(self, op: tf.Operation, states: list[Any], which: int) -> list[Shape | None]:
+        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+        known = [self.values(tensor) if tensor.dtype.is_integer else None for tensor in op.inputs]
+        with self._scratch.as_default():
+            given = [
+                tf.constant(values[which])
+                if values is not None
+                else tf.compat.v1.placeholder(tensor.dtype, shapes[which] if shapes else None)
+                for tensor, shapes, values in zip(op.inputs, states, known, strict=True)
+            ]
+            made = self._scratch.create_op(op.type, given, [output.dtype for output in op.outputs], attrs=attributes)
+        opened = BATCHES[which].open
+        return [
+            None if output.shape.rank is None else tuple(opened if n is None else n for n in output.shape.as_list())
+            for output in made.outputs
+        ]
+
+    # Functions.
+
+    def _entered(
+        self, op: tf.Operation, name: str, states: Sequence[State], known: Callable[[Any, int], bool] = lambda *_: True
+    ) -> "tuple[Any, Axes]":
+        """Enter a function with arguments of these states; and of their values, where `known(graph, i)`."""
+        inputs = op.inputs[len(op.inputs) - len(states) :]
+        graph = self._functions.graph(name, inputs)
+        values = {
+            given.name: self.values(tensor) if self._is_small(tensor) and known(graph, i) else None
+            for i, (given, tensor) in enumerate(zip(graph.inputs, inputs, strict=True))
+        }
+        child = Axes(self._functions, {t.name: state for t, state in zip(graph.inputs, states, strict=True)}, values)
+        self._bodies[op.name, name] = graph, child
+        return graph, child
+
+    def _loop(self, op: tf.Operation) -> list[State]:
+        states = [self._state(tensor) for tensor in op.inputs]
+        body = op.get_attr("body").name
+
+        def stays(graph: Any, which: int) -> bool:
+            return _passed_on(graph.outputs[which]) is graph.inputs[which]
+
+        invariant = [stays(self._functions.graph(body, op.inputs), i) for i in range(len(states))]
+        while True:
+            graph, child = self._entered(op, body, states, stays)
+            ends = [child._state(tensor) for tensor in graph.outputs]
+            joined = [_joined(one, two) for one, two in zip(states, ends, strict=True)]
+            if joined == states and [_held(one) for one in joined] == [_held(one) for one in states]:
+                self._entered(op, op.get_attr("cond").name, states, lambda _, which: invariant[which])
+                return joined
+            states = joined
+
+    def _called(self, op: tf.Operation) -> list[State]:
+        inputs = op.inputs[op.type in BRANCHES :]
+        states = [self._state(tensor) for tensor in inputs]
+        entered = [self._entered(op, name, states) for name in self._functions.called_by(op)]
+        ways = [[child._state(tensor) for tensor in graph.outputs] for graph, child in entered]
+        return [_joined_all(one) for one in zip(*ways, strict=True)]
+
+    # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
+
+    def _of_items(self, op: tf.Operation) -> list[State]:
+        """Return what is known of the results of an op that takes such a thing, or gives one."""
+        inputs, kind = list(op.inputs), op.type
+        held = [one for one in map(self._state, inputs) if isinstance(one, Items)]
+        if kind in ("OptionalNone", "EmptyTensorList"):
+            return [Items(None)]
+        if kind == "TensorListReserve":
+            known = self.values(inputs[0])
+            fits = known is not None and known[0].ndim == 1 and all((one >= 0).all() for one in known)
+            return [Items(tuple(tuple(map(int, one)) for one in known or ()) if fits else None)]
+        if kind in _PUTTING_IN:
+            tensor = inputs[_PUTTING_IN[kind]]
+            item = self._state(tensor)
+            if not isinstance(item, tuple) or (kind == "OptionalFromValue" and len(inputs) > 1):
+                return [None]
+            if kind == "TensorListFromTensor":
+                return [Items(tuple(shape[1:] for shape in item))]
+            # Of a list that is reserved some elements may not be set.
+            made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
+            return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
+        if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
+            return [_joined_all(held)]
+        if not held or held[0].of is None:
+            return [_traced(output) for output in op.outputs]
+        of = held[0].of
+        if kind == "TensorListPopBack":
+            return [held[0], of]
+        if kind == "TensorListElementShape":
+            return [((len(of[0]),),) * len(BATCHES)]
+        if kind in ("TensorListGetItem", "OptionalGetValue", "ReadVariableOp") and len(op.outputs) == 1:
+            return [of]
+        if kind in ("TensorListStack", "TensorListGather"):
+            traced = _traced(op.outputs[0])
+            first = [shape[0] for shape in traced] if isinstance(traced, tuple) else [batch.open for batch in BATCHES]
+            return [tuple((count, *shape) for count, shape in zip(first, of, strict=True))]
+        return [_traced(output) for output in op.outputs]
+
+    # Values.
+
+    def _computed(self, op: tf.Operation) -> list[Values | None]:
+        unknown: list[Values | None] = [None] * len(op.outputs)
+        if op.type == "Const":
+            value = _value_of(op.outputs[0])
+            return [None if value is None else (value,) * len(BATCHES)]
+        if op.type in ("Shape", "ShapeN", "Size"):
+            shapes = [self._shapes(tensor) for tensor in op.inputs]
+            dtype = op.outputs[0].dtype.as_numpy_dtype
+            measured = np.prod if op.type == "Size" else np.array
+            return [None if one is None else tuple(measured(shape).astype(dtype) for shape in one) for one in shapes]
+        if op.type in _TAKING_OUT and isinstance(held := self._state(op.inputs[0]), Items):
+            if op.type == "TensorListElementShape":
+                dtype = op.outputs[0].dtype.as_numpy_dtype
+                return [None if held.of is None else tuple(np.array(shape, dtype) for shape in held.of)]
+            return [*unknown[1:], held.values]
+        if not self._has_values(op):
+            return unknown
+        given = [self._values[tensor.name] for tensor in op.inputs]
+        if any(one is None for one in given):
+            return unknown
+        return self.computed(op, given) or unknown
+
+    def _is_small(self, tensor: tf.Tensor) -> bool:
+        """Return whether a tensor has few numbers, as shapes have and what is computed of them."""
+        shape = tensor.shape
+        if shape.rank is None and isinstance(state := self._states.get(tensor.name), tuple):
+            shape = tf.TensorShape(state[0])
+        numbers = tensor.dtype.is_integer or tensor.dtype.is_floating or tensor.dtype == tf.bool
+        return numbers and (shape.rank == 0 or (shape.rank == 1 and (shape[0] or 0) <= SMALL))
+
+    def _has_values(self, op: tf.Operation) -> bool:
+        """Return whether an op computes small numbers of small numbers."""
+        return (
+            bool(op.inputs)
+            and all(map(self._is_small, (*op.inputs, *op.outputs)))
+            and not tf_compat.is_stateful(op)
+            and not tf_compat.calls_functions(op)
+            and tf_compat.runs_on_cpu(op)
+        )
+
+    @staticmethod
+    def computed(op: tf.Operation, given: Sequence[Any]) -> Any:
+        """Run an op of small integers for several values of its inputs; return those of its outputs, or None.
+
+        Args:
+            op: whose type and attributes are taken.
+            given: [inputs][cases].
+        """
+        try:
+            attributes = tf_compat.attributes_of(op)
+            with tf.init_scope(), tf.device("CPU:0"):
+                cases = [
+                    [
+                        one.numpy()
+                        for one in tf_compat.run_op(
+                            op.type, [tf.constant(v) for v in case], attributes, len(op.outputs)
+                        )
+                    ]
+                    for case in zip(*given, strict=True)
+                ]
+        except (ValueError, tf.errors.OpError):  # not of such a batch
+            return None
+        return list(zip(*cases, strict=True))
+
+
+def _joined_all(states: Sequence[State]) -> State:
+    return functools.reduce(_joined, states)
+
+
+_PUTTING_IN = {"TensorListFromTensor": 0, "OptionalFromValue": 0, "TensorListPushBack": 1, "TensorListSetItem": 2}
+_TAKING_OUT = frozenset({"TensorListPopBack", "TensorListGetItem", "OptionalGetValue", "TensorListElementShape"})
+
+
+def _held(state: State) -> Any:
+    known = isinstance(state, Items) and state.values
+    return known and [value.tolist() for value in known]
+
+
+def _passed_on(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor that another one is, by way of identities."""
+    while tensor.op.type in ("Identity", "StopGradient"):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _rank(shape: Shape | None) -> int | None:
+    return None if shape is None else len(shape)
+
+
+def _is_defined(tensor: tf.Tensor) -> bool:
+    return tensor.shape.is_fully_defined() and tensor.dtype not in (tf.variant, tf.resource)
+
+
+def _value_of(tensor: tf.Tensor) -> Any:
+    return None if tensor.dtype in (tf.variant, tf.string) else np.asarray(tf.get_static_value(tensor))
+
+
+def _equal(one: Values, two: Values) -> bool:
+    return all(map(np.array_equal, one, two))
+
+
+def _traced(tensor: tf.Tensor) -> State:
+    """Return the shapes that the trace knows; what it leaves open has none of the batch's rows."""
+    if tensor.dtype == tf.resource:
+        shape = tf_compat.shape_behind(tensor)
+        return Items((tuple(shape.as_list()),) * len(BATCHES)) if shape.is_fully_defined() else None
+    if tensor.shape.rank is None or tensor.dtype == tf.variant:
+        return None
+    return tuple(tuple(batch.open if n is None else n for n in tensor.shape.as_list()) for batch in BATCHES)
+
+
+def given_rows(tensor: tf.Tensor) -> State:
+    """Return the shapes of an argument that has the batch's rows along its first axis."""
+    traced = _traced(tensor)
+    if traced is None or isinstance(traced, Items) or tensor.shape[0] is not None:
+        return traced
+    return tuple((batch.rows, *shape[1:]) for batch, shape in zip(BATCHES, traced, strict=True))
+
+
+def _joined(one: State, two: State) -> State:
+    """Return what is known of a tensor that is one or the other."""
+    if isinstance(one, Items) and isinstance(two, Items):
+        if one.of is None or two.of is None:
+            return one if two.of is None else two
+        same = one.values is not None and two.values is not None and _equal(one.values, two.values)
+        return Items(_joined(one.of, two.of), one.values if same else None)  # type: ignore[arg-type]
+    if one is None or two is None or isinstance(one, Items) or isinstance(two, Items) or len(one[0]) != len(two[0]):
+        return None
+    lengths = [
+        a if a == b else tuple(batch.open for batch in BATCHES)
+        for a, b in zip(zip(*one, strict=True), zip(*two, strict=True), strict=True)
+    ]
+    return tuple(zip(*lengths, strict=True)) if lengths else one

@@ -11,24 +11,25 @@ import tensorflow as tf
 
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placing import BRANCHES, CALLS, LOOPS
+from ncclsync.semantics.rules import names
 
 # They change no number, and copy none.
-_FREE = frozenset(
+_FREE = names(
     """
     Const EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Rank Reshape Shape ShapeN Size
     Squeeze StopGradient
-    """.split()
+    """
 )
 # They read some of their first input.
-_PARTS = frozenset("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice".split())
-_MATMULS = frozenset("BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul".split())
-_SORTS = frozenset("TopK TopKV2".split())
+_PARTS = names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice")
+_MATMULS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul")
+_SORTS = names("TopK TopKV2")
 # Of matrices: as many multiplications for an element as a row has elements.
-_CUBIC = frozenset(
+_CUBIC = names(
     """
     Cholesky CholeskyGrad Eig LogMatrixDeterminant LU MatrixDeterminant MatrixExponential MatrixInverse
     MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEigV2 Svd
-    """.split()
+    """
 )
 
 
@@ -38,6 +39,7 @@ class Costs:
     Attributes:
         by_rows: what a tower does for its rows alone.
         alike: (op, its cost) that every tower does for all rows.
+        fixed: whether the number of rows is fixed: any length may be that of rows.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -51,9 +53,10 @@ class Costs:
         self._slices: set[str] = set()  # tensors that rest on the slices of sparse gradients alone
         self.by_rows = 0.0
         self.alike: list[tuple[tf.Operation, float]] = []
+        self.fixed = False
 
     def leave_out(self, op: tf.Operation) -> None:
-        """Count nothing of what is done with these results, the slices of sparse gradients: it is the weights' update."""
+        """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
     def add(self, op: tf.Operation, by_rows: bool) -> None:
@@ -64,7 +67,7 @@ class Costs:
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
         if len(others) < len(op.inputs) and not any(map(_is_open, others)):
             self.leave_out(op)
-        elif any(map(_is_open, (*op.inputs, *op.outputs))):
+        elif self.fixed or any(map(_is_open, (*op.inputs, *op.outputs))):
             self.alike.append((op, self.of(op)))
 
     @property

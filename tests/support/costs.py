@@ -4,9 +4,11 @@ A module of `tests/costs` holds functions decorated by `row`: each makes a step,
 gathers and computes alike is counted until there is a program, which is not even made.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,7 @@ import keras
 import numpy as np
 import parity
 
-from ncclsync.compat.source_lines import user_line
+import ncclsync
 from ncclsync.program.cut import place
 from ncclsync.towers import step as steps
 
@@ -48,12 +50,17 @@ def row(name: str, run: Callable[[], Any], inherent: Mapping[str, str] | None = 
     ROWS_OF_TABLE[name] = Row(run, inherent or {}, extra)
 
 
-def fits(build: Callable[[], keras.Model], x: Any, y: Any = None, weights: Any = None) -> Callable[[], Any]:
-    """A `run`: `fit` of a factory's model on arrays, or on datasets, which are batched."""
+def fits(build: Callable[[], keras.Model], *batch: Any) -> Callable[[], Any]:
+    """A `run`: the train step of a factory's model, for a batch (x, y, perhaps sample weights)."""
+    return lambda: parity.on_towers(build, TOWERS).towers.explain(batch)
+
+
+def runs(make: Callable[[], Callable[[Any], Any]], batch: Any) -> Callable[[], Any]:
+    """A `run`: a step of one's own, made by `make`, for a batch."""
 
     def run():
-        model = parity.on_towers(build, TOWERS)
-        return model.fit(x, y, sample_weight=weights, verbose=0)
+        with ncclsync.Towers(TOWERS) as towers:
+            towers.run(make(), batch)
 
     return run
 
@@ -64,15 +71,17 @@ class Cost:
 
     Attributes:
         gathered: (op type, the user's line, bytes for `ROWS` rows) of rows that every tower receives.
-        alike: (op type, the user's line, share of all arithmetic) that every tower does for all rows.
+        alike: (op type, its name, share of all arithmetic) that every tower does for all rows.
         weights: bytes of what is trained.
         exchanges: how many tensors meet.
+        why: what the placer says of the ops that it makes whole.
     """
 
     gathered: tuple[tuple[str, str, int], ...]
     alike: tuple[tuple[str, str, float], ...]
     weights: int
     exchanges: int
+    why: tuple[str, ...] = ()
 
     def bytes_gathered(self, but: Mapping[str, str] = {}) -> int:
         """Of ops of other types than `but`."""
@@ -92,8 +101,9 @@ class Cost:
             f"{self.bytes_gathered()} bytes of rows gathered for {ROWS} rows (weights: {self.weights} bytes), "
             f"{self.share_alike():.1%} computed alike, {self.exchanges} exchanges"
         ]
-        lines += [f"  gathered: {op}, {line}: {size} bytes" for op, line, size in self.gathered]
+        lines += [f"  gathered for {op}, {line}: {size} bytes" for op, line, size in self.gathered]
         lines += [f"  alike: {op}, {line}: {share:.1%}" for op, line, share in self.alike[:5]]
+        lines += [f"  {message}" for message in self.why]
         return "\n".join(lines)
 
 
@@ -112,12 +122,25 @@ def cost_of(run: Callable[[], Any]) -> Cost:
         AssertionError: it has not come to that.
     """
     keras.utils.set_random_seed(1)
-    with mock.patch.object(steps, "cut", _place):
+    with mock.patch.object(steps, "cut", _place), _debugged() as messages:
         try:
             run()
         except _Placed as placed:
-            return placed.cost
+            whole = dict.fromkeys(message for message in messages if "is made whole" in message)
+            return dataclasses.replace(placed.cost, why=tuple(whole))
     raise AssertionError("Expected a step on towers. Received: none")
+
+
+@contextlib.contextmanager
+def _debugged() -> Iterator[list[str]]:
+    """Yield the list of what ncclsync's logger is told meanwhile, and keep it from all others."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger("ncclsync"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    with mock.patch.multiple(logger, level=logging.DEBUG, handlers=[handler], propagate=False):
+        logger.manager._clear_cache()
+        yield messages
+    logger.manager._clear_cache()
 
 
 def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
@@ -125,7 +148,7 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     costs = placed.costs
     total = costs.by_rows + sum(cost for _, cost in costs.alike)
     largest = sorted(costs.alike, key=lambda one: -one[1])
-    alike = tuple((op.type, user_line(op.traceback) if i < 10 else "", cost / total) for i, (op, cost) in enumerate(largest))
+    alike = tuple((op.type, op.name, cost / total) for op, cost in largest)
     weights = sum(
         int(np.prod(v.shape)) * v.dtype.size for _, v in graph.variables if v.trainable and v.shape.is_fully_defined()
     )

@@ -4,12 +4,13 @@ Lengths that are open, as the rows' are, count as 1: what is done for one row, b
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import BRANCHES, CALLS, LOOPS
 from ncclsync.semantics.rules import names
 
@@ -31,6 +32,7 @@ _CUBIC = names(
     MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEigV2 Svd
     """
 )
+_OF_ROWS = frozenset({Kind.SHARD, Kind.ITEMS, Kind.PENDING})
 
 
 class Costs:
@@ -39,7 +41,6 @@ class Costs:
     Attributes:
         by_rows: what a tower does for its rows alone.
         alike: (op, its cost) that every tower does for all rows.
-        fixed: whether the number of rows is fixed: any length may be that of rows.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -50,24 +51,38 @@ class Costs:
         """
         self._functions = functions
         self._bodies: dict[int, float] = {}  # by the id of a function's graph, which `functions` keeps
-        self._slices: set[str] = set()  # tensors that rest on the slices of sparse gradients alone
+        self._rows: set[str] = set()  # tensors that rest on rows that all towers have
+        self._slices: set[str] = set()  # on the slices of sparse gradients alone
         self.by_rows = 0.0
         self.alike: list[tuple[tf.Operation, float]] = []
-        self.fixed = False
+
+    def have_rows(self, op: tf.Operation) -> None:
+        """Know that all towers have all rows of these results."""
+        self._rows.update(one.name for one in op.outputs if one.dtype != tf.resource and one.shape.rank != 0)
 
     def leave_out(self, op: tf.Operation) -> None:
         """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
-    def add(self, op: tf.Operation, by_rows: bool) -> None:
-        """Count an op: by a tower's rows, or whole. Whole ops of which no length is open are not about rows."""
-        if by_rows:
+    def add(self, op: tf.Operation, given: Sequence[Placement], placed: Sequence[Placement]) -> None:
+        """Count an op: by a tower's rows, or whole.
+
+        Args:
+            op: as it was traced.
+            given: how its inputs are placed.
+            placed: how they are where it takes them, and how its results are.
+        """
+        if not all(one.whole for one in placed):
             self.by_rows += self.of(op)
             return
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
         if len(others) < len(op.inputs) and not any(map(_is_open, others)):
             self.leave_out(op)
-        elif self.fixed or any(map(_is_open, (*op.inputs, *op.outputs))):
+            return
+        # Lengths are open that count rows; but where a state has known ones, its rows have, too.
+        takes = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
+        if takes or any(map(_is_open, (*op.inputs, *op.outputs))):
+            self.have_rows(op)
             self.alike.append((op, self.of(op)))
 
     @property

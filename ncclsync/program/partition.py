@@ -137,7 +137,7 @@ class Partition(Placer):
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
-        self.costs.add(op, by_rows=any(not placed.whole for placed in (*call.inputs, *made)))
+        self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
@@ -181,7 +181,7 @@ class Partition(Placer):
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None
         if known:  # what is traced for so many rows computes on the whole batch
-            self.costs.fixed = True
+            self.costs.have_rows(op)
             self._append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
 

@@ -270,7 +270,7 @@ row(
     classifier(
         lambda x: [
             layers.MelSpectrogram(num_mel_bins=4, fft_length=32, sequence_stride=16)(x),
-            layers.STFTSpectrogram(frame_length=32, frame_step=16, fft_length=32)(x),
+            layers.STFTSpectrogram(frame_length=32, frame_step=16, fft_length=32)(x[..., None]),
         ],
         floats(128),
     ),

@@ -72,7 +72,7 @@ def cut(
         draws=tuple(dict.fromkeys(placed.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
-        alike=placed.share_alike,
+        alike=placed.costs.share_alike,
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
     )

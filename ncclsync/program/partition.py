@@ -20,6 +20,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share
+from ncclsync.program.cost import Costs
 from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.program import Exchange, Results, Whole
 from ncclsync.program.trace import Mark
@@ -85,7 +86,7 @@ class Partition(Placer):
         self._sums: set[str] = set()  # reads of metric state that were reduced
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
-        self._costs = [0.0, 0.0]  # for a tower's rows; for all rows
+        self.costs = Costs(self.functions)
 
     def run(self) -> None:
         """Place the step.
@@ -99,11 +100,6 @@ class Partition(Placer):
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
         _find_folds(self.graph, self._sums)
-
-    @property
-    def share_alike(self) -> float:
-        """Return the share of the step's arithmetic that every tower does for all rows, by `_cost`."""
-        return self._costs[1] / (sum(self._costs) or 1.0)
 
     # One op.
 
@@ -146,10 +142,7 @@ class Partition(Placer):
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
-        if any(not placed.whole for placed in (*call.given[1], *made)):
-            self._costs[0] += _cost(op)
-        elif any(output.shape.rank is None or None in output.shape.as_list() for output in (*op.inputs, *op.outputs)):
-            self._costs[1] += _cost(op)
+        self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
@@ -193,6 +186,7 @@ class Partition(Placer):
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None
         if known:  # what is traced for so many rows computes on the whole batch
+            self.costs.have_rows(op)
             self._append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
 
@@ -616,6 +610,7 @@ class Partition(Placer):
         pairs = list(zip(call.tensors, call.inputs, strict=True))
         names = self.graph.inputs[op.name]
         if mark.purpose == "slices":
+            self.costs.leave_out(op)
             for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
                 self._put(output, tensor, REPLICATE)
             return
@@ -747,27 +742,6 @@ class Partition(Placer):
 def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
     """Swap the first two axes of a tensor that has one axis more than `rank`."""
     return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
-
-
-def _cost(op: tf.Operation) -> float:
-    """Count an op's multiplications, or what it reads and writes, of one row for each where rows are open."""
-    sizes = [_elements(tensor) for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in (tf.resource, tf.variant)]
-    cost = float(sum(sizes))
-    if op.type in (
-        "MatMul",
-        "Conv2D",
-        "Conv3D",
-        "Conv2DBackpropInput",
-        "Conv2DBackpropFilter",
-        "BatchMatMulV2",
-        "Einsum",
-    ):
-        cost += float(np.prod(sorted(sizes)[-2:]))
-    return cost
-
-
-def _elements(tensor: tf.Tensor) -> int:
-    return int(np.prod([length or 1 for length in tensor.shape.as_list()])) if tensor.shape.rank else 1
 
 
 def _row_bytes(exchange: Exchange) -> int:

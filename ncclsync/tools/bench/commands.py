@@ -162,6 +162,12 @@ def _add_step(benchmarks: Any) -> None:
     _add_towers(parser)
     _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
     parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
+        "memory, an op on one thread on both sides",
+    )
     parser.add_argument("--watched", action="store_true", help="also time steps that Timeline and Throughput watch")
     _add_shards(parser, "also time steps with so many shards for each tower, of the same batch; default none")
     _add_rounds(parser, 15, "turns of each side")

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
-from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.ranks import RankRequests
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import Requests
@@ -66,7 +66,7 @@ def fit_in_turns(
     batches = _BATCHES.get(model, _BATCHES_ELSE)
     batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
     x, y = MODELS[model].data(batches)
-    batch = tf.constant(x[:batch_size]), tf.constant(y[:batch_size])
+    batch = tf.nest.map_structure(tf.convert_to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(RankRequests(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
@@ -138,10 +138,10 @@ class _Turns(keras.callbacks.Callback):
             self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))
 
 
-def _generate(x: np.ndarray, y: np.ndarray, batch_size: int) -> Any:
+def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
     while True:
-        for begin in range(0, len(x), batch_size):
-            yield x[begin : begin + batch_size], y[begin : begin + batch_size]
+        for begin in range(0, len(y), batch_size):
+            yield rows_of(x, begin, begin + batch_size), y[begin : begin + batch_size]
 
 
 def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
@@ -152,7 +152,7 @@ def first_step(requests: Requests, library: str, model: str, towers: int) -> Non
     began = time.perf_counter()
     trained = build(library, model, towers)
     built = time.perf_counter()
-    trained.fit(x, y, batch_size=len(x), verbose=0)
+    trained.fit(x, y, batch_size=len(y), verbose=0)
     tf_compat.sync_devices()
     requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
 

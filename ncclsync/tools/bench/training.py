@@ -11,14 +11,18 @@ from ncclsync.tools.bench.processes import launched
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
-MODEL_NAMES = ("mlp", "cnn", "resnet50", "transformer", "embedding")  # of `bench.models`, without TensorFlow
+# Of `bench.models`, without TensorFlow, and how many rows a batch has.
+BATCH_SIZES = {
+    **{"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256},
+    **{"lstm": 128, "language": 64, "seq2seq": 64, "unet": 32, "sparse": 256},
+}
+MODEL_NAMES = tuple(BATCH_SIZES)
 PEERS = ("mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("numpy", "tf.data", "generator")
 PARTS = ("compute", "communicate", "apply", "feed")
 
 PROCESSES = 2  # of the side "processes", which share the towers
 
-BATCH_SIZES = {"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256}
 _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
 _TO_DIVIDE = 64  # times a model's own batch, where shards divide its memory
@@ -33,12 +37,15 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
-            `rounds`.
+            `cpu`, which is for the seconds of cores beside one device's, and nothing else; `rounds`.
         show: shows the user what is being done.
 
     Raises:
         BenchError: a process failed, or towers cannot be divided among processes.
     """
+    if given.cpu:
+        given = argparse.Namespace(**{**vars(given), "against": ["single"], "split": False})
+    feed = "constant" if given.cpu else "tf.data"
     if "processes" in given.against:  # before anything is started
         if given.towers % PROCESSES:
             raise BenchError(f"Expected towers that {PROCESSES} processes can share. Received: --towers {given.towers}")
@@ -46,9 +53,9 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     rows: list[Row] = []
     for model in given.model:
         libraries = ["ncclsync", *given.against]
-        started = {name: _fit_side(name, model, given.towers, "tf.data") for name in libraries}
+        started = {name: _fit_side(name, model, given.towers, feed, one_thread=given.cpu) for name in libraries}
         started |= {
-            name: _fit_side("ncclsync", model, given.towers, "tf.data", shards=each * given.towers)
+            name: _fit_side("ncclsync", model, given.towers, feed, each * given.towers, one_thread=given.cpu)
             for name, each in _by_shards(given.shards).items()
         }
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
@@ -62,6 +69,8 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
             more: dict[str, Any] = {"samples_per_s": samples / spread.median}
             more["cpu_s"] = Spread.of(cpu_seconds[library])
+            if "single" in libraries and library != "single":
+                more["cpu_of_single"] = ratio(cpu_seconds[library], cpu_seconds["single"])
             if library == "ncclsync" and variants:
                 more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
             if library == "ncclsync" and watched:
@@ -119,11 +128,13 @@ def _about(model: str, show: Show) -> Show:
     return lambda text: show(f"{model}: {text}")
 
 
-def _fit_side(library: str, model: str, towers: int, feed: str, shards: int | None = None) -> Side:
+def _fit_side(
+    library: str, model: str, towers: int, feed: str, shards: int | None = None, *, one_thread: bool = False
+) -> Side:
     arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards}
     name = f"{library}, {model}, {feed}"
     if library != "processes":
-        return Side(name, "fit", arguments)
+        return Side(name, "fit", arguments, environment={"TF_NUM_INTRAOP_THREADS": "1"} if one_thread else None)
     launcher, environment = launched(PROCESSES)
     return Side(name, "fit", {**arguments, "towers": towers // PROCESSES}, launcher, environment)
 
@@ -251,6 +262,7 @@ def step_listings() -> list[Listing]:
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
         Column("CPU time\nof a step", _spread_text("cpu_s")),
+        Column("CPU time ÷\none device's", lambda row: ratio_text(row.more.get("cpu_of_single"))),
         Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
         *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
     ]

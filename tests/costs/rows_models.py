@@ -1,0 +1,74 @@
+"""Whole models: bench's, keras.applications', keras-hub's; and the parity tables' rows and the published programs."""
+
+import functools
+import importlib
+import pathlib
+import sys
+
+import harness
+import keras
+import numpy as np
+import parity
+from costs import TOWERS, fits, row
+
+from ncclsync.tools.bench.models import MODELS
+
+TESTS = pathlib.Path(__file__).parent.parent
+COUNT = 8
+
+for name, made in MODELS.items():
+    row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(1))())
+
+# One of each family, and more.
+APPLICATIONS = """
+    VGG16 ResNet50V2 ResNet50 MobileNet MobileNetV2 MobileNetV3Small DenseNet121 EfficientNetB0 EfficientNetV2B0
+    ConvNeXtTiny NASNetMobile InceptionV3 Xception
+"""
+LARGE = {"InceptionV3": 75, "Xception": 71}
+
+
+def application(name):
+    side = LARGE.get(name, 32)
+
+    def build():
+        model = getattr(keras.applications, name)(weights=None, input_shape=(side, side, 3), classes=10)
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+        return model
+
+    return fits(build, np.zeros((COUNT, side, side, 3), "float32"), np.zeros(COUNT, "int32"))
+
+
+for name in APPLICATIONS.split():
+    row(f"application: {name}", application(name))
+
+
+def load(folder, pattern):
+    """Import the modules of a folder of tests, as pytest does."""
+    sys.path.insert(0, str(TESTS / folder))
+    names = [file.stem for file in sorted((TESTS / folder).glob(pattern))]
+    try:
+        return [importlib.import_module(name) for name in names if name != "test_public_programs"]
+    finally:
+        sys.path.remove(str(TESTS / folder))
+
+
+def case_of_parity(case):
+    return lambda: case.run(parity.on_towers(case.build, TOWERS, **case.options))
+
+
+for module in load("parity", "test_parity_*.py"):
+    tables = {table: cases for table, cases in vars(module).items() if isinstance(cases, dict)}
+    for table, cases in tables.items():
+        for name, case in cases.items():
+            if isinstance(case, parity.Case):
+                row(f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}", case_of_parity(case))
+
+COMPARED = "each row is compared with all rows of the batch"
+
+
+load("programs", "[!_]*.py")
+for name, made in harness.PROGRAMS.items():
+    if made.outcome == "equal":
+        inherent = {"MatMul": COMPARED} if made.coupled else {}
+        run = functools.partial(harness.run_on_towers, made, TOWERS)
+        row(f"program: {name}", run, inherent, made.extra)

@@ -1,0 +1,71 @@
+"""Nothing is gathered, and nothing computed alike on all towers, that need not be: a table of programs.
+
+`pytest tests/costs --all -k NAME` runs one row. `python -m pytest tests/costs --all -rx` lists those that cost too much.
+"""
+
+import importlib
+import pathlib
+
+import costs
+import pytest
+from rows_open import OPEN
+from thorough import some
+
+for file in sorted(pathlib.Path(__file__).parent.glob("rows_*.py")):
+    importlib.import_module(file.stem)
+
+ROWS = costs.ROWS_OF_TABLE
+OF_MODELS = [name for name in ROWS if name.startswith(("bench", "application", "hub"))]
+OF_OTHERS = [name for name in ROWS if name.startswith(("parity", "program"))]
+OWN = [name for name in ROWS if name not in {*OF_MODELS, *OF_OTHERS}]
+
+
+def parameters(names):
+    """Rows that cost too much today are expected to; a row that does no more has to leave the list."""
+    open_row = pytest.mark.xfail(raises=AssertionError, reason="an op of it has no rule")
+    extra = pytest.mark.programs_extra
+    return [
+        pytest.param(name, marks=[open_row] * (name in OPEN) + [extra] * bool(ROWS[name].extra), id=name)
+        for name in names
+    ]
+
+
+def check(name):
+    if ROWS[name].extra:
+        pytest.importorskip(ROWS[name].extra, reason=f"{ROWS[name].extra} is not installed")
+    costs.check(name)
+
+
+@pytest.mark.slow(but=24)
+@pytest.mark.parametrize("name", parameters(OWN))
+def test_row(name):
+    """A layer, a loss, a metric, a loop or a small program."""
+    check(name)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("name", parameters(OF_MODELS))
+def test_model(name):
+    """A whole model of bench's, keras.applications' or keras-hub's."""
+    check(name)
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("name", parameters(some(OF_OTHERS[::8], OF_OTHERS)))
+def test_row_of_another_table(name):
+    """A row of the parity tables, or a published program: each eighth, or all where thorough."""
+    check(name)
+
+
+def test_rows_are_many():
+    """The table is not emptied by accident, and names what it lists as open."""
+    assert len(OWN) >= 100 and len(OF_MODELS) >= 15 and len(OF_OTHERS) >= 300
+    assert set(ROWS) >= OPEN
+
+
+def test_a_cost_is_seen():
+    """Rows that are sorted are gathered: the first thing that a row without a rule would show."""
+    cost = costs.cost_of_row("sorted over the batch")
+    assert cost.bytes_gathered() > cost.most_bytes and cost.share_alike() > costs.MOST_ALIKE
+    assert cost.bytes_gathered({"TopKV2": ""}) == 0
+    assert "gathered for TopKV2" in str(cost) and "is made whole" in str(cost)

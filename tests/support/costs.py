@@ -1,0 +1,176 @@
+"""What a step costs on towers, by placing it: nothing is trained.
+
+A module of `tests/costs` holds functions decorated by `row`: each makes a step, and gives it a batch. What the step
+gathers and computes alike is counted until there is a program, which is not even made.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import parity
+
+import ncclsync
+from ncclsync.program.cut import place
+from ncclsync.towers import step as steps
+
+TOWERS = 3
+ROWS = 256  # of the batch that gathered bytes are counted for; tables have fewer
+LEAST_BYTES = 2048
+MOST_OF_WEIGHTS, MOST_ALIKE = 0.01, 0.02
+
+ROWS_OF_TABLE: dict[str, "Row"] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        run: trains a first step on towers.
+        inherent: why ops of these types need all rows.
+        extra: the library that it needs beside the tests' own.
+    """
+
+    run: Callable[[], Any]
+    inherent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: str = ""
+
+
+def row(name: str, run: Callable[[], Any], inherent: Mapping[str, str] | None = None, extra: str = "") -> None:
+    """Add a row; see `Row`."""
+    if name in ROWS_OF_TABLE:
+        raise ValueError(f"Expected rows of different names. Received: {name!r} twice")
+    ROWS_OF_TABLE[name] = Row(run, inherent or {}, extra)
+
+
+def fits(build: Callable[[], keras.Model], *batch: Any) -> Callable[[], Any]:
+    """A `run`: the train step of a factory's model, for a batch (x, y, perhaps sample weights)."""
+    return lambda: parity.on_towers(build, TOWERS).towers.explain(batch)
+
+
+def runs(make: Callable[[], Callable[[Any], Any]], batch: Any) -> Callable[[], Any]:
+    """A `run`: a step of one's own, made by `make`, for a batch."""
+
+    def run():
+        with ncclsync.Towers(TOWERS) as towers:
+            towers.run(make(), batch)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a step costs on towers.
+
+    Attributes:
+        gathered: (op type, the user's line, bytes for `ROWS` rows) of rows that every tower receives.
+        alike: (op type, its name, share of all arithmetic) that every tower does for all rows.
+        weights: bytes of what is trained.
+        exchanges: how many tensors meet.
+        why: what the placer says of the ops that it makes whole.
+    """
+
+    gathered: tuple[tuple[str, str, int], ...]
+    alike: tuple[tuple[str, str, float], ...]
+    weights: int
+    exchanges: int
+    why: tuple[str, ...] = ()
+
+    def bytes_gathered(self, but: Mapping[str, str] = {}) -> int:
+        """Of ops of other types than `but`."""
+        return sum(size for op, _, size in self.gathered if op not in but)
+
+    def share_alike(self, but: Mapping[str, str] = {}) -> float:
+        """Of ops of other types than `but`."""
+        return sum(share for op, _, share in self.alike if op not in but)
+
+    @property
+    def most_bytes(self) -> int:
+        """How many bytes of rows may be gathered, beyond what is inherent."""
+        return max(LEAST_BYTES, int(MOST_OF_WEIGHTS * self.weights))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.bytes_gathered()} bytes of rows gathered for {ROWS} rows (weights: {self.weights} bytes), "
+            f"{self.share_alike():.1%} computed alike, {self.exchanges} exchanges"
+        ]
+        lines += [f"  gathered for {op}, {line}: {size} bytes" for op, line, size in self.gathered]
+        lines += [f"  alike: {op}, {line}: {share:.1%}" for op, line, share in self.alike[:5]]
+        lines += [f"  {message}" for message in self.why]
+        return "\n".join(lines)
+
+
+class _Placed(BaseException):
+    """Ends what trains, once its step is placed."""
+
+    def __init__(self, cost: Cost) -> None:
+        super().__init__()
+        self.cost = cost
+
+
+def cost_of(run: Callable[[], Any]) -> Cost:
+    """Let `run` train until its first step is placed; return what that costs.
+
+    Raises:
+        AssertionError: it has not come to that.
+    """
+    keras.utils.set_random_seed(1)
+    with mock.patch.object(steps, "cut", _place), _debugged() as messages:
+        try:
+            run()
+        except _Placed as placed:
+            whole = dict.fromkeys(message for message in messages if "is made whole" in message)
+            return dataclasses.replace(placed.cost, why=tuple(whole))
+    raise AssertionError("Expected a step on towers. Received: none")
+
+
+@contextlib.contextmanager
+def _debugged() -> Iterator[list[str]]:
+    """Yield the list of what ncclsync's logger is told meanwhile, and keep it from all others."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger("ncclsync"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    with mock.patch.multiple(logger, level=logging.DEBUG, handlers=[handler], propagate=False):
+        logger.manager._clear_cache()
+        yield messages
+    logger.manager._clear_cache()
+
+
+def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
+    graph, placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+    costs = placed.costs
+    total = costs.by_rows + sum(cost for _, cost in costs.alike)
+    largest = sorted(costs.alike, key=lambda one: -one[1])
+    alike = tuple((op.type, op.name, cost / total) for op, cost in largest)
+    weights = sum(
+        int(np.prod(v.shape)) * v.dtype.size for _, v in graph.variables if v.trainable and v.shape.is_fully_defined()
+    )
+    gathered = tuple((one.op, one.line, one.row_bytes * ROWS) for one in placed.gathered)
+    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges)))
+
+
+@functools.cache
+def cost_of_row(name: str) -> Cost:
+    """Place a row's step, once."""
+    return cost_of(ROWS_OF_TABLE[name].run)
+
+
+def check(name: str) -> None:
+    """A row costs no more than what is inherent, and the limits.
+
+    Raises:
+        AssertionError: it does; or nothing of what is called inherent costs anything.
+    """
+    made = ROWS_OF_TABLE[name]
+    cost = cost_of_row(name)
+    gathered, alike = cost.bytes_gathered(made.inherent), cost.share_alike(made.inherent)
+    assert gathered <= cost.most_bytes and alike <= MOST_ALIKE, f"{gathered} bytes and {alike:.1%} too much: {cost}"
+    found = {op for op, *_ in (*cost.gathered, *cost.alike)}
+    assert found.issuperset(made.inherent), f"Expected {[*made.inherent]} to need all rows: {cost}"

@@ -4,14 +4,13 @@ Lengths that are open, as the rows' are, count as 1: what is done for one row, b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
 from ncclsync.semantics.placements import Kind, Placement
-from ncclsync.semantics.placing import BRANCHES, CALLS, LOOPS
 from ncclsync.semantics.rules import names
 
 # They change no number, and copy none.
@@ -93,7 +92,8 @@ class Costs:
 
     def of(self, op: tf.Operation) -> float:
         """Count an op's multiplications, and the elements that it reads and writes."""
-        called = [*_called(op, self._functions)]
+        is_function = op.type in LOOPS | BRANCHES | CALLS or self._functions.calls(op.type)
+        called = self._functions.called_by(op) if is_function else []
         if op.type in LOOPS:
             return self.trips(op) * sum(self._of_function(name, op.inputs) for name in called)
         if called:  # of a branch: either
@@ -109,22 +109,13 @@ class Costs:
                 return self.trips(tensor.op)
         limit = tf.get_static_value(loop.inputs[1]) if len(loop.inputs) > 1 else None
         known = limit is not None and np.ndim(limit) == 0 and np.issubdtype(np.asarray(limit).dtype, np.integer)
-        return max(int(limit), 1) if known else 1
+        return max(int(np.asarray(limit)), 1) if known else 1
 
     def _of_function(self, name: str, inputs: list[tf.Tensor]) -> float:
         graph = self._functions.graph(name, inputs)
         if id(graph) not in self._bodies:
             self._bodies[id(graph)] = sum(self.of(op) for op in graph.get_operations())
         return self._bodies[id(graph)]
-
-
-def _called(op: tf.Operation, functions: Functions) -> Iterator[str]:
-    """Yield the names of the functions that a loop, a branch or a call runs."""
-    if functions.calls(op.type):
-        yield op.type
-    elif op.type in LOOPS | BRANCHES | CALLS:
-        for _, value in sorted(op.node_def.attr.items()):
-            yield from filter(None, [value.func.name, *(one.name for one in value.list.func)])
 
 
 def _moved(op: tf.Operation) -> int:

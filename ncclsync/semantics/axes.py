@@ -241,7 +241,7 @@ class Axes:
         body = op.get_attr("body").name
 
         def stays(graph: Any, which: int) -> bool:
-            return _passed_on(graph.outputs[which]) is graph.inputs[which]
+            return passed_on(graph.outputs[which]) is graph.inputs[which]
 
         invariant = [stays(self._functions.graph(body, op.inputs), i) for i in range(len(states))]
         while True:
@@ -379,7 +379,7 @@ def _held(state: State) -> Any:
     return known and [value.tolist() for value in known]
 
 
-def _passed_on(tensor: tf.Tensor) -> tf.Tensor:
+def passed_on(tensor: tf.Tensor) -> tf.Tensor:
     """Return the tensor that another one is, by way of identities."""
     while tensor.op.type in ("Identity", "StopGradient"):
         tensor = tensor.op.inputs[0]

@@ -39,12 +39,14 @@ class Placement:
                 `counts` has an entry per element: how many for each sample, -1 where that is not known, and
                 0 for an element that counts no rows and is the same on all towers.
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
-                it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0".
+                it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0". In a loop over a tower's
+                rows, as of `tf.map_fn`, it is what one row has ("row"), or which row that is ("counter").
             AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
                 operand, and `axis` that of the gradient's rows.
             PENDING: rows in a shape that the next reshape gives; then it is placed as `of`.
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
-                the shape `counts`, in which -1 is any length.
+                the shape `counts`, in which -1 is any length. If `op` is "row", a loop over a tower's rows has
+                put one in for each.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
             PLACES: 0, 1, 2, … for each of the tower's rows, as a range up to their number is; `counts` has that number.
         axis, blocks: see SHARD; `axis` also AXES.
@@ -85,6 +87,8 @@ class Placement:
 REPLICATE = Placement(Kind.REPLICATE)
 LOCAL = Placement(Kind.LOCAL, op="mean")
 SEEDED = Placement(Kind.LOCAL, op="tower 0")
+EACH = Placement(Kind.LOCAL, op="row")
+COUNTER = Placement(Kind.LOCAL, op="counter")
 SUM = Placement(Kind.PARTIAL, op="sum")
 MEAN = Placement(Kind.PARTIAL, op="mean")
 

@@ -16,9 +16,22 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import BATCHES, Axes
+from ncclsync.semantics.axes import BATCHES, Axes, passed_on
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
-from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement, items, rows, shard
+from ncclsync.semantics.placements import (
+    COUNTER,
+    EACH,
+    LOCAL,
+    MEAN,
+    REPLICATE,
+    SEEDED,
+    SUM,
+    Kind,
+    Placement,
+    items,
+    rows,
+    shard,
+)
 
 _logger = logging.getLogger("ncclsync")
 
@@ -56,7 +69,7 @@ class Call(rules.Call):
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()  # indices of LOCAL inputs, which count as whole meanwhile
-        self.lenient = self.placer.lenient
+        self.lenient, self.row_by_row = self.placer.lenient, self.placer.row_by_row
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
@@ -88,11 +101,11 @@ class Placer(abc.ABC):
     Attributes:
         functions: of the step.
         axes: of the graph whose ops are placed.
-        lenient: see `rules.Call`.
+        lenient, row_by_row: see `rules.Call`.
         draws: the user's lines that draw numbers which are each tower's own.
     """
 
-    lenient = False
+    lenient = row_by_row = False
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""
@@ -103,6 +116,9 @@ class Placer(abc.ABC):
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Return a tensor as it must be placed for `op`."""
+
+    def _row_by_row(self, call: Call) -> list[Placement]:
+        raise Refused("it is not in a loop over rows")
 
     @abc.abstractmethod
     def whole(self, call: Call) -> list[Placement]:
@@ -150,9 +166,9 @@ class Placer(abc.ABC):
         if op.type in rules.DRAWS:
             return self._draw(call)
         if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
-            call.require(1, REPLICATE)
-            shape = call.constant(0)
-            return [items(None, () if shape is None else tuple(int(length) for length in np.ravel(shape)))]
+            return list(rules.RULES[op.type](call) or self.whole(call))
+        if self.row_by_row and kinds & {Kind.LOCAL, Kind.ITEMS}:
+            return self._row_by_row(call)
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
             return [items(call.inputs[0] if call.inputs else None)]
         if kinds <= {Kind.REPLICATE}:
@@ -314,15 +330,17 @@ class Placer(abc.ABC):
     def _function_by_rows(self, call: Call) -> list[Placement]:
         op = call.op
         if op.type in LOOPS:
-            placed = self._loop(call)
+            placed, after = self._loop(call)
             for i, one in enumerate(placed):
+                if one == COUNTER:
+                    continue
                 if one.kind is not Kind.ITEMS:
                     if call.inputs[i].whole and one.kind is Kind.SHARD:
                         _check_begins_with_rows(call.op.inputs[i], one)
                     call.require(i, one)
                 elif call.inputs[i] != one and call.inputs[i].of is not None:
                     raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
-            return placed
+            return after
         if op.type in BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
                 call.require(0, REPLICATE)
@@ -336,25 +354,60 @@ class Placer(abc.ABC):
         (name,) = self.functions.called_by(op)
         return self._body(op, name, call.inputs)
 
-    def _loop(self, call: Call) -> list[Placement]:
-        """Place a loop's variables: as what begins them and what the body makes of them agree."""
-        placed = list(call.inputs)
-        body, condition = call.op.get_attr("body").name, call.op.get_attr("cond").name
+    def _loop(self, call: Call) -> tuple[list[Placement], list[Placement]]:
+        """Place a loop's variables: as what begins them and what the body makes of them agree.
+
+        Returns:
+            How they are placed while it runs, and afterwards.
+        """
+        op, placed = call.op, list(call.inputs)
+        body, condition = op.get_attr("body").name, op.get_attr("cond").name
+        each = {one.of.each for one in placed if one.of == EACH}
+        if each:
+            return self._loop_over_rows(call, body, condition, each)
         for _ in range(8):
             # A state that is whole when the loop begins may have to be divided: the body shows it.
-            made = self._body(call.op, body, placed, lenient=True)
+            made = self._body(op, body, placed, lenient=True)
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
-                if self._body(call.op, condition, placed) != [REPLICATE]:
+                if self._body(op, condition, placed) != [REPLICATE]:
                     raise Refused("whether the loop goes on depends on rows")
-                self._body(call.op, body, placed)
-                return placed
+                self._body(op, body, placed)
+                return placed, placed
             placed = joined
         raise Refused("the loop's variables are placed anew each time")
 
-    def _body(self, op: tf.Operation, name: str, placed: Sequence[Placement], lenient: bool = False) -> list[Placement]:
+    def _loop_over_rows(
+        self, call: Call, body: str, condition: str, each: set[int]
+    ) -> tuple[list[Placement], list[Placement]]:
+        """Place a loop that takes one of a tower's rows after the other, as `tf.map_fn` does, and its gradient."""
+        op = call.op
+        graph, _ = self.axes.body(op, body)
+        stays = [passed_on(tensor) is given for tensor, given in zip(graph.outputs, graph.inputs, strict=True)]
+        if self.row_by_row or len(each) > 1 or each == {0}:
+            raise Refused("it is not known to be a loop over rows")
+        placed = [
+            COUNTER if p.whole and not stays[i] and np.array_equal(call.constant(i), 0) else p
+            for i, p in enumerate(call.inputs)
+        ]
+        made: list[Placement] = []
+        for lenient in (True, True, True, False):
+            made = self._body(op, body, placed, lenient, row_by_row=True)
+            placed = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
+        goes_on = self._body(op, condition, placed, row_by_row=True)
+        counts = {one.counts for one in placed if one.kind is Kind.ROWS}
+        if goes_on != [LOCAL] or counts != {(one,) for one in each}:
+            raise Refused("the loop does not end with the last row")
+        carried = [p for p, s in zip(placed, stays, strict=True) if not s]
+        if made != placed or any(p.whole or (p.kind is Kind.LOCAL and p != COUNTER) for p in carried):
+            raise Refused("one row's results rest on the row before")
+        return placed, [rows((*each,)) if p == COUNTER else p for p in placed]
+
+    def _body(
+        self, op: tf.Operation, name: str, placed: Sequence[Placement], lenient: bool = False, row_by_row: bool = False
+    ) -> list[Placement]:
         graph, axes = self.axes.body(op, name)
-        placer = FunctionPlacer(self.functions, axes, lenient)
+        placer = FunctionPlacer(self.functions, axes, lenient, row_by_row or self.row_by_row)
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
         return made
@@ -427,9 +480,42 @@ class FunctionPlacer(Placer):
     If `lenient`, what is whole may be taken for anything: to see what it would have to be.
     """
 
-    def __init__(self, functions: Functions, axes: Axes, lenient: bool = False) -> None:
+    def __init__(self, functions: Functions, axes: Axes, lenient: bool = False, row_by_row: bool = False) -> None:
         super().__init__(functions, axes)
-        self.lenient = lenient
+        self.lenient, self.row_by_row = lenient, row_by_row
+        self._pops = self._counts = False
+
+    def _row_by_row(self, call: Call) -> list[Placement]:
+        """Place an op of a loop over a tower's rows: what it computes of one row and of what is whole, that row has.
+
+        Raises:
+            Refused: it takes something else, or which row it is, other than to find it in a list.
+        """
+        op, inputs, kinds = call.op, call.inputs, {placed.kind for placed in call.inputs}
+        numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}
+        if op.type != "Identity" and not numbers <= {"Placeholder", "TensorListPopBack"}:
+            raise Refused(f"{op.type} {op.name} computes with the number of another row")
+        if Kind.ITEMS in kinds and op.type in rules.RULES:
+            made = rules.RULES[op.type](call)
+            self._pops |= op.type == "TensorListPopBack"
+            self._counts |= "Placeholder" in numbers and op.type != "TensorListPushBack"
+            if made is None or (self._pops and self._counts):  # a gradient takes the last row first
+                raise Refused(f"{op.type} {op.name} mixes rows")
+            return list(made)
+        if COUNTER in inputs:
+            if op.type == "Identity":
+                return [COUNTER]
+            if op.type in ("Add", "AddV2") and inputs[0] == COUNTER and np.array_equal(call.constant(1), 1):
+                return [COUNTER]
+            if op.type == "Less" and inputs[0] == COUNTER and inputs[1].kind is Kind.ROWS:
+                return [LOCAL]
+            raise Refused(f"{op.type} {op.name} computes with the number of a row")
+        adds = op.type in ("Add", "AddV2", "AddN") and SUM in inputs and set(inputs) <= {SUM, EACH}
+        if adds and op.outputs[0].dtype.is_floating and all(one.shape == op.outputs[0].shape for one in op.inputs):
+            return [SUM]
+        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or any(tensor.dtype == tf.resource for tensor in op.inputs):
+            raise Refused(f"{op.type} {op.name} takes {', '.join(map(str, inputs))} in a loop over rows")
+        return [EACH if EACH in inputs else LOCAL] * len(op.outputs)
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed.
@@ -464,6 +550,8 @@ class FunctionPlacer(Placer):
 
     def _write(self, call: Call) -> list[Placement]:
         handle, values = call.inputs[0], call.inputs[1:]
+        if self.row_by_row:
+            raise Refused(f"{call.op.type} writes a variable for each row")
         if handle.kind is Kind.LOCAL or all(one.whole for one in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:

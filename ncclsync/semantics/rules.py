@@ -9,6 +9,7 @@ Before a rule is asked, partial inputs are made whole, unless the op is in `LINE
 unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.semantics.axes import Axes, Rows
 from ncclsync.semantics.placements import (
+    COUNTER,
+    EACH,
     MEAN,
     REPLICATE,
     SUM,
@@ -41,11 +44,13 @@ class Call(Protocol):
         inputs: the placements of what it will get; a rule changes them by `require`.
         lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins
             it.
+        row_by_row: whether it is in a loop over a tower's rows.
     """
 
     op: tf.Operation
     inputs: list[Placement]
     lenient: bool
+    row_by_row: bool
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -175,10 +180,10 @@ def _unary(call: Call) -> Sequence[Placement]:
 @_rule(*BROADCASTING, *ALIKE)
 def _broadcast(call: Call) -> Sequence[Placement] | None:
     if all(placed.kind is Kind.ITEMS for placed in call.inputs):  # lists that are added up, element by element
-        found: Placement | None = call.inputs[0]
-        for placed in call.inputs[1:]:
-            found = found and either(found, placed)
-        return found and [found]
+        both: Placement | None = call.inputs[0]
+        for other in call.inputs[1:]:
+            both = both and either(both, other)
+        return None if both is None else [both]
     if call.inputs[1].kind is Kind.PLACES:  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.op.type == "SelectV2" and call.inputs[0].whole and call.constant(2) is not None
         return [call.inputs[1]] if zero and not np.any(call.constant(2)) else None
@@ -1248,9 +1253,10 @@ SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 @_rule("TensorListFromTensor")
 def _list_from(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.SHARD or placed.axis == 0:
+    if placed.kind is not Kind.SHARD or (placed.axis == 0 and placed.blocks != 1):
         return None
-    return [items(placed.at(placed.axis - 1))]
+    # A list of rows is for a loop over them.
+    return [items(placed.at(placed.axis - 1) if placed.axis else dataclasses.replace(EACH, each=placed.each))]
 
 
 @_rule("TensorListStack", counting=True)
@@ -1259,18 +1265,25 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.ITEMS:
         return None
     of = placed.of or REPLICATE
-    if not _shapes_item(call, 1, of):
+    if not _shapes_item(call, 1, of) or placed.op == "row":
         return None
     if of.kind is Kind.SHARD:
         return [of.at(of.axis + 1)]
+    if of == EACH:
+        return [shard(0, 1, of.each)]
     return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
 
 
 @_rule("TensorListReserve", "EmptyTensorList", counting=True)
 def _list_begin(call: Call) -> Sequence[Placement] | None:
-    if call.inputs[0].kind not in (Kind.ROWS, Kind.REPLICATE) or not call.inputs[1].whole:
+    shape, length = call.inputs
+    if shape.kind not in (Kind.ROWS, Kind.REPLICATE):
         return None
-    return [items(None)]
+    if length.kind is Kind.ROWS and call.op.type == "TensorListReserve":  # one for each row
+        return [items(dataclasses.replace(EACH, each=max(length.counts[0], 0)))]
+    call.require(1, REPLICATE)
+    known = call.constant(0)
+    return [items(None, () if known is None else tuple(int(one) for one in np.ravel(known)))]
 
 
 def _shapes_item(call: Call, index: int, of: Placement) -> bool:
@@ -1287,7 +1300,9 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
 @_rule("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS or any(p.kind not in (Kind.REPLICATE, Kind.ROWS) for p in call.inputs[1:]):
+    if placed.kind is not Kind.ITEMS or any(
+        p.kind not in (Kind.REPLICATE, Kind.ROWS, Kind.LOCAL) for p in call.inputs[1:]
+    ):
         return None
     of = placed.of or REPLICATE
     pops = call.op.type == "TensorListPopBack"
@@ -1295,7 +1310,10 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
         return None
     if pops:
         return [placed, of]
-    call.require(1, REPLICATE)
+    if (of == EACH) != (call.inputs[1] == COUNTER):
+        return None
+    if of != EACH:
+        call.require(1, REPLICATE)
     return [of]
 
 
@@ -1303,6 +1321,11 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
+    if call.row_by_row and at == 1:
+        made = dataclasses.replace(items(item), op="row")
+        return [made] if placed.of is None or placed == made else None
+    if call.row_by_row:
+        return [items(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
     if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
         return None
     if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
@@ -1322,6 +1345,8 @@ def _list_length(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS:
         return None
+    if call.op.type == "TensorListLength" and placed.of == EACH:
+        return [rows((placed.of.each or -1,))]
     # An element's shape is asked for to make another list alone, which has the rows that this one has.
     return [REPLICATE]
 

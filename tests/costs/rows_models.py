@@ -63,12 +63,25 @@ for module in load("parity", "test_parity_*.py"):
             if isinstance(case, parity.Case):
                 row(f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}", case_of_parity(case))
 
-COMPARED = "each row is compared with all rows of the batch"
-
+# Why ops of published programs need all rows, by their types.
+COMPARED = dict.fromkeys(("MatMul", "AddV2", "Sub", "Equal"), "each row is compared with all rows of the batch")
+ORDERED = "it is about the order of the batch's rows"
+QUEUED = "each row is put into a queue that is no batch's"
+INHERENT = {
+    **dict.fromkeys(("simclr", "nt_xent_with_masked_diagonal", "supcon", "clip_dual_encoder"), COMPARED),
+    **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
+    "moco": {"ConcatV2": QUEUED},
+    "moco_with_pointer": {"ConcatV2": QUEUED},
+    "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},
+    "actor_critic": {"Cumsum": ORDERED},
+    "hardest_samples": {"TopKV2": ORDERED},
+    "quantile_and_order": {"TopKV2": ORDERED},
+    "cox_partial_likelihood": {"TopKV2": ORDERED, "Cumsum": ORDERED},
+}
 
 load("programs", "[!_]*.py")
 for name, made in harness.PROGRAMS.items():
-    if made.outcome == "equal":
-        inherent = {"MatMul": COMPARED} if made.coupled else {}
+    if made.outcome == "equal" and not name.startswith("batch_"):  # whose whole step is about the order of rows
+        inherent = INHERENT.get(name, {})
         run = functools.partial(harness.run_on_towers, made, TOWERS)
         row(f"program: {name}", run, inherent, made.extra)

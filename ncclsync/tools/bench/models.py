@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-
 _WORDS, _TOKENS, _WIDTH = 1000, 32, 128
 _COLUMNS, _FILLED = 10_000, 20  # of the sparse inputs, and of each row
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import parity
 from costs import TOWERS, fits, row
+from thorough import some
 
 from ncclsync.tools.bench.models import MODELS
 
@@ -19,11 +20,9 @@ COUNT = 8
 for name, made in MODELS.items():
     row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(1))())
 
-# One of each family, and more.
-APPLICATIONS = """
-    VGG16 ResNet50V2 ResNet50 MobileNet MobileNetV2 MobileNetV3Small DenseNet121 EfficientNetB0 EfficientNetV2B0
-    ConvNeXtTiny NASNetMobile InceptionV3 Xception
-"""
+# One of each family, and the others.
+FAMILIES = "VGG16", "ResNet50V2", "MobileNetV3Small", "DenseNet121", "EfficientNetV2B0", "ConvNeXtTiny"
+OTHERS = "ResNet50", "MobileNet", "MobileNetV2", "EfficientNetB0", "NASNetMobile", "InceptionV3", "Xception"
 LARGE = {"InceptionV3": 75, "Xception": 71}
 
 
@@ -38,7 +37,7 @@ def application(name):
     return fits(build, np.zeros((COUNT, side, side, 3), "float32"), np.zeros(COUNT, "int32"))
 
 
-for name in APPLICATIONS.split():
+for name in some(FAMILIES, FAMILIES + OTHERS):
     row(f"application: {name}", application(name))
 
 

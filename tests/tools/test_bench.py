@@ -138,7 +138,7 @@ def test_models_fit_their_data(name):
     model = MODELS[name].build()
     rows = tf.nest.flatten(rows_of(x, 3, 5))
     assert [one.shape for one in model.inputs] == [(None, *row.shape[1:]) for row in rows]
-    assert [one.dtype for one in model.inputs] == [row.dtype for row in rows] and {len(row) for row in rows} == {2}
+    assert [one.dtype for one in model.inputs] == [row.dtype for row in rows] and {row.shape[0] for row in rows} == {2}
     of_labels = y.shape[1:] if y.dtype == "float32" else (*y.shape[1:], y.max() + 1)
     assert model.output_shape == (None, *of_labels)
     assert np.all(np.isfinite(model.evaluate(x, y, batch_size=count, steps=1, verbose=0)))
@@ -372,18 +372,12 @@ def test_step(tmp_path):
 
 @pytest.mark.slow
 def test_step_by_cpu_time(tmp_path):
-    """Seconds of cores beside one device's: the two sides alone, of the same batch, in rounds."""
-    arguments = ("step", "--cpu", "--model", "mlp,sparse", "--towers", "2", "--rounds", "2")
-    found, table = run_bench(tmp_path, *arguments)
-    assert [(row["case"]["model"], row["side"]) for row in found["rows"]] == [
-        (model, side) for model in ("mlp", "sparse") for side in ("ncclsync", "single")
-    ]
-    for ours, single in zip(found["rows"][::2], found["rows"][1::2], strict=True):
-        of_single = ours["more"]["cpu_of_single"]
-        assert of_single["samples"] == 2 and "cpu_of_single" not in single["more"]
-        medians = [row["more"]["cpu_s"]["median"] for row in (ours, single)]
-        assert of_single["q1"] / 1.5 < medians[0] / medians[1] < of_single["q3"] * 1.5
-    assert "one device's" in table
+    """Seconds of cores beside one device's, of a sparse batch."""
+    found, table = run_bench(tmp_path, "step", "--cpu", "--model", "sparse", "--towers", "2", "--rounds", "1")
+    ours, single = found["rows"]
+    assert (ours["side"], single["side"]) == ("ncclsync", "single") and "one device's" in table
+    medians = [row["more"]["cpu_s"]["median"] for row in (ours, single)]
+    assert ours["more"]["cpu_of_single"]["median"] == pytest.approx(medians[0] / medians[1])
 
 
 def test_sides_by_cpu_time(monkeypatch):

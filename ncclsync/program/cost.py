@@ -78,9 +78,9 @@ class Costs:
         if len(others) < len(op.inputs) and not any(map(_is_open, others)):
             self.leave_out(op)
             return
-        # Lengths are open that count rows; but where a state has known ones, its rows have, too.
-        takes = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
-        if takes or any(map(_is_open, (*op.inputs, *op.outputs))):
+        taken = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
+        made = any(one.kind is Kind.ROWS for one in given) and any(map(_is_open, op.outputs))
+        if taken or made:
             self.have_rows(op)
             self.alike.append((op, self.of(op)))
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import parity
 from costs import TOWERS, fits, row
+from thorough import some
 
 from ncclsync.tools.bench.models import MODELS
 
@@ -19,11 +20,9 @@ COUNT = 8
 for name, made in MODELS.items():
     row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(1))())
 
-# One of each family, and more.
-APPLICATIONS = """
-    VGG16 ResNet50V2 ResNet50 MobileNet MobileNetV2 MobileNetV3Small DenseNet121 EfficientNetB0 EfficientNetV2B0
-    ConvNeXtTiny NASNetMobile InceptionV3 Xception
-"""
+# One of each family, and the others.
+FAMILIES = "VGG16", "ResNet50V2", "MobileNetV3Small", "DenseNet121", "EfficientNetV2B0", "ConvNeXtTiny"
+OTHERS = "ResNet50", "MobileNet", "MobileNetV2", "EfficientNetB0", "NASNetMobile", "InceptionV3", "Xception"
 LARGE = {"InceptionV3": 75, "Xception": 71}
 
 
@@ -38,7 +37,7 @@ def application(name):
     return fits(build, np.zeros((COUNT, side, side, 3), "float32"), np.zeros(COUNT, "int32"))
 
 
-for name in APPLICATIONS.split():
+for name in some(FAMILIES, FAMILIES + OTHERS):
     row(f"application: {name}", application(name))
 
 
@@ -63,12 +62,25 @@ for module in load("parity", "test_parity_*.py"):
             if isinstance(case, parity.Case):
                 row(f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}", case_of_parity(case))
 
-COMPARED = "each row is compared with all rows of the batch"
-
+# Why ops of published programs need all rows, by their types.
+COMPARED = dict.fromkeys(("MatMul", "AddV2", "Sub", "Equal"), "each row is compared with all rows of the batch")
+ORDERED = "it is about the order of the batch's rows"
+QUEUED = "each row is put into a queue that is no batch's"
+INHERENT = {
+    **dict.fromkeys(("simclr", "nt_xent_with_masked_diagonal", "supcon", "clip_dual_encoder"), COMPARED),
+    **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
+    "moco": {"ConcatV2": QUEUED},
+    "moco_with_pointer": {"ConcatV2": QUEUED},
+    "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},
+    "actor_critic": {"Cumsum": ORDERED},
+    "hardest_samples": {"TopKV2": ORDERED},
+    "quantile_and_order": {"TopKV2": ORDERED},
+    "cox_partial_likelihood": {"TopKV2": ORDERED, "Cumsum": ORDERED},
+}
 
 load("programs", "[!_]*.py")
 for name, made in harness.PROGRAMS.items():
-    if made.outcome == "equal":
-        inherent = {"MatMul": COMPARED} if made.coupled else {}
+    if made.outcome == "equal" and not name.startswith("batch_"):  # whose whole step is about the order of rows
+        inherent = INHERENT.get(name, {})
         run = functools.partial(harness.run_on_towers, made, TOWERS)
         row(f"program: {name}", run, inherent, made.extra)

@@ -1,6 +1,6 @@
 """Nothing is gathered, and nothing computed alike on all towers, that need not be: a table of programs.
 
-`pytest tests/costs --all -k NAME` runs one row, `pytest tests/costs --all -rx` lists those that cost too much.
+`pytest tests/costs --all -k NAME` runs one row; `pytest tests/costs --all -rx` lists those that cost too much.
 """
 
 import importlib

@@ -22,7 +22,7 @@ import tensorflow as tf
 from ncclsync import nccl_parallel
 from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
-from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.processes import missing_mpi
 from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
@@ -133,10 +133,15 @@ def test_names_are_those_of_the_models():
 def test_models_fit_their_data(name):
     """Every model takes its data, whole batches of them, and tells as many classes as there are."""
     x, y = MODELS[name].data(2)
-    assert len(x) == len(y) == 2 * MODELS[name].batch_size
+    count = MODELS[name].batch_size
+    assert len(y) == 2 * count and {one.shape[0] for one in tf.nest.flatten(x)} == {2 * count}
     model = MODELS[name].build()
-    assert model.input_shape == (None, *x.shape[1:]) and model.inputs[0].dtype == x.dtype
-    assert model.output_shape == (None, max(MODELS[name].classes, int(y.max()) + 1))
+    rows = tf.nest.flatten(rows_of(x, 3, 5))
+    assert [one.shape for one in model.inputs] == [(None, *row.shape[1:]) for row in rows]
+    assert [one.dtype for one in model.inputs] == [row.dtype for row in rows] and {row.shape[0] for row in rows} == {2}
+    of_labels = y.shape[1:] if y.dtype == "float32" else (*y.shape[1:], y.max() + 1)
+    assert model.output_shape == (None, *of_labels)
+    assert np.all(np.isfinite(model.evaluate(x, y, batch_size=count, steps=1, verbose=0)))
 
 
 def test_parts_of_a_step_leave_out_what_they_say():
@@ -215,7 +220,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
         ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
         ("step --against nobody", "expected one of mirrored, single, shard, sharded, processes, received 'nobody'"),
-        ("step --model gpt", "expected one of mlp, cnn, resnet50, transformer, embedding, received 'gpt'"),
+        ("step --model gpt", f"expected one of {', '.join(training.MODEL_NAMES)}, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
     ],
 )
@@ -365,6 +370,42 @@ def test_step(tmp_path):
     assert (tmp_path / "it.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
+def test_step_by_cpu_time(tmp_path):
+    """Seconds of cores beside one device's, of a sparse batch."""
+    found, table = run_bench(tmp_path, "step", "--cpu", "--model", "sparse", "--towers", "2", "--rounds", "1")
+    ours, single = found["rows"]
+    assert (ours["side"], single["side"]) == ("ncclsync", "single") and "one device's" in table
+    medians = [row["more"]["cpu_s"]["median"] for row in (ours, single)]
+    assert ours["more"]["cpu_of_single"]["median"] == pytest.approx(medians[0] / medians[1])
+
+
+def test_sides_by_cpu_time(monkeypatch):
+    """An op is on one thread on both sides, and both train on one batch that is in memory."""
+    started = []
+
+    class Told:
+        def __init__(self, name, kind, arguments, launcher=(), environment=None):
+            started.append((arguments["library"], arguments["feed"], environment))
+
+    def turns(sides, variants, rounds, show):
+        assert variants == ()
+        return {"ncclsync": [2.0], "single": [4.0]}, {"ncclsync": [5.0], "single": [4.0]}
+
+    monkeypatch.setattr(training, "Side", Told)
+    monkeypatch.setattr(training, "_fit_in_turns", turns)
+    asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True, "watched": False, "shards": []}
+    found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True), print)
+    one_thread = {"TF_NUM_INTRAOP_THREADS": "1"}
+    assert started == [("ncclsync", "constant", one_thread), ("single", "constant", one_thread)]
+    assert found.rows[0].more["cpu_of_single"] == Spread.of([1.25])
+    started.clear()
+    training.bench_step(
+        argparse.Namespace(**{**asked, "against": ["single"], "split": False}, rounds=1, cpu=False), print
+    )
+    assert started == [("ncclsync", "tf.data", None), ("single", "tf.data", None)]
+
+
 def test_towers_that_processes_cannot_share(capsys, monkeypatch):
     """Said in one line, before anything is started."""
     monkeypatch.setattr(training, "Side", None)
@@ -421,6 +462,31 @@ def test_memory(tmp_path):
     assert 12 * weights < one["more"]["state_bytes"]["median"] < 12 * weights + 100  # Adam: two more each
     needed = one["value"]["median"] + two["more"]["state_bytes"]["median"]
     assert two["more"]["of_needed"]["median"] == pytest.approx(two["value"]["median"] / needed)
+
+
+def test_memory_beyond_activations(monkeypatch):
+    """What 4 towers take beyond one tower's peak and three copies, by what the rows of one tower take."""
+    peaks = {("ncclsync", 1, None): 100, ("ncclsync", 4, None): 136, ("ncclsync", 1, 1): 60, ("ncclsync", 4, 4): 91}
+
+    class Told:
+        def __init__(self, name, kind, arguments):
+            self.peak = peaks[arguments["library"], arguments["towers"], arguments["rows"]]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, do):
+            return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10}
+
+    monkeypatch.setattr(training, "Side", Told)
+    asked = {"model": ["language"], "towers": [1, 4], "against": [], "shards": [], "batch_size": None, "rounds": 1}
+    given = argparse.Namespace(**asked, benchmark="memory", activations=True)
+    rows = {(row.side, row.case["towers"]): row for row in training.bench_memory(given, print).rows}
+    assert rows["ncclsync", 4].more["beyond"] == Spread.of([(136 - 100 - 3 * 10) / (100 - 60)])
+    assert [key for key, row in rows.items() if "beyond" in row.more] == [("ncclsync", 4)]
 
 
 @pytest.mark.slow

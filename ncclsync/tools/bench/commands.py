@@ -232,12 +232,17 @@ def _add_memory(benchmarks: Any) -> None:
         help="peak resident memory of the host by number of towers",
         description="Measure the peak resident memory of a process that trains for a few steps, each time a "
         "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
-        "share of the rows is the peak less that of one row for each tower.",
+        "share of the rows, and the activations, are the peak less that of one row for each tower.",
     )
     _add_model(parser, ["resnet50"])
     _add_numbers_of_towers(parser)
     _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
     _add_shards(parser, "also measure so many shards for each tower, of the same batch; default none")
+    parser.add_argument(
+        "--activations",
+        action="store_true",
+        help="also tell how much more than needed is taken, beside one tower's activations",
+    )
     parser.add_argument(
         "--batch-size",
         type=at_least(1),

@@ -16,6 +16,7 @@ from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.ranks import RankRequests
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import Requests
+from ncclsync.towers.step import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 
@@ -66,7 +67,7 @@ def fit_in_turns(
     batches = _BATCHES.get(model, _BATCHES_ELSE)
     batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
     x, y = MODELS[model].data(batches)
-    batch = tf.nest.map_structure(tf.convert_to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
+    batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(RankRequests(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":

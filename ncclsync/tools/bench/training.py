@@ -188,8 +188,9 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
     """Measure the peak resident memory, each in a fresh process; as `bench_start`.
 
     Args:
-        given: as of `bench_start`; and `shards`, a list of how many for each tower; `batch_size`, None for each
-            model's own, with `shards` 64 times that: few rows take less memory than the weights' gradients.
+        given: as of `bench_start`; and `shards`, a list of how many for each tower; `activations`, whether one row
+            is measured, too; `batch_size`, None for each model's own, with `shards` 64 times that: few rows take
+            less memory than the weights' gradients.
         show: shows the user what is being done.
 
     Raises:
@@ -206,9 +207,10 @@ def _fresh_processes(
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
-        if kind == "memory" and given.shards:  # these, and rows, are for each tower
+        if kind == "memory" and (given.shards or given.activations):  # these, and rows, are for each tower
             sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
             sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
+        if kind == "memory" and given.shards:
             extra = {**extra, "rows": given.batch_size or _TO_DIVIDE * BATCH_SIZES[model]}
         answers: dict[str, list[dict[str, Any]]] = {}
         names = {f"{side} × {n}": (side, n) for n in given.towers for side in sides}
@@ -234,6 +236,11 @@ def _fresh_processes(
                 copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
                 needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
                 figures["of_needed"] = ratio(values[name], needed)
+                one_row = values.get(f"{_ONE_ROW} × 1")
+                if one_row and side == "ncclsync" and towers > 1:
+                    beyond = [peak - one for peak, one in zip(values[name], needed, strict=True)]
+                    rows_alone = [peak - one for peak, one in zip(values[single], one_row, strict=True)]
+                    figures["beyond"] = ratio(beyond, rows_alone)
             if "shards" in sides[side]:
                 one_row = values[f"{_ONE_ROW} × {towers}"]
                 taken, whole = (
@@ -314,7 +321,15 @@ def memory_listings() -> list[Listing]:
         *_case_columns("library"),
         Column("of what the rows take\nwithout shards=", lambda row: ratio_text(row.more["of_rows"])),
     ]
-    return [Listing(columns), Listing(shards, lambda row: "of_rows" in row.more)]
+    activations = [
+        *_case_columns("library"),
+        Column("beyond needed ÷\nactivations", lambda row: ratio_text(row.more["beyond"])),
+    ]
+    return [
+        Listing(columns),
+        Listing(shards, lambda row: "of_rows" in row.more),
+        Listing(activations, lambda row: "beyond" in row.more),
+    ]
 
 
 def _case_columns(last: str) -> list[Column]:

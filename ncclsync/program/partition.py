@@ -28,7 +28,7 @@ from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Axes, given_rows
 from ncclsync.semantics.functions import BRANCHES, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, serves
+from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, is_zero, serves
 from ncclsync.semantics.roles import Role
 
 logger = logging.getLogger("ncclsync")
@@ -280,8 +280,7 @@ class Partition(Placer):
         if after.kind is Kind.SHARD:
             return self._rows_of_tower(tensor, rules.counted(after))
         if after == SUM:
-            value = self.constant(tensor) if tensor.name not in self._received else None
-            if value is not None and not np.any(value):
+            if tensor.name not in self._received and is_zero(tensor):
                 return tensor
             with self._building():
                 return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))

@@ -6,6 +6,7 @@ places the functions that loops, branches and calls run.
 
 import abc
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class Call(rules.Call):
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()  # indices of LOCAL inputs, which count as whole meanwhile
         self.lenient, self.row_by_row = self.placer.lenient, self.placer.row_by_row
+        self.within = isinstance(self.placer, FunctionPlacer)
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
@@ -344,10 +346,12 @@ class Placer(abc.ABC):
         if op.type in BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
                 call.require(0, REPLICATE)
-            ways = [self._body(op, name, call.inputs[1:]) for name in self.functions.called_by(op)]
-            made = ways[0]
-            for other in ways[1:]:
-                made = [_either(one, two) for one, two in zip(made, other, strict=True)]
+            names = self.functions.called_by(op)
+            ways = [self._body(op, name, call.inputs[1:]) for name in names]
+            graphs = [self.axes.body(op, name)[0] for name in names]
+            made = [
+                _any_of(ones, [graph.outputs[i] for graph in graphs]) for i, ones in enumerate(zip(*ways, strict=True))
+            ]
             if call.inputs[0].kind is Kind.LOCAL:
                 raise Refused("the condition of the branch is local to each tower")
             return made
@@ -407,7 +411,7 @@ class Placer(abc.ABC):
         self, op: tf.Operation, name: str, placed: Sequence[Placement], lenient: bool = False, row_by_row: bool = False
     ) -> list[Placement]:
         graph, axes = self.axes.body(op, name)
-        placer = FunctionPlacer(self.functions, axes, lenient, row_by_row or self.row_by_row)
+        placer = FunctionPlacer(self.functions, axes, lenient or self.lenient, row_by_row or self.row_by_row)
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
         return made
@@ -465,6 +469,24 @@ def _local_of(inputs: Sequence[Placement]) -> Placement:
     return SEEDED if SEEDED in inputs else LOCAL
 
 
+def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placement:
+    """Return the placement of the result of branches that give these tensors, placed so."""
+    if SUM in ways:  # where a branch has no gradient it gives zeros
+        ways = [SUM if one.whole and is_zero(tensor) else one for one, tensor in zip(ways, tensors, strict=True)]
+    return functools.reduce(_either, ways)
+
+
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor has zeros alone, as far as the op shows that makes it."""
+    op = passed_on(tensor).op
+    if op.type in ("Fill", "BroadcastTo", "Reshape"):
+        return is_zero(op.inputs[op.type == "Fill"])
+    if op.type != "Const":
+        return op.type == "ZerosLike"
+    value = tf.get_static_value(op.outputs[0])
+    return value is not None and value.dtype.kind in "fiuc" and not np.any(value)
+
+
 def _either(one: Placement, two: Placement) -> Placement:
     """Return the placement of the result of two branches."""
     if both := rules.either(one, two):
@@ -484,6 +506,7 @@ class FunctionPlacer(Placer):
         super().__init__(functions, axes)
         self.lenient, self.row_by_row = lenient, row_by_row
         self._pops = self._counts = False
+        self._carried: set[str] = set()  # inputs that the function changes
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row and of what is whole, that row has.
@@ -510,7 +533,12 @@ class FunctionPlacer(Placer):
             if op.type == "Less" and inputs[0] == COUNTER and inputs[1].kind is Kind.ROWS:
                 return [LOCAL]
             raise Refused(f"{op.type} {op.name} computes with the number of a row")
-        adds = op.type in ("Add", "AddV2", "AddN") and SUM in inputs and set(inputs) <= {SUM, EACH}
+        sums = [
+            SUM if one.whole and passed_on(t).name in self._carried else one
+            for t, one in zip(op.inputs, inputs, strict=True)
+        ]
+        adds = op.type in ("Add", "AddV2", "AddN") and SUM in (sums if self.lenient else inputs)
+        adds = adds and set(sums) <= {SUM, EACH}
         if adds and op.outputs[0].dtype.is_floating and all(one.shape == op.outputs[0].shape for one in op.inputs):
             return [SUM]
         if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or any(tensor.dtype == tf.resource for tensor in op.inputs):
@@ -524,6 +552,8 @@ class FunctionPlacer(Placer):
             Refused: an op would need something else than it is given.
         """
         placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
+        pairs = zip(graph.inputs, graph.outputs, strict=False)
+        self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
         writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
         for op in in_order(graph):
             if op.type == "Placeholder":
@@ -562,10 +592,8 @@ class FunctionPlacer(Placer):
         """See `Placer`."""
         if serves(before, after) or (self.lenient and before.whole):
             return tensor
-        if before == REPLICATE and after == SUM:
-            value = self.constant(tensor)
-            if value is not None and not np.any(value):
-                return tensor
+        if before == REPLICATE and after == SUM and is_zero(tensor):
+            return tensor
         raise Refused(f"{op.type} {op.name} needs {after} of {before}")
 
     def whole(self, call: Call) -> list[Placement]:

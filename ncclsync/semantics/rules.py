@@ -45,12 +45,14 @@ class Call(Protocol):
         lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins
             it.
         row_by_row: whether it is in a loop over a tower's rows.
+        within: whether it is in a function, where nothing can be put before it.
     """
 
     op: tf.Operation
     inputs: list[Placement]
     lenient: bool
     row_by_row: bool
+    within: bool
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -269,6 +271,13 @@ def _moved_partial(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[0]] if call.inputs[0].kind is Kind.PARTIAL and all(p.whole for p in others) else None
 
 
+@_linear("StridedSlice", "StridedSliceGrad", "Slice", "Pad", "Split", "SplitV", "Unpack", "ReverseV2", "Tile")
+def _picked_partial(call: Call) -> Sequence[Placement] | None:
+    """Pass on parts of a sum within a function alone: elsewhere one sum is exchanged, not each of its slices."""
+    taken = [placed for placed in call.inputs if not placed.whole]
+    return _all(call, taken[0]) if call.within and len(taken) == 1 and taken[0] == SUM else None
+
+
 @_linear("ConcatV2", "Pack")
 def _joined_partial(call: Call) -> Sequence[Placement] | None:
     parts = call.inputs[: -1 if call.op.type == "ConcatV2" else None]
@@ -464,13 +473,16 @@ def _each_by_itself(call: Call) -> Sequence[Placement] | None:
     if not placed or any(not p.whole for p in call.inputs[count:]):
         return None
     ranks = [_rank(call, i) for i in range(count)]
+    last = _LAST[call.op.type]
+    if call.op.type == "MatrixDiagV3" and np.size(call.constant(1)) == 1 and call.constant(1) is not None:
+        last = 1  # one diagonal, not several
     if None in ranks or any(p.axis != placed[0].axis or not same_rows(p, placed[0]) for p in placed):
         return None
     if call.op.type in ("TridiagonalSolve", "MatrixSetDiagV3", "MatrixSetDiag"):
         if len(placed) < count or placed[0].axis != 0 or ranks[0] < _LAST[call.op.type] + 1:
             return None
         return _all(call, placed[0])
-    if len(set(ranks)) > 1 or placed[0].axis >= ranks[0] - _LAST[call.op.type]:
+    if len(set(ranks)) > 1 or placed[0].axis >= ranks[0] - last:
         return None
     for i in range(count):
         # One matrix for all rows stays; what is not broadcast has no length of 1 beside rows.
@@ -637,6 +649,18 @@ def _projections(call: Call) -> Sequence[Placement] | None:
     return None if placed is None else [placed]
 
 
+@_rule("SpaceToBatchND", "BatchToSpaceND")
+def _space_to_batch(call: Call) -> Sequence[Placement] | None:
+    """Place what a dilated convolution makes: all samples for one offset, then for the next."""
+    placed, sizes = call.inputs[0], call.constant(1)
+    if placed.kind is not Kind.SHARD or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
+        return None
+    count = int(np.prod(sizes))
+    if call.op.type == "SpaceToBatchND":
+        return [shard(0, placed.blocks * count, placed.each)]
+    return [shard(0, placed.blocks // count, placed.each)] if placed.blocks % count == 0 else None
+
+
 _POOLS = {"MaxPool": [0], "AvgPool": [0], "MaxPool3D": [0], "AvgPool3D": [0], "MaxPoolGrad": [0, 1, 2]}
 _POOLS |= {"MaxPool3DGrad": [0, 1, 2], "MaxPoolGradGrad": [0, 1, 2], "MaxPool3DGradGrad": [0, 1, 2]}
 
@@ -760,11 +784,18 @@ COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
 TAKING_PLACES = names("GatherV2 Identity Reshape SelectV2 Shape Size UnsortedSegmentSum")
 
 
-@_rule("StridedSlice")
+@_rule("StridedSlice", counting=True)
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
+    for i in (1, 3):
+        if call.inputs[i].kind is Kind.ROWS:
+            call.require(i, REPLICATE)
     if placed.kind is not Kind.SHARD:
         return None
+    ends = call.inputs[2].counts
+    whole_rows = not ends or (_only(ends) is not None and ends[_only(ends)] == placed.each * placed.blocks)
+    if not whole_rows:
+        call.require(2, REPLICATE)
     spec = _slice_spec(call)
     if spec is None:
         return None
@@ -794,7 +825,8 @@ def _slice_spec(call: Call) -> list[Any] | None:
         else:
             plain = strides is not None and strides[i] == 1
             from_first = bits["begin"] & bit or (begin is not None and begin[i] == 0)
-            spec.append("all" if plain and from_first and bits["end"] & bit else "some")
+            to_last = bits["end"] & bit or (not back and call.inputs[2].kind is Kind.ROWS and call.inputs[2].counts[i])
+            spec.append("all" if plain and from_first and to_last else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
     return spec
 
@@ -1140,7 +1172,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
         return None
-    return [Placement(Kind.PLACES, counts=end.counts)]
+    return [Placement(Kind.PLACES, counts=end.counts, each=end.counts[0])]
 
 
 @_rule("OneHot")
@@ -1150,6 +1182,24 @@ def _one_hot(call: Call) -> Sequence[Placement] | None:
         return None
     axis = call.op.get_attr("axis") % (rank + 1)
     return [placed.at(placed.axis + (axis <= placed.axis))]
+
+
+@_rule("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
+def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
+    """Place a tensor of which elements change that have the same indices for each row."""
+    tensor, indices, updates = call.inputs
+    depth, rank, whole_rank = _shape(call.op.inputs[1]), _rank(call, 1), _rank(call, 0)
+    if not indices.whole or not depth or depth[-1] is None or whole_rank is None:
+        return None
+    moved = depth[-1] - (rank - 1)  # the axes of the updates begin with those of the indices
+    placed = tensor if tensor.kind is Kind.SHARD else updates.at(updates.axis + moved)
+    if placed.kind is not Kind.SHARD or placed.axis < depth[-1]:
+        return None
+    if updates.kind is Kind.SHARD and (updates.axis + moved != placed.axis or not same_rows(updates, placed)):
+        return None
+    call.require(0, placed)
+    call.require(2, placed.at(placed.axis - moved))
+    return [placed]
 
 
 _SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
@@ -1166,6 +1216,8 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     rank = _rank(call, 1)
     if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
         return None
+    if ids.whole and data.axis >= rank:
+        return [data.at(data.axis - rank + 1)]
     both = ids.kind is data.kind is Kind.SHARD
     if both and (data.axis != ids.axis or not same_rows(data, ids)):
         return None

@@ -306,7 +306,7 @@ class Partition(Placer):
             with self._building():
                 return tf.cast(reduced, tf.bool)
         if before.kind is Kind.ROWS:
-            counts = np.reshape(before.counts, [] if tensor.shape.rank == 0 else [-1])
+            counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             with self._building():
                 rows, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
                 each = tf.constant(counts, tensor.dtype)

@@ -7,6 +7,7 @@ are computed by TensorFlow's own kernels, for each of these batches. No op of th
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -140,6 +141,8 @@ class Axes:
         """Return a function that a loop, a branch or a call runs, as a graph, and the axes in it."""
         if (op.name, name) not in self._bodies:
             self._settle(op)
+        if (op.name, name) not in self._bodies:  # all of whose results have known shapes
+            self._inferred(op)
         graph, axes = self._bodies[op.name, name]
         for tensor in graph.inputs:
             axes.refine(tensor)
@@ -329,7 +332,8 @@ class Axes:
         if shape.rank is None and isinstance(state := self._states.get(tensor.name), tuple):
             shape = tf.TensorShape(state[0])
         numbers = tensor.dtype.is_integer or tensor.dtype.is_floating or tensor.dtype == tf.bool
-        return numbers and (shape.rank == 0 or (shape.rank == 1 and (shape[0] or 0) <= SMALL))
+        known = shape.rank is not None and (shape.rank < 2 or (shape.rank == 2 and shape.is_fully_defined()))
+        return numbers and known and math.prod(length or 0 for length in shape.as_list()) <= SMALL
 
     def _has_values(self, op: tf.Operation) -> bool:
         """Return whether an op computes small numbers of small numbers."""

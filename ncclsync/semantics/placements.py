@@ -48,7 +48,8 @@ class Placement:
                 the shape `counts`, in which -1 is any length. If `op` is "row", a loop over a tower's rows has
                 put one in for each.
             PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
-            PLACES: 0, 1, 2, … for each of the tower's rows, as a range up to their number is; `counts` has that number.
+            PLACES: integers that number what the tower has: 0, w, 2 w, … for its rows along `axis`; if `op` is "row",
+                plus a number below w. `counts` is (rows for each sample, w).
         axis, blocks: see SHARD; `axis` also AXES.
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.

@@ -239,10 +239,7 @@ class Placer(abc.ABC):
         return None if rule is None else rule(call)
 
     def _counted(self, call: Call) -> list[Placement] | None:
-        """Place what is computed of counts of rows: it is computed for towers of 1 row, of many, and of 1 again.
-
-        The second time what is open has another length; see `axes.BATCHES`, whose first and last give what is whole.
-        """
+        """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
         fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
         if not fits or any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
             return None
@@ -253,9 +250,9 @@ class Placer(abc.ABC):
                 return None
             if values is None:
                 values = tuple(np.full(tensor.shape, batch.open, tensor.dtype.as_numpy_dtype) for batch in BATCHES)
-            given.append([_of_tower(values, placed, which) for which in range(len(BATCHES))])
+            given.append([_of_tower(values, placed, *tower) for tower in _TOWERS])
         found = self.axes.computed(call.op, given)
-        if found is None or any(case[0].ndim > 1 for case in found):
+        if found is None:
             return None
         counts = [[_count_of(*numbers) for numbers in zip(*map(np.ravel, case), strict=True)] for case in found]
         return None if any(None in one for one in counts) else [rows(tuple(one)) for one in counts]  # type: ignore
@@ -417,22 +414,29 @@ class Placer(abc.ABC):
         return made
 
 
-def _of_tower(values: Sequence[np.ndarray], placed: Placement, which: int) -> np.ndarray:
-    """Return the integers that a tower has whose rows are those of a batch, while the whole batch has one row."""
-    one, _, opened = values
-    whole = opened if which == 2 else one
+# By numbers of BATCHES: the tower's rows, and the whole batch. What is whole must not be taken for the tower's.
+_TOWERS = ((0, 0), (1, 0), (2, 2), (0, 1), (1, 1))
+
+
+def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: int) -> np.ndarray:
+    """Return the integers that a tower has whose rows are those of one of BATCHES, and the whole batch is another."""
+    whole = values[batch]
     if placed.kind is not Kind.ROWS:
         return whole
-    batch = BATCHES[which]
+    rows, opened = BATCHES[own]
     counts = np.reshape(placed.counts, whole.shape)
-    return np.where(counts == 0, whole, np.where(counts < 0, batch.open, counts) * batch.rows).astype(whole.dtype)
+    return np.where(counts == 0, whole, np.where(counts < 0, opened, counts) * rows).astype(whole.dtype)
 
 
-def _count_of(one: int, many: int, opened: int) -> int | None:
-    """Return how many rows of each sample a number counts: 0 if it counts none, -1 if that is open; None: no count."""
-    if one == many:
+def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
+    """Return how many rows of each sample a number counts: 0 if it counts none, -1 if that is open; None: no count.
+
+    Args:
+        one, many, opened, others: for `_TOWERS`.
+    """
+    if one == many and others[0] == others[1]:
         return 0
-    if one <= 0 or many != one * BATCHES[1].rows:
+    if one <= 0 or many != one * BATCHES[1].rows or (one, many) != others:
         return None
     return int(one) if one == opened else -1
 

@@ -186,14 +186,42 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
         for other in call.inputs[1:]:
             both = both and either(both, other)
         return None if both is None else [both]
-    if call.inputs[1].kind is Kind.PLACES:  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
-        zero = call.op.type == "SelectV2" and call.inputs[0].whole and call.constant(2) is not None
-        return [call.inputs[1]] if zero and not np.any(call.constant(2)) else None
+    if any(placed.kind is Kind.PLACES for placed in call.inputs):
+        return _numbers(call)
     ranks = [_rank(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
     placed = align(call, {i: 0 for i in range(len(call.inputs))}, max(ranks), ranks)
     return None if placed is None else [placed]
+
+
+def _numbers(call: Call) -> Sequence[Placement] | None:
+    """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
+    kind, one, two = call.op.type, call.inputs[0], call.inputs[-1 if len(call.inputs) < 2 else 1]
+    numbers = next(placed for placed in call.inputs if placed.kind is Kind.PLACES)
+    if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
+        zero = call.constant(2)
+        return [two] if one.whole and numbers == two and zero is not None and not np.any(zero) else None
+    if kind == "Mul" and numbers.op == "sum":
+        factor = call.constant(0 if numbers is two else 1)
+        count, width = numbers.counts
+        fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
+        return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
+    if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
+        ranks = _rank(call, 0), _rank(call, 1)
+        aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
+        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call.op.inputs[0]):
+            return [dataclasses.replace(two, axis=one.axis, op="row")]
+    return None
+
+
+def _gathers_by_row(indices: tf.Tensor) -> bool:
+    """Return whether a gather has taken these indices within each row: so none leaves its row."""
+    while indices.op.type in ("AddV2", "Cast", "Identity"):
+        if any(op.type == "GatherV2" and op.get_attr("batch_dims") for op in indices.consumers()):
+            return True
+        indices = indices.op.inputs[0]
+    return any(op.type == "GatherV2" and op.get_attr("batch_dims") for op in indices.consumers())
 
 
 def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0) -> Placement | None:
@@ -743,8 +771,8 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
             placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
         elif one.kind in (Kind.REPLICATE, Kind.PARTIAL):
             placed.append(REPLICATE)
-        elif one.kind is Kind.PLACES:
-            placed.append(rows(one.counts))
+        elif one.kind is Kind.PLACES and tensor.shape.rank == 1 and one.op == "sum":
+            placed.append(rows(one.counts[:1]))
         else:
             return None
     return placed
@@ -754,7 +782,7 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
 def _size_of(call: Call) -> Sequence[Placement] | None:
     (one,), shape = call.inputs, _shape(call.op.inputs[0])
     if one.kind is Kind.PLACES:
-        return [rows(one.counts)]
+        return [rows(one.counts[:1])] if one.op == "sum" else None
     if one.kind is not Kind.SHARD:
         return [REPLICATE] if one.kind is Kind.PARTIAL and shape is not None else None
     if shape is None:
@@ -776,12 +804,13 @@ LINEAR.update({"Shape": _shape_of, "ShapeN": _shape_of, "Size": _size_of, "Rank"
 COUNTING = names(
     """
     Add AddV2 BroadcastArgs Cast ConcatOffset ConcatV2 Cumprod Cumsum DynamicStitch ExpandDims FloorDiv GatherV2
-    Identity Mul Pack Prod Reshape ReverseV2 Slice Split SplitV Squeeze StopGradient StridedSlice Sub Sum Tile Unpack
+    Identity Mul Pack Prod Reshape ReverseV2 Slice Split SplitV Squeeze StopGradient StridedSlice Sub Sum Tile Transpose
+    Unpack
     """
 )
 # Where all that is compared counts rows: so many first inputs.
 COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
-TAKING_PLACES = names("GatherV2 Identity Reshape SelectV2 Shape Size UnsortedSegmentSum")
+TAKING_PLACES = names("AddV2 Cast GatherV2 Identity Mul Reshape SelectV2 Shape Size UnsortedSegmentSum")
 
 
 @_rule("StridedSlice", counting=True)
@@ -984,14 +1013,14 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
         return _settle(placed, shape)
-    if placed.kind is Kind.PLACES:
-        return [placed] if call.op.outputs[0].shape.rank == 1 else None
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
-    if placed.kind is not Kind.SHARD or before is None or after is None:
+    if placed.kind not in (Kind.SHARD, Kind.PLACES) or before is None or after is None:
         return None
     axis = _only(shape.counts) if shape.kind is Kind.ROWS else _open_element(call, 1)
     if axis is None:
         return None
+    if placed.kind is Kind.PLACES:
+        return [placed.at(axis)] if {1} >= {*before[: placed.axis], *after[:axis]} else None
     outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
     if outer is None or not ahead or not isinstance(length, Rows):
         return None
@@ -1128,7 +1157,7 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     axis = int(axis) % max(ranks[0], 1)
     skipped += ranks[1] if skipped < 0 else 0
     if indices.kind is Kind.PLACES:  # each row, in its turn
-        every = params.kind is Kind.SHARD and indices.counts == (params.each * params.blocks,) and not skipped
+        every = params == shard(axis) and indices.counts == (params.each, 1) and indices.op == "sum" and not skipped
         return [params] if every and params.axis == axis else None
     if params.kind is Kind.SHARD and params.axis < skipped:
         if indices.kind is Kind.SHARD and (indices.axis != params.axis or not same_rows(indices, params)):
@@ -1172,7 +1201,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
         return None
-    return [Placement(Kind.PLACES, counts=end.counts, each=end.counts[0])]
+    return [Placement(Kind.PLACES, counts=(end.counts[0], 1))]
 
 
 @_rule("OneHot")
@@ -1210,7 +1239,10 @@ _SEGMENTS |= {"UnsortedSegmentProd": "prod"}
 def _segments(call: Call) -> Sequence[Placement] | None:
     data, ids, count = call.inputs
     if ids.kind is Kind.PLACES:  # each row, in its turn
-        return [data] if data == shard(0) and count == rows(ids.counts) else None
+        number, width = ids.counts
+        if data != shard(0) or count != rows((number * width,)) or call.op.type != "UnsortedSegmentSum":
+            return None
+        return [data if ids.op == "sum" else shard(0, 1, number * width)] if ids.op == "row" or width == 1 else None
     if not count.whole or call.op.inputs[0].dtype.name not in native.DTYPES:
         return None
     rank = _rank(call, 1)

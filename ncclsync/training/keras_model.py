@@ -26,7 +26,7 @@ from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
 from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
 from ncclsync.training.files import replacing
-from ncclsync.training.loop import Towers
+from ncclsync.training.loop import Towers, give_towers
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
 
 _BATCH_SIZE = 32  # Keras' own
@@ -48,7 +48,7 @@ def attach(
         sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
         emergency_checkpoint: where to save the model whenever a collective has failed.
     """
-    model.towers = towers
+    give_towers(model, towers)
     if emergency_checkpoint is not None:
         path = pathlib.Path(emergency_checkpoint)
         # Not by a bound method of the towers' own: they must not keep the model alive.

@@ -22,7 +22,7 @@ from ncclsync.errors import ProcessError
 from ncclsync.training.callbacks.backup import BackupAndRestore
 from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
-from ncclsync.training.loop import Towers
+from ncclsync.training.loop import Towers, towers_of
 
 # Callbacks that write files or send what others send as well.
 _WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor, Timeline)
@@ -245,8 +245,8 @@ def _leave_file(towers: Towers) -> None:
 
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
     """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
-    towers = getattr(model, "towers", None)
-    if isinstance(towers, Towers) and towers.meets_processes:
+    towers = towers_of(model)
+    if towers is not None and towers.meets_processes:
         return _file(towers)
     return contextlib.nullcontext(True)
 

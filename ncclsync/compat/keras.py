@@ -82,6 +82,34 @@ def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callabl
     return write_within
 
 
+def is_overridden(model: keras.Model, name: str) -> bool:
+    """Return whether a model, or its class, has a method of its own in place of Keras'."""
+    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+@contextlib.contextmanager
+def base_method_replaced(model: keras.Model, name: str, method: Callable[..., Any]) -> Iterator[list[bool]]:
+    """Let a model find `method` where an override of Keras' method calls `super()`, for a while.
+
+    Yields:
+        A list that is empty until it is called.
+    """
+    reached: list[bool] = []
+
+    def replacing(base: Callable) -> Callable:
+        @functools.wraps(base)
+        def replaced(self, *args, **kwargs):
+            if self is not model:
+                return base(self, *args, **kwargs)
+            reached.append(True)
+            return method(*args, **kwargs)
+
+        return replaced
+
+    with tf_compat.methods_wrapped(keras.Model.__mro__, name, replacing):
+        yield reached
+
+
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
     return owner._flatten_layers(include_self=False)

@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -60,31 +60,62 @@ def attach(
     # whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
-    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
-    if plain and len(towers) == 1 and towers.devices[0] == default_device():
+    if is_plain(towers):
         return  # plain Keras: nothing to add, and not a microsecond
-
-    def make_train_function(force=False):
-        if model.train_function is None or force:
-            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm).run
-        return model.train_function
-
-    def make_test_function(force=False):
-        if model.test_function is None or force:
-            model.test_function = ModelStep(model, towers, "test_step", sync_batch_norm).run
-        return model.test_function
-
-    def make_predict_function(force=False):
-        if model.predict_function is None or force:
-            model.predict_function = ModelStep(model, towers, "predict_step", sync_batch_norm).run_each
-        return model.predict_function
-
     if sync_batch_norm:
         synchronize_batch_norm(model)
-    model.make_train_function = make_train_function
-    model.make_test_function = make_test_function
-    model.make_predict_function = make_predict_function
+    for kind in ("train", "test", "predict"):
+        setattr(model, f"make_{kind}_function", maker(model, towers, kind, sync_batch_norm))
     model.train_function = model.test_function = model.predict_function = None
+
+
+def is_plain(towers: Towers) -> bool:
+    """Return whether Keras' own functions train on these towers: one, where Keras would train, and no option."""
+    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
+    return plain and len(towers) == 1 and towers.devices[0] == default_device()
+
+
+def maker(model: keras.Model, towers: Towers, kind: str, sync_batch_norm: bool) -> Callable[..., Any]:
+    """Return what takes the place of a model's `make_{kind}_function`.
+
+    An override of the model's own is called. Its `super().make_{kind}_function()` then makes that of the towers.
+
+    Args:
+        model: of any class.
+        towers: where its steps run.
+        kind: "train", "test" or "predict".
+        sync_batch_norm: see `attach`.
+    """
+    name, attribute = f"make_{kind}_function", f"{kind}_function"
+    own = getattr(model, name)
+
+    def make(force=False):
+        if getattr(model, attribute) is None or force:
+            step = ModelStep(model, towers, f"{kind}_step", sync_batch_norm)
+            setattr(model, attribute, step.run_each if kind == "predict" else step.run)
+        return getattr(model, attribute)
+
+    if not keras_compat.is_overridden(model, name):
+        return make
+    known: Any = None  # what their override has made, last
+
+    @functools.wraps(own)
+    def make_theirs(*args, **kwargs):
+        nonlocal known
+        with keras_compat.base_method_replaced(model, name, make) as reached:
+            function = own(*args, **kwargs)
+        made = getattr(model, attribute)
+        if not reached and (known is None or made is not known):
+            setattr(model, attribute, None)
+            raise NcclSyncError(
+                f"Expected {type(model).__name__}.{name} to call super().{name}(), whose function runs steps on all "
+                "towers. Received: a function of its own, which would run on one device. Let it change what super()'s "
+                f"function gives; or override {kind}_step instead, which may do with a batch whatever it likes"
+            )
+        known = made
+        return function
+
+    return make_theirs
 
 
 def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:

@@ -1,14 +1,17 @@
 """Names and methods that a user's model has of its own: they stay, and are used on towers."""
 
 import logging
+import types
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from parity import assert_close, data
 
 import ncclsync
 from ncclsync import nccl_parallel, towers_of
+from ncclsync.training import processes
 
 X, Y = data(20)
 
@@ -72,3 +75,116 @@ def test_a_models_own_towers_stay(kind, caplog):
 def test_towers_of_a_plain_model():
     """There are none."""
     assert towers_of(keras.Sequential()) is None
+
+
+class Labels(keras.Sequential):
+    """A model whose predict returns labels, by what Keras' own function gives, and whose train function counts."""
+
+    def __init__(self):
+        super().__init__([keras.layers.Dense(4)])
+        self.calls = []
+
+    def make_predict_function(self, force=False):
+        """Return labels."""
+        super().make_predict_function(force)
+        scores = self.predict_function
+        self.predict_function = lambda batches: tf.argmax(scores(batches), -1)
+        return self.predict_function
+
+    def make_train_function(self, force=False):
+        """Count the steps."""
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force)
+        step = self.train_function
+
+        def train_function(iterator):
+            logs = step(iterator)
+            self.calls.append(logs)
+            return logs
+
+        self.train_function = train_function
+        return train_function
+
+
+class Twice(keras.Sequential):
+    """A model that trains each batch twice, by a function that Keras' own has no part in."""
+
+    def __init__(self):
+        super().__init__([keras.layers.Dense(4)])
+
+    def make_train_function(self, force=False):
+        """Make such a function."""
+
+        @tf.function
+        def train_function(iterator):
+            batch = next(iterator)
+            self.train_step(batch)
+            return self.train_step(batch)
+
+        self.train_function = train_function
+        return train_function
+
+
+def test_own_functions_run_on_towers():
+    """An override that changes what super()'s function gives is used, by fit, predict and a callback that watches."""
+    y = np.ones((20, 4), "float32")
+    found = []
+    for towers in (0, 2, 1):
+        model = built(Labels, towers=towers)
+        watches = [] if towers == 0 else [ncclsync.Throughput()]
+        model.fit(X, y, batch_size=5, epochs=2, shuffle=False, verbose=0, callbacks=watches)
+        found.append((len(model.calls), model.get_weights(), model.predict(X, verbose=0)))
+    assert found[0][0] == 8 and found[0][2].dtype == np.int64
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
+def test_own_functions_that_towers_cannot_run_are_refused():
+    """Each time, before a step: it would train on one device."""
+    model, y = built(Twice), np.ones((20, 4), "float32")
+    for _ in range(2):
+        with pytest.raises(ncclsync.NcclSyncError, match=r"Twice\.make_train_function to call super.*train_step"):
+            model.fit(X, y, verbose=0)
+    model.evaluate(X, y, verbose=0)
+
+
+def test_a_fit_of_the_models_own_gets_a_recipe():
+    """With *args and **kwargs, too, nothing that it was given is lost; one that takes no callbacks is refused."""
+
+    class Passing(keras.Sequential):
+        def __init__(self):
+            super().__init__([keras.layers.Dense(4)])
+
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    class Bare(Passing):
+        def fit(self, x, y):
+            return super().fit(x, y, verbose=0)
+
+    seen, y = [], np.ones((20, 4), "float32")
+    counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    recipe = ncclsync.LargeBatch(reference_batch_size=5, warmup_epochs=0)
+    history = built(Passing, recipe=recipe).fit(X, y, 10, epochs=2, verbose=0, callbacks=[counts]).history
+    assert seen == [0, 1] and history["effective_learning_rate"] == pytest.approx([0.02, 0.02])
+    with pytest.raises(TypeError, match=r"Bare\.fit\(x, y\).*\*\*kwargs"):
+        built(Bare, recipe=recipe).fit(X, y)
+
+
+def test_a_fit_of_the_models_own_keeps_its_callbacks_in_several_processes():
+    """What is given by **kwargs alone is no less than what is given by name."""
+
+    class Passing(keras.Sequential):
+        def __init__(self):
+            super().__init__([keras.layers.Dense(4)])
+
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    seen, model = [], built(Passing, towers=0)
+    communicator = types.SimpleNamespace(exchange=lambda value, what: [value], remark=lambda words: None)
+    processes.keep_in_step(model, types.SimpleNamespace(is_chief=True, communicator=communicator))
+    counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    model.fit(X, np.ones((20, 4), "float32"), epochs=2, verbose=0, callbacks=[counts])
+    assert seen == [0, 1]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from ncclsync.ops.spans import Measured
-from ncclsync.training.keras_model import ModelStep
+from ncclsync.training.keras_model import is_plain, maker
 from ncclsync.training.loop import Towers, towers_of
 
 
@@ -38,9 +38,9 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         self._towers = towers
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        if not isinstance(getattr(model.train_function, "__self__", None), ModelStep):
+        if is_plain(towers):
             self._plain = model.train_function
-            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm=False).run
+            maker(model, towers, "train", sync_batch_norm=False)(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was."""

@@ -164,15 +164,16 @@ class TowerStep(abc.ABC):
         divides = self.towers.has_shards or self.towers.on_oom is not None
         repeats = self.towers.batch_invariant_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
-        program = cut(
-            traced,
-            self.towers.target,
-            source.results,
-            jit_compile=source.jit_compile,
-            undone="finite" in readers,
-            traceless=self.towers.on_oom is not None,
-            meter=meter,
-        )
+        with tf_compat.unobserved():
+            program = cut(
+                traced,
+                self.towers.target,
+                source.results,
+                jit_compile=source.jit_compile,
+                undone="finite" in readers,
+                traceless=self.towers.on_oom is not None,
+                meter=meter,
+            )
         if observer is None:
             return self._to_be_checked(program, traced)
         if "finite" in readers and observer.scale is not None:
@@ -494,10 +495,11 @@ class TowerStep(abc.ABC):
 
     def _graph_function(self, body: Callable, signature: Sequence[Any]) -> Callable:
         """Return a function of a graph."""
-        if self.towers.enqueues:  # the layout gives all ops their order
-            return tf_compat.unordered_function(body, signature)
-        # tf.function itself looks at every variable in each call, to choose a trace.
-        return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
+        with tf_compat.unobserved():
+            if self.towers.enqueues:  # the layout gives all ops their order
+                return tf_compat.unordered_function(body, signature)
+            # tf.function itself looks at every variable in each call, to choose a trace.
+            return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given.

@@ -188,6 +188,13 @@ def build_symbolically(model: keras.Model, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
+def forget_failed_builds(model: keras.Model) -> None:
+    """Let those `Sequential`s of a model that could not be built for one shape of their input be built for another."""
+    for layer in [model, *model._flatten_layers(include_self=False)]:
+        if isinstance(layer, keras.Sequential) and not layer.built and layer._functional is None:
+            layer._layers = [one for one in layer._layers if not isinstance(one, keras.layers.InputLayer)]
+
+
 class BackupMethods(keras.callbacks.BackupAndRestore):
     """Name the two methods by which Keras' callback writes and reads a backup; Keras keeps them private."""
 

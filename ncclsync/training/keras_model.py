@@ -19,9 +19,11 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops.spans import Meter
+from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.normalization import synchronize_batch_norm
-from ncclsync.semantics.shards import rows_of
+from ncclsync.semantics.shards import fixed_specs, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
 from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
@@ -144,8 +146,7 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
-    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
-    return explain_program(step.program_of(specs), towers, rows or rows_of(batch))
+    return explain_program(step.program_of(fixed_specs(batch)), towers, rows or rows_of(batch))
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
@@ -246,6 +247,14 @@ class ModelStep(TowerStep):
             synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
         return Source(getattr(model, self._name), results, bool(model.jit_compile))
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step; if that fails, undo what a build that has failed left with the model."""
+        try:
+            return super().make_program(specs, meter)
+        except Exception:
+            keras_compat.forget_failed_builds(self._model)
+            raise
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the model does not train as on one device; some layers are made only when built."""

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat import other_libraries
+from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops.spans import Meter
@@ -195,13 +195,32 @@ class ModelStep(TowerStep):
             Exception: see `TowerStep.run_on_iterator`.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
-            return self.run_on_iterator(iterator)
+            try:
+                return self.run_on_iterator(iterator)
+            except tf.errors.OutOfRangeError:
+                self._warn_of_keras_count()
+                raise
         logs = None
         for _, batch in zip(range(self.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(batch)
         if logs is None:
             raise StopIteration
         return logs
+
+    def _warn_of_keras_count(self) -> None:
+        """Warn that plain Keras would have counted the step that has found no batch, if its updates depend on that."""
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)
+        counts = self._name == "train_step" and self.steps_per_execution == 1 and not model.jit_compile
+        if not counts or optimizer is None:
+            return
+        if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:
+            return  # which does not look at `iterations`
+        self.towers.warn_once(
+            "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
+            "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that knows "
+            "the length. Remedy: steps_per_epoch=, or dataset.apply(tf.data.experimental.assert_cardinality(batches))"
+        )
 
     def run_each(self, batches: Sequence[Any]) -> Any:
         """Run one step on each batch; return the results of all, concatenated."""

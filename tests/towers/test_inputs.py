@@ -143,11 +143,12 @@ def batches(length):
     return unknown if length == "unknown" else unknown.apply(tf.data.experimental.assert_cardinality(7))
 
 
-def regression(steps=1, **options):
-    """With Adam, whose updates depend on `iterations`."""
+def regression(steps=1, optimizer=None, **options):
+    """With Adam, whose updates depend on `iterations`, or another optimizer."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, metrics=["mae"], **options)
+    optimizer = optimizer or keras.optimizers.Adam(0.02)
+    model.compile(optimizer, "mse", steps_per_execution=steps, metrics=["mae"], **options)
     return model
 
 
@@ -182,6 +183,20 @@ def test_data_of_unknown_length(length, steps, options):
     most = range(1, 4) if steps == 1 else (0, 0, 0)
     assert all(0 <= one <= limit for one, limit in zip(surplus, most, strict=False))
     assert_towers_agree(model)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_of_unknown_length_are_warned_of(caplog):
+    """Once, since Keras differs; where the length is known, or an update does not look at `iterations`, not at all."""
+
+    def warned(length, optimizer):
+        caplog.clear()
+        model = nccl_parallel(towers=2)(lambda: regression(optimizer=optimizer))()
+        model.fit(batches(length), epochs=2, verbose=0)
+        return [r.getMessage() for r in caplog.records if "assert_cardinality" in r.getMessage()]
+
+    assert len(warned("unknown", "adam")) == 1
+    assert warned("known", "adam") == warned("unknown", "sgd") == []
 
 
 @pytest.mark.slow

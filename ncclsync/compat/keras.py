@@ -144,6 +144,19 @@ def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
     return [Call(history.operation, history.node_index) for history in histories]
 
 
+def settings_of(model: keras.Model) -> tuple[Any, ...]:
+    """Return what the attributes of a model and its layers say that are numbers, words or None."""
+    found: list[Any] = []
+    for layer in [model, *model._flatten_layers(include_self=False)]:
+        members = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
+        plain = [pair for pair in members if pair[1] is None or isinstance(pair[1], (bool, int, float, str))]
+        found.append((id(layer), layer.trainable, *[pair for pair in plain if pair[0] not in _KERAS_OWN]))
+    return tuple(found)
+
+
+_KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "predict_function")
+
+
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     """Return the seed generators that a layer itself owns, without those of the layers within it."""
     return list(layer._seed_generators)

@@ -112,6 +112,7 @@ class TowerStep(abc.ABC):
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
+        self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
         self._shards = towers.shards.total, towers.shards_at_once  # for which these are
         self._ran: _Setup | None = None  # what was run last
@@ -120,6 +121,10 @@ class TowerStep(abc.ABC):
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
         """Return the function to trace for batches of these specs; make what it needs first."""
+
+    def version_for(self, batch: Any) -> int:
+        """Return the number of a version of the step: batches, or specs, of one number run what was traced for it."""
+        return 0
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the step, once traced, is not one device's, as far as the model shows."""
@@ -450,8 +455,9 @@ class TowerStep(abc.ABC):
         First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
+        self._version = self.version_for(batch_specs)
         specs = batch_specs if source != _GIVEN else self._specs_of(batch_specs)
-        plain = f"{specs!r} {source} {[*self._readers()]}"
+        plain = f"{specs!r} {source} {[*self._readers()]} {self._version}"
         key = f"{plain} audited" if audits else plain, meter is not None
         if key not in self._graphs:
             with _collecting_no_garbage():
@@ -521,7 +527,7 @@ class TowerStep(abc.ABC):
         shard = open_specs(specs)
         if repr(shard) in self._fixed_rows:
             shard = specs
-        name = f"{shard!r} {[*self._readers()]}"
+        name = f"{shard!r} {[*self._readers()]} {self._version}"
         key = name, meter is not None
         if key in self._programs:
             return self._programs[key]

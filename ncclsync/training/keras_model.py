@@ -178,6 +178,19 @@ class ModelStep(TowerStep):
         self._model = model
         self._name = name
         self._sync_batch_norm = sync_batch_norm
+        self._settings: dict[tuple[Any, ...], int] = {}  # numbers of those that the model has had
+        self._seen: dict[str, int] = {}  # by the specs of a batch, the number of those that the model had then
+
+    def version_for(self, batch: Any) -> int:
+        """Return the number of the settings that a trace for such a batch has seen, or sees.
+
+        As Keras does: what a layer's `trainable`, or another attribute, says is seen where a batch has a new shape.
+        """
+        key = repr(fixed_specs(batch))
+        if key not in self._seen:
+            settings = keras_compat.settings_of(self._model)
+            self._seen[key] = self._settings.setdefault(settings, len(self._settings))
+        return self._seen[key]
 
     @property
     def steps_per_execution(self) -> int:  # type: ignore[override]
@@ -218,8 +231,9 @@ class ModelStep(TowerStep):
             return  # which does not look at `iterations`
         self.towers.warn_once(
             "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
-            "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that knows "
-            "the length. Remedy: steps_per_epoch=, or dataset.apply(tf.data.experimental.assert_cardinality(batches))"
+            "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that "
+            "knows the length. Remedy: steps_per_epoch=, or "
+            "dataset.apply(tf.data.experimental.assert_cardinality(batches))"
         )
 
     def run_each(self, batches: Sequence[Any]) -> Any:

@@ -188,3 +188,33 @@ def test_a_fit_of_the_models_own_keeps_its_callbacks_in_several_processes():
     counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
     model.fit(X, np.ones((20, 4), "float32"), epochs=2, verbose=0, callbacks=[counts])
     assert seen == [0, 1]
+
+
+class Scaled(keras.layers.Layer):
+    """A layer with an attribute that Python reads while it is traced."""
+
+    factor = 1.0
+
+    def call(self, x):
+        """Scale."""
+        return x * self.factor
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("change", ["trainable", "attribute"])
+def test_changes_that_keras_sees_are_seen(change):
+    """Of `trainable`, or an attribute, without `compile`: at the next shape of a batch; a known shape has its trace."""
+
+    def train(towers):
+        model = built(lambda: keras.Sequential([keras.layers.Dense(4), Scaled(), keras.layers.Dense(1)]), towers=towers)
+        x, y, found = np.ones((12, 3), "float32"), np.ones((12, 1), "float32"), []
+        for rows in (6, 6, 4, 6):
+            model.fit(x, y, batch_size=rows, verbose=0, shuffle=False)
+            found += [model.get_weights(), model.train_on_batch(x[:rows], y[:rows])]
+            if change == "trainable":
+                model.layers[0].trainable = False
+            else:
+                model.layers[1].factor = 3.0
+        return found
+
+    assert_close(train(2), train(0))

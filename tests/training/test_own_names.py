@@ -1,6 +1,9 @@
 """Names and methods that a user's model has of its own: they stay, and are used on towers."""
 
+import collections
 import logging
+import pathlib
+import re
 import types
 
 import keras
@@ -11,6 +14,7 @@ from parity import assert_close, data
 
 import ncclsync
 from ncclsync import nccl_parallel, towers_of
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.training import processes
 
 X, Y = data(20)
@@ -218,3 +222,42 @@ def test_changes_that_keras_sees_are_seen(change):
         return found
 
     assert_close(train(2), train(0))
+
+
+def members(model):
+    """The names that an object's `__dict__` has: of a model, its optimizer, its layers and metrics, its variables."""
+    variables = [tf_compat.backend_variable(one) for one in (*model.variables, *model.optimizer.variables)]
+    kinds = {"model": [model], "optimizer": [model.optimizer], "layer": model.layers, "metric": model.metrics}
+    kinds["variable"] = variables
+    return {kind: set().union(*map(vars, objects)) for kind, objects in kinds.items()}
+
+
+@pytest.mark.slow
+def test_the_readme_lists_all_that_is_set():
+    """No name beside those in its table, and none of these in vain."""
+    page = pathlib.Path(ncclsync.__file__).with_name("README.md").read_text(encoding="utf-8")
+    section = page.partition("## What is set on your objects")[2].partition("\n## ")[0]
+    listed = collections.defaultdict(set)
+    for row in re.findall(r"^\| (model|optimizer|variable) \|.*\|(.*)\|$", section, flags=re.MULTILINE):
+        listed[row[0]].update(re.findall(r"`(\w+)`", row[1]))
+
+    def build():
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        return model
+
+    def used(model):
+        for call in (model.fit, model.evaluate):
+            call(X, np.ones((20, 3), "float32"), verbose=0)
+        model.predict(X, verbose=0)
+        return model
+
+    options = {"towers": 2, "sync_batch_norm": True, "on_nonfinite": "skip", "emergency_checkpoint": "never.keras"}
+    model = used(nccl_parallel(**options, recipe=ncclsync.LargeBatch(8, 1))(build)())
+    processes.keep_in_step(model, types.SimpleNamespace(is_chief=True))
+    plain = members(used(build()))
+    added = {kind: names - plain[kind] for kind, names in members(model).items()}
+    added = {kind: {name for name in names if not name.startswith("_ncclsync_")} for kind, names in added.items()}
+    added["variable"] -= set(tf_compat.VARIABLE_WRITERS)
+    assert added == {"layer": set(), "metric": set(), **listed}

@@ -536,8 +536,10 @@ class TowerStep(abc.ABC):
             return other
         try:
             program = self.make_program(shard, meter)
-        except (TypeError, ValueError, RuntimeError) as error:  # Keras wraps what a model raises
-            if repr(specs) == repr(shard):
+        except (TypeError, ValueError, RuntimeError) as error:
+            line, cause = innermost(error)
+            misses_rows = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
+            if repr(specs) == repr(shard) or not misses_rows:  # Keras wraps what a model raises in a RuntimeError
                 raise
             self._fixed_rows.add(repr(shard))
             try:
@@ -545,7 +547,6 @@ class TowerStep(abc.ABC):
             except Exception:
                 self._fixed_rows.discard(repr(shard))
                 raise
-            line, cause = innermost(error)
             self.towers.warn_once(
                 "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
                 f"every tower computes the whole batch. {line} needs that number while it is traced: "

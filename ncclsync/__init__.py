@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ncclsync.training.callbacks.throughput import Throughput as Throughput
     from ncclsync.training.callbacks.timeline import Timeline as Timeline
     from ncclsync.training.loop import Towers as Towers
+    from ncclsync.training.loop import towers_of as towers_of
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _HOMES = {
     "Throughput": "training.callbacks.throughput",
     "Timeline": "training.callbacks.timeline",
     "Towers": "training.loop",
+    "towers_of": "training.loop",
     "verify": "tools.verify.verification",
     "zero_last_gamma": "training.callbacks.residual",
 }

@@ -18,7 +18,7 @@ from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow
 from ncclsync.training.keras_model import attach
-from ncclsync.training.loop import Towers
+from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.processes import keep_in_step
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -108,7 +108,8 @@ def nccl_parallel(factory=None, **options):
 
     Returns:
         The factory, decorated. It calls the original once and returns that very model, of the same class,
-        with `model.towers`, a `Towers`.
+        with `model.towers`, a `Towers`; of a model that has an attribute of that name,
+        `ncclsync.towers_of(model)` alone.
 
     Raises:
         TypeError, ValueError: bad arguments, here or when the factory is called; a factory that returns
@@ -172,6 +173,6 @@ def _check_model(model: Any) -> None:
                 f"Received: one made under {type(strategy).__name__}. {other_libraries.OTHER_WAY}"
             )
     other_libraries.check_not_horovods(getattr(model, "optimizer", None))
-    towers = getattr(model, "towers", None)
-    if isinstance(towers, Towers) and not towers.closed:
+    towers = towers_of(model)
+    if towers is not None and not towers.closed:
         raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")

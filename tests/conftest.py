@@ -17,6 +17,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+# Tests set these themselves, where they are about them. On a host with GPUs they choose which, and how they are joined.
+OUTSIDE = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "XLA_FLAGS")
+ON_GPUS = () if os.path.exists("/dev/nvidiactl") else ("CUDA_VISIBLE_DEVICES", "NCCL_")
+for variable in [*os.environ]:
+    if variable.startswith((*OUTSIDE, *ON_GPUS)):
+        del os.environ[variable]
+
 LEFT_OUT = pytest.StashKey[int]()
 
 

@@ -82,6 +82,34 @@ def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callabl
     return write_within
 
 
+def is_overridden(model: keras.Model, name: str) -> bool:
+    """Return whether a model, or its class, has a method of its own in place of Keras'."""
+    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+@contextlib.contextmanager
+def base_method_replaced(model: keras.Model, name: str, method: Callable[..., Any]) -> Iterator[list[bool]]:
+    """Let a model find `method` where an override of Keras' method calls `super()`, for a while.
+
+    Yields:
+        A list that is empty until it is called.
+    """
+    reached: list[bool] = []
+
+    def replacing(base: Callable) -> Callable:
+        @functools.wraps(base)
+        def replaced(self, *args, **kwargs):
+            if self is not model:
+                return base(self, *args, **kwargs)
+            reached.append(True)
+            return method(*args, **kwargs)
+
+        return replaced
+
+    with tf_compat.methods_wrapped(keras.Model.__mro__, name, replacing):
+        yield reached
+
+
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
     return owner._flatten_layers(include_self=False)
@@ -114,6 +142,19 @@ def calls_at_end(layer: keras.Layer) -> list[Call]:
 def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
     histories = [tensor._keras_history for tensor in tensors]
     return [Call(history.operation, history.node_index) for history in histories]
+
+
+def settings_of(model: keras.Model) -> tuple[Any, ...]:
+    """Return what the attributes of a model and its layers say that are numbers, words or None."""
+    found: list[Any] = []
+    for layer in [model, *model._flatten_layers(include_self=False)]:
+        members = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
+        plain = [pair for pair in members if pair[1] is None or isinstance(pair[1], (bool, int, float, str))]
+        found.append((id(layer), layer.trainable, *[pair for pair in plain if pair[0] not in _KERAS_OWN]))
+    return tuple(found)
+
+
+_KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "predict_function")
 
 
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
@@ -158,6 +199,13 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
 def build_symbolically(model: keras.Model, batch: Any) -> None:
     """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
     model._symbolic_build(data_batch=batch)
+
+
+def forget_failed_builds(model: keras.Model) -> None:
+    """Let those `Sequential`s of a model that could not be built for one shape of their input be built for another."""
+    for layer in [model, *model._flatten_layers(include_self=False)]:
+        if isinstance(layer, keras.Sequential) and not layer.built and layer._functional is None:
+            layer._layers = [one for one in layer._layers if not isinstance(one, keras.layers.InputLayer)]
 
 
 class BackupMethods(keras.callbacks.BackupAndRestore):

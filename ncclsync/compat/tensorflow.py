@@ -230,6 +230,29 @@ def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outp
     return eager_execute.quick_execute(op_type, outputs, list(inputs), tuple(flat), eager_context.context())
 
 
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Let nobody observe the ops that are made within, as `tf.debugging.enable_check_numerics()` does.
+
+    It would add checks to ops that are none of the user's, and name their lines in place of the user's.
+    """
+    thread = eager_context.context()._thread_local_data
+    callbacks, thread.op_callbacks = thread.op_callbacks, []
+    try:
+        yield
+    finally:
+        thread.op_callbacks = callbacks
+
+
+def uninitialized(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """Return memory that holds whatever it holds, on the current device.
+
+    Not by `tf.raw_ops.Empty`: `tf.debugging.enable_check_numerics()` would take what that returns for a result.
+    """
+    (memory,) = run_op("Empty", [tf.constant(list(shape), tf.int32)], {"dtype": dtype, "init": False}, 1)
+    return memory
+
+
 def _plain(attribute: Any) -> Any:
     if isinstance(attribute, tf.DType):
         return attribute.as_datatype_enum

@@ -22,6 +22,7 @@ from ncclsync.communicator import (
     empty_aligned,
     native,
 )
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
 from ncclsync.ops.device_ops import shape_received
@@ -309,10 +310,7 @@ def _group_on_devices(
             shapes = [shape_received(b, send.shape) for b, send in enumerate(sends)]
             # A py op's function runs in no device's scope: by default that would be the first GPU.
             with tf.device(sends[0].backing_device):
-                recvs = [
-                    tf.raw_ops.Empty(shape=tf.constant(list(shape), tf.int32), dtype=send.dtype, init=False)
-                    for shape, send in zip(shapes, sends, strict=True)
-                ]
+                recvs = [tf_compat.uninitialized(shape, send.dtype) for shape, send in zip(shapes, sends, strict=True)]
             with lock:
                 rounds[index] = [sends, recvs]
             return tf.zeros([], tf.float32)

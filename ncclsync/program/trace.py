@@ -119,16 +119,29 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
     """
     marking = _Marking()
 
+    failures: list[Exception] = []
+
     def traced(batch, share):
+        if failures:
+            return None
         # tf.function traces again when a step created variables; the last trace is the one that counts.
         marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
         marking.batch = batch
         with running_in(marking), tf.variable_creator_scope(_made_by_itself):
-            return step(batch)
+            try:
+                return step(batch)
+            except Exception as error:
+                # Raised when tf.function has initialised the variables that were created, such as an optimizer's:
+                # their owners do not create them again, if the step is traced otherwise, or by a later call.
+                failures.append(error)
+                return None
 
-    function = tf.function(traced, autograph=False).get_concrete_function(
-        batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
-    )
+    specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
+    try:
+        function = tf.function(traced, autograph=False).get_concrete_function(*specs)
+    finally:
+        if failures:
+            raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     traced_step = Trace(function, marking.share, marks, marking.batch)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.

@@ -190,6 +190,15 @@ def digest_of_rows(batch: Any) -> bytes:
     return digest.digest()
 
 
+def fixed_specs(batch: Any) -> Any:
+    """Return the `tf.TypeSpec`s of a batch, of tensors or specs, with its number of rows."""
+
+    def spec_of(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+
+    return tf.nest.map_structure(spec_of, batch)
+
+
 def open_specs(batch: Any) -> Any:
     """Return the `tf.TypeSpec`s of a batch, of tensors or specs, with the number of rows left open."""
 

@@ -706,13 +706,12 @@ class TowerState:
                     yield place, start_value(value, role, rank)
             return
         with tf.device(placed[0]):
-            if ranks[0] == 0:
-                buffers = [tf.identity(value)]  # no copy, unless other towers have their tower 0 elsewhere
-            else:
-                buffers = [tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False)]
+            # No copy, unless other towers have their tower 0 elsewhere.
+            own = tf.identity(value) if ranks[0] == 0 else tf_compat.uninitialized(value.shape, value.dtype)
+            buffers = [own]
         for device in placed[1:]:
             with tf.device(device):
-                buffers.append(tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype, init=False))
+                buffers.append(tf_compat.uninitialized(value.shape, value.dtype))
         if self.enqueues:
             buffers = self._of_each_tower(self._write_in_place, buffers)
         else:

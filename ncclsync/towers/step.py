@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import innermost
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
@@ -31,7 +32,7 @@ from ncclsync.program.trace import Trace, trace
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import components_of, digest_of_rows, open_specs, rowed_leaves, rows_of
+from ncclsync.semantics.shards import components_of, digest_of_rows, fixed_specs, open_specs, rowed_leaves, rows_of
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
@@ -111,6 +112,8 @@ class TowerStep(abc.ABC):
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
+        self._version = 0  # of what the trace for the last batch has seen; see `version_for`
+        self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
         self._shards = towers.shards.total, towers.shards_at_once  # for which these are
         self._ran: _Setup | None = None  # what was run last
         self._audited: Audit | None = None  # by the steps that have run and are not counted
@@ -118,6 +121,10 @@ class TowerStep(abc.ABC):
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
         """Return the function to trace for batches of these specs; make what it needs first."""
+
+    def version_for(self, batch: Any) -> int:
+        """Return the number of a version of the step: batches, or specs, of one number run what was traced for it."""
+        return 0
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the step, once traced, is not one device's, as far as the model shows."""
@@ -164,15 +171,16 @@ class TowerStep(abc.ABC):
         divides = self.towers.has_shards or self.towers.on_oom is not None
         repeats = self.towers.batch_invariant_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
-        program = cut(
-            traced,
-            self.towers.target,
-            source.results,
-            jit_compile=source.jit_compile,
-            undone="finite" in readers,
-            traceless=self.towers.on_oom is not None,
-            meter=meter,
-        )
+        with tf_compat.unobserved():
+            program = cut(
+                traced,
+                self.towers.target,
+                source.results,
+                jit_compile=source.jit_compile,
+                undone="finite" in readers,
+                traceless=self.towers.on_oom is not None,
+                meter=meter,
+            )
         if observer is None:
             return self._to_be_checked(program, traced)
         if "finite" in readers and observer.scale is not None:
@@ -293,10 +301,9 @@ class TowerStep(abc.ABC):
             Exception: what `run_on_iterator` raises.
         """
         rowed_leaves(batch)
-        # The number of rows is left open: a last, smaller batch is not a reason to trace again.
         leaves = leaves_of(batch)
         self._counting = []
-        results = self._run(open_specs(batch), _GIVEN, lambda graph, _: graph(*leaves))
+        results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
 
@@ -334,7 +341,7 @@ class TowerStep(abc.ABC):
             if rows is None or not self.towers.split_further(rows):
                 raise
         leaves = leaves_of(batch)
-        results = self._run(open_specs(batch), _GIVEN, lambda graph, _: graph(*leaves))
+        results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         return results if source == _GIVEN else (None, results)
 
     def _forget_programs_of_other_shards(self) -> None:
@@ -349,7 +356,7 @@ class TowerStep(abc.ABC):
         """Run the graph function for batches of these specs; another one if somebody watches the step.
 
         Args:
-            batch_specs: of the batches.
+            batch_specs: of the batches; the batch itself, if it is given.
             source: where they come from: one of the words above.
             run: calls the graph function.
         """
@@ -448,12 +455,23 @@ class TowerStep(abc.ABC):
         First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
-        plain = f"{batch_specs!r} {source} {[*self._readers()]}"
+        self._version = self.version_for(batch_specs)
+        specs = batch_specs if source != _GIVEN else self._specs_of(batch_specs)
+        plain = f"{specs!r} {source} {[*self._readers()]} {self._version}"
         key = f"{plain} audited" if audits else plain, meter is not None
         if key not in self._graphs:
             with _collecting_no_garbage():
-                self._graphs[key] = self._make_graph(batch_specs, source, meter, plain, audits=audits)
+                if source == _GIVEN:
+                    self.program_of(fixed_specs(batch_specs), meter)
+                    if self._specs_of(batch_specs) != specs:  # known by now
+                        return self._graph_of(batch_specs, source, meter, audits=audits)
+                self._graphs[key] = self._make_graph(specs, source, meter, plain, audits=audits)
         return self._graphs[key]
+
+    def _specs_of(self, batch: Any) -> Any:
+        """Return the specs of a batch: a last, smaller one is no reason to trace again, unless the step must know."""
+        opened = open_specs(batch)
+        return fixed_specs(batch) if repr(opened) in self._fixed_rows else opened
 
     def _make_graph(
         self, batch_specs: Any, source: str, meter: Meter | None, plain: str, *, audits: bool
@@ -494,10 +512,11 @@ class TowerStep(abc.ABC):
 
     def _graph_function(self, body: Callable, signature: Sequence[Any]) -> Callable:
         """Return a function of a graph."""
-        if self.towers.enqueues:  # the layout gives all ops their order
-            return tf_compat.unordered_function(body, signature)
-        # tf.function itself looks at every variable in each call, to choose a trace.
-        return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
+        with tf_compat.unobserved():
+            if self.towers.enqueues:  # the layout gives all ops their order
+                return tf_compat.unordered_function(body, signature)
+            # tf.function itself looks at every variable in each call, to choose a trace.
+            return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
@@ -506,7 +525,9 @@ class TowerStep(abc.ABC):
         a step cannot be traced so, the shard's is given.
         """
         shard = open_specs(specs)
-        name = f"{shard!r} {[*self._readers()]}"
+        if repr(shard) in self._fixed_rows:
+            shard = specs
+        name = f"{shard!r} {[*self._readers()]} {self._version}"
         key = name, meter is not None
         if key in self._programs:
             return self._programs[key]
@@ -515,14 +536,24 @@ class TowerStep(abc.ABC):
             return other
         try:
             program = self.make_program(shard, meter)
-        except (TypeError, ValueError) as error:
-            if repr(specs) == repr(shard):
+        except (TypeError, ValueError, RuntimeError) as error:
+            line, cause = innermost(error)
+            misses_rows = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
+            if repr(specs) == repr(shard) or not misses_rows:  # Keras wraps what a model raises in a RuntimeError
                 raise
-            program = self.make_program(specs, meter)
+            self._fixed_rows.add(repr(shard))
+            try:
+                program = self.program_of(specs, meter)
+            except Exception:
+                self._fixed_rows.discard(repr(shard))
+                raise
             self.towers.warn_once(
                 "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
-                f"every tower computes the whole batch. Without that number: {error}"
+                f"every tower computes the whole batch. {line} needs that number while it is traced: "
+                "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
+                f"Without it: {cause}"
             )
+            return program
         return self._programs.setdefault(key, program)
 
     def last(self) -> tuple[Program, Any] | None:

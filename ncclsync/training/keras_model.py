@@ -9,24 +9,26 @@ import logging
 import os
 import pathlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat import other_libraries
+from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops.spans import Meter
+from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.normalization import synchronize_batch_norm
-from ncclsync.semantics.shards import rows_of
+from ncclsync.semantics.shards import fixed_specs, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
 from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
 from ncclsync.training.files import replacing
-from ncclsync.training.loop import Towers
+from ncclsync.training.loop import Towers, give_towers
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
 
 _BATCH_SIZE = 32  # Keras' own
@@ -48,7 +50,7 @@ def attach(
         sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
         emergency_checkpoint: where to save the model whenever a collective has failed.
     """
-    model.towers = towers
+    give_towers(model, towers)
     if emergency_checkpoint is not None:
         path = pathlib.Path(emergency_checkpoint)
         # Not by a bound method of the towers' own: they must not keep the model alive.
@@ -60,31 +62,62 @@ def attach(
     # whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
-    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
-    if plain and len(towers) == 1 and towers.devices[0] == default_device():
+    if is_plain(towers):
         return  # plain Keras: nothing to add, and not a microsecond
-
-    def make_train_function(force=False):
-        if model.train_function is None or force:
-            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm).run
-        return model.train_function
-
-    def make_test_function(force=False):
-        if model.test_function is None or force:
-            model.test_function = ModelStep(model, towers, "test_step", sync_batch_norm).run
-        return model.test_function
-
-    def make_predict_function(force=False):
-        if model.predict_function is None or force:
-            model.predict_function = ModelStep(model, towers, "predict_step", sync_batch_norm).run_each
-        return model.predict_function
-
     if sync_batch_norm:
         synchronize_batch_norm(model)
-    model.make_train_function = make_train_function
-    model.make_test_function = make_test_function
-    model.make_predict_function = make_predict_function
+    for kind in ("train", "test", "predict"):
+        setattr(model, f"make_{kind}_function", maker(model, towers, kind, sync_batch_norm))
     model.train_function = model.test_function = model.predict_function = None
+
+
+def is_plain(towers: Towers) -> bool:
+    """Return whether Keras' own functions train on these towers: one, where Keras would train, and no option."""
+    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
+    return plain and len(towers) == 1 and towers.devices[0] == default_device()
+
+
+def maker(model: keras.Model, towers: Towers, kind: str, sync_batch_norm: bool) -> Callable[..., Any]:
+    """Return what takes the place of a model's `make_{kind}_function`.
+
+    An override of the model's own is called. Its `super().make_{kind}_function()` then makes that of the towers.
+
+    Args:
+        model: of any class.
+        towers: where its steps run.
+        kind: "train", "test" or "predict".
+        sync_batch_norm: see `attach`.
+    """
+    name, attribute = f"make_{kind}_function", f"{kind}_function"
+    own = getattr(model, name)
+
+    def make(force=False):
+        if getattr(model, attribute) is None or force:
+            step = ModelStep(model, towers, f"{kind}_step", sync_batch_norm)
+            setattr(model, attribute, step.run_each if kind == "predict" else step.run)
+        return getattr(model, attribute)
+
+    if not keras_compat.is_overridden(model, name):
+        return make
+    known: Any = None  # what their override has made, last
+
+    @functools.wraps(own)
+    def make_theirs(*args, **kwargs):
+        nonlocal known
+        with keras_compat.base_method_replaced(model, name, make) as reached:
+            function = own(*args, **kwargs)
+        made = getattr(model, attribute)
+        if not reached and (known is None or made is not known):
+            setattr(model, attribute, None)
+            raise NcclSyncError(
+                f"Expected {type(model).__name__}.{name} to call super().{name}(), whose function runs steps on all "
+                "towers. Received: a function of its own, which would run on one device. Let it change what super()'s "
+                f"function gives; or override {kind}_step instead, which may do with a batch whatever it likes"
+            )
+        known = made
+        return function
+
+    return make_theirs
 
 
 def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
@@ -113,8 +146,7 @@ def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: A
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
-    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
-    return explain_program(step.program_of(specs), towers, rows or rows_of(batch))
+    return explain_program(step.program_of(fixed_specs(batch)), towers, rows or rows_of(batch))
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
@@ -146,6 +178,19 @@ class ModelStep(TowerStep):
         self._model = model
         self._name = name
         self._sync_batch_norm = sync_batch_norm
+        self._settings: dict[tuple[Any, ...], int] = {}  # numbers of those that the model has had
+        self._seen: dict[str, int] = {}  # by the specs of a batch, the number of those that the model had then
+
+    def version_for(self, batch: Any) -> int:
+        """Return the number of the settings that a trace for such a batch has seen, or sees.
+
+        As Keras does: what a layer's `trainable`, or another attribute, says is seen where a batch has a new shape.
+        """
+        key = repr(fixed_specs(batch))
+        if key not in self._seen:
+            settings = keras_compat.settings_of(self._model)
+            self._seen[key] = self._settings.setdefault(settings, len(self._settings))
+        return self._seen[key]
 
     @property
     def steps_per_execution(self) -> int:  # type: ignore[override]
@@ -163,13 +208,33 @@ class ModelStep(TowerStep):
             Exception: see `TowerStep.run_on_iterator`.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
-            return self.run_on_iterator(iterator)
+            try:
+                return self.run_on_iterator(iterator)
+            except tf.errors.OutOfRangeError:
+                self._warn_of_keras_count()
+                raise
         logs = None
         for _, batch in zip(range(self.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(batch)
         if logs is None:
             raise StopIteration
         return logs
+
+    def _warn_of_keras_count(self) -> None:
+        """Warn that plain Keras would have counted the step that has found no batch, if its updates depend on that."""
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)
+        counts = self._name == "train_step" and self.steps_per_execution == 1 and not model.jit_compile
+        if not counts or optimizer is None:
+            return
+        if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:
+            return  # which does not look at `iterations`
+        self.towers.warn_once(
+            "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
+            "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that "
+            "knows the length. Remedy: steps_per_epoch=, or "
+            "dataset.apply(tf.data.experimental.assert_cardinality(batches))"
+        )
 
     def run_each(self, batches: Sequence[Any]) -> Any:
         """Run one step on each batch; return the results of all, concatenated."""
@@ -215,6 +280,14 @@ class ModelStep(TowerStep):
             synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
         return Source(getattr(model, self._name), results, bool(model.jit_compile))
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step; if that fails, undo what a build that has failed left with the model."""
+        try:
+            return super().make_program(specs, meter)
+        except Exception:
+            keras_compat.forget_failed_builds(self._model)
+            raise
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the model does not train as on one device; some layers are made only when built."""

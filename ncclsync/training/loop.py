@@ -1,10 +1,12 @@
 """Run a user's own training loop on towers: `Towers.run` runs any step function, without `fit`."""
 
 import collections
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -19,6 +21,8 @@ logger = logging.getLogger("ncclsync")
 
 # Of one function in the source; more of them mean that a new function is made for each step.
 _TRACES_BEFORE_WARNING = 8
+
+_HELD_AS = "_ncclsync_towers"  # of a model: nobody else has that name
 
 
 class Towers(TowerState):
@@ -165,6 +169,26 @@ class Towers(TowerState):
                 _TRACES_BEFORE_WARNING,
                 name,
             )
+
+
+def towers_of(model: keras.Model) -> Towers | None:
+    """Return the towers that a model of an `@nccl_parallel` factory trains on; None: it has none."""
+    return vars(model).get(_HELD_AS)
+
+
+def give_towers(model: keras.Model, towers: Towers) -> None:
+    """Let `towers_of` return these towers for a model; `model.towers`, too, unless the model uses that name."""
+    members = vars(model)
+    members[_HELD_AS] = towers
+    own = inspect.getattr_static(model, "towers", towers)
+    if isinstance(own, Towers):
+        members["towers"] = towers  # past Keras' bookkeeping, and a `__setattr__` of the model's
+    else:
+        logger.warning(
+            "model.towers stays what %s has made it, a %s: ncclsync.towers_of(model) returns the Towers",
+            type(model).__name__,
+            type(own).__name__,
+        )
 
 
 class _FunctionStep(TowerStep):

@@ -7,7 +7,6 @@ as often as there are processes: here a model's methods, and its callbacks, are 
 import contextlib
 import contextvars
 import functools
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,11 @@ import tensorflow as tf
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError
+from ncclsync.training.arguments import named_arguments, takes
 from ncclsync.training.callbacks.backup import BackupAndRestore
 from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
-from ncclsync.training.loop import Towers
+from ncclsync.training.loop import Towers, towers_of
 
 # Callbacks that write files or send what others send as well.
 _WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor, Timeline)
@@ -50,16 +50,14 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
 
 
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
-    signature = inspect.signature(method)
-
     @functools.wraps(method)
     def in_step(*args, **kwargs):
-        given = signature.bind_partial(*args, **kwargs)
-        callbacks = given.arguments.pop("callbacks", None) or []
+        args, kwargs = named_arguments(method, args, kwargs)
+        callbacks = kwargs.pop("callbacks", None) or []
         if method.__name__ != "predict" and not model.run_eagerly:  # which take whole batches
             for name in ("x", "validation_data"):
-                if isinstance(given.arguments.get(name), Shuffled):
-                    given.arguments[name] = _own_rows(given.arguments[name], towers)
+                if isinstance(kwargs.get(name), Shuffled):
+                    kwargs[name] = _own_rows(kwargs[name], towers)
         with contextlib.ExitStack() as stack:
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 callbacks = keras.tree.flatten(callbacks)
@@ -73,10 +71,11 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                 for one in getattr(callbacks, "callbacks", callbacks):
                     stack.enter_context(_written_by_first(one, model, towers, read))
             if not towers.is_chief:
-                given.arguments["verbose"] = 0
+                if takes(method, "verbose"):
+                    kwargs["verbose"] = 0
                 stack.enter_context(_quiet())
             try:
-                results = method(*given.args, **{**given.kwargs, "callbacks": callbacks})
+                results = method(*args, **kwargs, callbacks=callbacks)
                 towers.communicator.exchange(None, f"the end of {method.__name__}")
             except ProcessError:  # not always within a step, which saves by itself
                 towers.failed_collective()
@@ -245,8 +244,8 @@ def _leave_file(towers: Towers) -> None:
 
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
     """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
-    towers = getattr(model, "towers", None)
-    if isinstance(towers, Towers) and towers.meets_processes:
+    towers = towers_of(model)
+    if towers is not None and towers.meets_processes:
         return _file(towers)
     return contextlib.nullcontext(True)
 

@@ -398,3 +398,28 @@ def test_closed_towers():
     with pytest.raises(NcclSyncError, match=r"Expected open towers. Received: towers that were closed."):
         model.train_on_batch(X, Y)
     assert model(X[:3]).shape == (3, 5)
+
+
+@pytest.mark.slow
+def test_check_numerics_finds_the_users_nan_alone():
+    """Not memory that was never initialised, where copies of weights are made; its message names the user's op."""
+
+    def build():
+        model = keras.Sequential([keras.layers.Dense(64)])
+        model.compile("sgd", lambda y, found: keras.ops.mean(keras.ops.log(y)) + keras.ops.mean(found**2))
+        return model
+
+    x, y = np.ones((6, 64), "float32"), np.ones((6, 1), "float32")
+    model = nccl_parallel(towers=2)(build)()
+    tf.debugging.enable_check_numerics()
+    try:
+        model.fit(x, y, verbose=0)
+        for size in (1, 64, 4096):  # of the weights
+            kept = [np.full(size, np.nan, "float32") for _ in range(100)]
+            del kept  # memory that the copies get
+            model.towers.broadcast()
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r'Detected Infinity or NaN in output 0.*"Log"'):
+            model.fit(x, -y, verbose=0)
+    finally:
+        tf.debugging.disable_check_numerics()
+    assert model.towers.divergence() == 0.0

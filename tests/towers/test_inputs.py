@@ -7,7 +7,7 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, on_towers, state
 
 import ncclsync
-from ncclsync import Towers, verify
+from ncclsync import Towers, nccl_parallel, verify
 
 X, _ = data(rows=26, features=5)
 MORE, _ = data(rows=26, features=3, seed=1)
@@ -143,11 +143,12 @@ def batches(length):
     return unknown if length == "unknown" else unknown.apply(tf.data.experimental.assert_cardinality(7))
 
 
-def regression(steps=1, **options):
-    """With Adam, whose updates depend on `iterations`."""
+def regression(steps=1, optimizer=None, **options):
+    """With Adam, whose updates depend on `iterations`, or another optimizer."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.02), "mse", steps_per_execution=steps, metrics=["mae"], **options)
+    optimizer = optimizer or keras.optimizers.Adam(0.02)
+    model.compile(optimizer, "mse", steps_per_execution=steps, metrics=["mae"], **options)
     return model
 
 
@@ -184,6 +185,20 @@ def test_data_of_unknown_length(length, steps, options):
     assert_towers_agree(model)
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_of_unknown_length_are_warned_of(caplog):
+    """Once, since Keras differs; where the length is known, or an update does not look at `iterations`, not at all."""
+
+    def warned(length, optimizer):
+        caplog.clear()
+        model = nccl_parallel(towers=2)(lambda: regression(optimizer=optimizer))()
+        model.fit(batches(length), epochs=2, verbose=0)
+        return [r.getMessage() for r in caplog.records if "assert_cardinality" in r.getMessage()]
+
+    assert len(warned("unknown", "adam")) == 1
+    assert warned("known", "adam") == warned("unknown", "sgd") == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_keras_counts_no_step_without_a_batch_by_xla():
@@ -191,3 +206,59 @@ def test_keras_counts_no_step_without_a_batch_by_xla():
     for options in ({"jit_compile": True}, {"run_eagerly": True}):
         told, _ = fitted(regression(**options), "unknown")
         assert told.iterations == [7, 14, 21]
+
+
+class Halves(keras.layers.Layer):
+    """Swap the halves of a batch, by Python's own number of its rows."""
+
+    def call(self, x):
+        half = x.shape[0] // 2
+        return tf.concat([x[half:], x[:half]], 0)
+
+
+class InAModel(keras.Model):
+    """The same in a model, which Keras builds and wraps what it raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = [keras.layers.Dense(3), Halves(), keras.layers.Dense(1)]
+
+    def call(self, x):
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+FIXED = np.linspace(-1, 1, 48, dtype="float32").reshape(12, 4)
+ENTRIES = {
+    "fit": lambda model: model.fit(
+        tf.data.Dataset.from_tensor_slices((FIXED, FIXED)).batch(6, drop_remainder=True), verbose=0
+    ).history["loss"],
+    "train_on_batch": lambda model: [model.train_on_batch(FIXED[:n], FIXED[:n]) for n in (6, 6)],
+    "predict_on_batch": lambda model: [model.predict_on_batch(FIXED[:n]) for n in (6, 6)],
+    "predict": lambda model: model.predict(FIXED, batch_size=6, verbose=0),
+    "run": lambda model: np.asarray(getattr(model, "towers_run", lambda step, x: step(x))(model, FIXED)),
+}
+
+
+@pytest.mark.parametrize(("kind", "entry"), [(InAModel, name) for name in ENTRIES] + [(keras.Sequential, "fit")])
+def test_python_that_reads_the_number_of_rows(kind, entry, caplog):
+    """Every entry computes what one device does, and a warning names the line, and says what to write."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        given = () if kind is InAModel else ([keras.layers.Dense(3), Halves(), keras.layers.Dense(1)],)
+        model = kind(*given)
+        model.compile("sgd", "mse")
+        return model
+
+    with Towers(2) as towers:
+        if entry == "run":
+            model = build()
+            model.towers_run = towers.run
+        else:
+            model = nccl_parallel(towers=2)(build)()
+        found = ENTRIES[entry](model)
+    assert_close([found, model.get_weights()], [ENTRIES[entry](alone := build()), alone.get_weights()])
+    (warning,) = [r.getMessage() for r in caplog.records if "a fixed number of rows" in r.getMessage()]
+    assert "test_inputs.py:" in warning and "x.shape[0] // 2" in warning and "tf.shape(x)[0]" in warning

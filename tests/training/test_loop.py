@@ -1,5 +1,7 @@
 """`Towers.run`: a user's own loop, without `fit`, gives one device's numbers."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -211,3 +213,51 @@ def test_where_it_cannot_run():
         towers.run(tf.reduce_sum, X)
     with pytest.raises(TypeError, match=r"Expected"):
         ncclsync.Towers("CPU:0")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shards": 4}, pytest.param({"shard_optimizer": True}, marks=pytest.mark.slow)],
+    ids=["towers", "shards", "sharded"],
+)
+@pytest.mark.parametrize("fails", ["by autograph's if", pytest.param("by itself", marks=pytest.mark.slow)])
+def test_a_trace_that_fails_leaves_its_variables_initialised(options, fails):
+    """An optimizer's, and the step's own: the trace after it, or the next call, finds them as one device would."""
+
+    def run(make_call):
+        keras.utils.set_random_seed(1)
+        dense, optimizer, own, traces = keras.layers.Dense(1), keras.optimizers.Adam(0.1), [], []
+        dense.build((None, 4))
+
+        def step(batch):
+            traces.append(1)
+            own.extend([] if own or "shard_optimizer" in options else [tf.Variable(tf.ones([2]) * 3, trainable=False)])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((dense(batch) - 1.0) ** 2)
+            gradients = tape.gradient(loss, dense.trainable_variables)
+            if fails == "by itself" and len(traces) == 1:
+                optimizer.build(dense.trainable_variables)
+                raise RuntimeError("not now")
+            optimizer.apply(gradients, dense.trainable_variables)
+            if fails != "by itself" and optimizer.iterations % 3 == 0:
+                loss *= 2
+            for variable in own:
+                variable.assign_add([1.0, float(len(own))])
+            return loss
+
+        call, x = make_call(step), np.linspace(0, 1, 20, dtype="float32").reshape(5, 4)
+        if fails == "by itself":
+            with pytest.raises(RuntimeError, match="not now"):
+                call(x)
+        return [float(call(x)) for _ in range(3)], [np.asarray(v) for v in (*optimizer.variables, *own)]
+
+    with ncclsync.Towers(2, **options) as towers:
+        found = run(lambda step: functools.partial(towers.run, step))
+        assert towers.divergence() == 0.0
+
+    def alone(step):
+        if fails == "by itself":  # an eager call, which is plain Keras' only way to go on
+            return lambda x: step(tf.constant(x))
+        return tf.function(step)
+
+    assert_close(found, run(alone))

@@ -99,6 +99,8 @@ def load(folder, options):
     """Give TensorFlow its GPUs, and ncclsync its NCCL, in this process."""
     libraries = {"NCCL": "libnccl.so", "CUDART": "libcudart.so", "CUDA_DRIVER": "libcudart.so"}
     os.environ.update({f"NCCLSYNC_{name}_LIBRARY": str(folder / file) for name, file in libraries.items()})
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # who hides real GPUs means no virtual ones
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     told = {
         "VIRTUAL_GPUS": options.gpus,
         "VIRTUAL_AHEAD": options.ahead or None,

@@ -1,6 +1,7 @@
 """Parse the arguments of `python -m ncclsync plan` and run it. TensorFlow is imported to measure."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import math
@@ -122,6 +123,7 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     from ncclsync.tools.plan.measurement import step_seconds, traced_traffic
     from ncclsync.tools.verify.verification import undecorated
     from ncclsync.towers.placement import default_device
+    from ncclsync.training.loop import towers_of
     from ncclsync.training.random_data import fixed_batch_size
 
     if given.step_ms is not None:
@@ -146,7 +148,7 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     try:
         # One tower needs nothing to join it, so that neither NCCL nor a second GPU must be here.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
-        with on_tower.towers:
+        with towers_of(on_tower) or contextlib.nullcontext():
             traffic = traced_traffic(on_tower, data, batch_size, options)
     finally:
         logger.setLevel(level)

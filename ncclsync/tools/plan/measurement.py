@@ -21,6 +21,7 @@ from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.recovery import Rollback
 from ncclsync.training.keras_model import ModelStep
+from ncclsync.training.loop import towers_of
 
 _TURN_S = 0.2  # of one batch size
 _MOST_STEPS = 50
@@ -103,15 +104,17 @@ def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[s
     rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
     sync_batch_norm = bool(options.get("sync_batch_norm"))
-    model.towers.target = dataclasses.replace(model.towers.target, passes=())  # packed, as on GPUs
-    program = ModelStep(model, model.towers, "train_step", sync_batch_norm).program_of(specs)
+    towers = towers_of(model)
+    assert towers is not None
+    towers.target = dataclasses.replace(towers.target, passes=())  # packed, as on GPUs
+    program = ModelStep(model, towers, "train_step", sync_batch_norm).program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
     recorded = dataclasses.replace(
         program, segments=tuple(_recorded(segment, batch, runs) for segment in program.segments)
     )
     for _, variable in program.variables:
-        model.towers.copies(variable)
-    lay_out(recorded, model.towers, rows, Rollback(recorded, model.towers))
+        towers.copies(variable)
+    lay_out(recorded, towers, rows, Rollback(recorded, towers))
     runs = _joined(program, runs)
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)

@@ -20,6 +20,7 @@ from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_ba
 from ncclsync.tools.verify.comparison import compare
 from ncclsync.tools.verify.diagnosis import disagreement, false_step, missing_digits, own_code, rounding, seen_nan
 from ncclsync.tools.verify.report import Difference, Report
+from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
 
 # About 80 units in the last place for float32, more for float64, whose rounding is mixed with that of float32
@@ -77,14 +78,16 @@ def verify(
     states = random.getstate(), np.random.get_state()
     try:
         model = _build(on_towers, seed)
+        made = towers_of(model)
+        assert made is not None
         try:
             one_size = fixed_batch_size(model) is not None
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)
-            with tf.device(f"/{model.towers.devices[0]}"):
+            with tf.device(f"/{made.devices[0]}"):
                 run = _Run(factory, batches, seed, tolerance)
-                return run.report(model, bool(options.get("batch_invariant_random")))
+                return run.report(model, made, bool(options.get("batch_invariant_random")))
         finally:
-            model.towers.close()
+            made.close()
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -103,18 +106,18 @@ class _Run:
         self._dtype = _least_precise(self._reference)
         self._tolerance = TOLERANCES[self._dtype] if tolerance is None else tolerance
 
-    def report(self, model: keras.Model, invariant: bool) -> Report:
+    def report(self, model: keras.Model, towers: Towers, invariant: bool) -> Report:
         """Train `model` beside one device, and find reasons for what differs."""
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
-        reasons = [*seen_nan(found), *false_step(model.towers.found_by_check)]
-        ok = all(one.ok for one in found) and not model.towers.found_by_check
+        reasons = [*seen_nan(found), *false_step(towers.found_by_check)]
+        ok = all(one.ok for one in found) and not towers.found_by_check
         if not ok:
             reasons += find_inexact(model, batch_invariant_random=invariant)
             reasons += self._reasons(model, found, known=bool(reasons))
         sizes = tuple(map(rows_of, self._batches))
-        return Report(ok, self._tolerance, tuple(model.towers.devices), sizes, tuple(found), tuple(reasons))
+        return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
     def _reasons(self, model: keras.Model, found: list[Difference], known: bool) -> Iterator[Inexact]:
         """Find what only running one device again can show, and what is left to suspect."""

@@ -22,6 +22,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.training import progress
 from ncclsync.training.callbacks.shuffled import Position, Shuffled
 from ncclsync.training.files import make_folders, replacing
+from ncclsync.training.loop import towers_of
 
 _logger = logging.getLogger("ncclsync")
 
@@ -110,7 +111,8 @@ class BackupAndRestore(keras_compat.BackupMethods):
         if self._data is not None and not self.model.built:
             # Keras would build it in the first step; a backup is restored before.
             keras_compat.build_symbolically(self.model, self._data.element_spec)
-        if getattr(getattr(self.model, "towers", None), "backend", None) == "nccl":
+        towers = towers_of(self.model)
+        if towers is not None and towers.backend == "nccl":
             self._tell_what_differs()
         super().on_train_begin(logs)
 

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from ncclsync.ops.spans import Measured
-from ncclsync.training.keras_model import ModelStep
-from ncclsync.training.loop import Towers
+from ncclsync.training.keras_model import is_plain, maker
+from ncclsync.training.loop import Towers, towers_of
 
 
 class StepWatcher(keras.callbacks.Callback, abc.ABC):
@@ -21,6 +21,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         """Watch nothing yet."""
         super().__init__()
         self._plain: Callable | None = None
+        self._towers: Towers | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare.
@@ -30,24 +31,31 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
             NcclSyncError: its towers are closed.
         """
         name, model = type(self).__name__, self.model
-        towers = getattr(model, "towers", None)
-        if not isinstance(towers, Towers):
+        towers = towers_of(model)
+        if towers is None:
             raise ValueError(f"Expected a model of an @nccl_parallel factory for {name}. Received: {model!r}")
         towers.require_open()
+        self._towers = towers
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        if not isinstance(getattr(model.train_function, "__self__", None), ModelStep):
+        if is_plain(towers):
             self._plain = model.train_function
-            model.train_function = ModelStep(model, towers, "train_step", sync_batch_norm=False).run
+            maker(model, towers, "train", sync_batch_norm=False)(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was."""
         if self._plain is not None:
             self.model.train_function, self._plain = self._plain, None
 
+    @property
+    def towers(self) -> Towers:
+        """Return the towers of the model that trains."""
+        assert self._towers is not None  # since `on_train_begin`
+        return self._towers
+
     def watch_next(self) -> None:
         """Let `measure` receive what is recorded of the next call of the step."""
-        self.model.towers.watch_next(self._measure)
+        self.towers.watch_next(self._measure)
 
     @abc.abstractmethod
     def measure(self, measured: Measured) -> None:

@@ -1,12 +1,12 @@
 """Train with large batches by a recipe: `LargeBatch`, a callback or `nccl_parallel(recipe=...)`."""
 
 import functools
-import inspect
 from typing import Any
 
 import keras
 
 from ncclsync.errors import NcclSyncError
+from ncclsync.training.arguments import named_arguments
 from ncclsync.training.callbacks.learning_rate import Rule, ScaledRate, scale_rate
 
 LOG_KEY = "effective_learning_rate"
@@ -139,12 +139,11 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
         recipe: what to follow.
     """
     fit, train_on_batch = model.fit, model.train_on_batch
-    signature = inspect.signature(fit)
 
     @functools.wraps(fit)
     def fit_by_recipe(*args, **kwargs):
-        given = signature.bind_partial(*args, **kwargs)
-        callbacks = given.arguments.pop("callbacks", None) or kwargs.get("callbacks") or []
+        args, kwargs = named_arguments(fit, args, kwargs)
+        callbacks = kwargs.pop("callbacks", None) or []
         if isinstance(callbacks, keras.callbacks.CallbackList):
             raise TypeError(f"Expected a list of callbacks, where a recipe is given. Received: {callbacks!r}")
         callbacks = keras.tree.flatten(callbacks)
@@ -153,7 +152,7 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
                 "Expected one LargeBatch. Received: one as a callback, beside that of nccl_parallel(recipe=...)"
             )
         _follow_always(model, recipe)
-        return fit(*given.args, **{**given.kwargs, "callbacks": [recipe, *callbacks]})
+        return fit(*args, **kwargs, callbacks=[recipe, *callbacks])
 
     @functools.wraps(train_on_batch)
     def train_on_batch_by_recipe(*args, **kwargs):

@@ -11,6 +11,7 @@ import keras
 
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.noise_scale import NoiseAverages
+from ncclsync.training.loop import towers_of
 
 logger = logging.getLogger("ncclsync")
 
@@ -76,7 +77,7 @@ class NoiseScale(keras.callbacks.Callback):
             logger.warning(
                 "NoiseScale has no estimate. Expected two towers or more that have samples, and gradients "
                 "that a tape takes at the top level of the step. Received: %s",
-                getattr(self.model, "towers", "a model without towers"),
+                towers_of(self.model) or "a model without towers",
             )
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -85,15 +86,14 @@ class NoiseScale(keras.callbacks.Callback):
             averages.stop()
 
     def _averages(self) -> NoiseAverages | None:
-        towers = getattr(self.model, "towers", None)
+        towers = towers_of(self.model)
         return None if towers is None or towers.shards.total == 1 else towers.noise
 
     def _log(self, logs: Any) -> bool:
-        averages = self._averages()
+        averages, towers = self._averages(), towers_of(self.model)
         ratio = None if averages is None else averages.ratio()
-        if ratio is not None and logs is not None:
-            towers = len(self.model.towers)
+        if ratio is not None and towers is not None and logs is not None:
             logs["noise_scale"] = logs["suggested_batch_size"] = ratio
             if not math.isnan(ratio):
-                logs["suggested_batch_size"] = max(1, round(ratio / towers)) * towers
+                logs["suggested_batch_size"] = max(1, round(ratio / len(towers))) * len(towers)
         return ratio is not None

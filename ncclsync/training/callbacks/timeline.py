@@ -78,7 +78,7 @@ class Timeline(StepWatcher):
         """
         super().on_train_begin()
         self._trace.check()
-        self._trace.devices = tuple(self.model.towers.devices)
+        self._trace.devices = tuple(self.towers.devices)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the call of the step that comes, if it makes one that is asked for."""

@@ -1,0 +1,35 @@
+"""Name the arguments of a model's method that adds callbacks, such as `fit`, be it Keras' or an override."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def named_arguments(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments by their names, and before them those of an override that only its `*args` takes.
+
+    Raises:
+        TypeError: the method takes no callbacks.
+    """
+    signature = inspect.signature(method)
+    rest = {one.kind: one.name for one in signature.parameters.values()}
+    if not takes(method, "callbacks"):
+        raise TypeError(
+            "Expected a method that takes callbacks, where a recipe or several processes add some. Received: "
+            f"{getattr(method, '__qualname__', method)}{signature}. Let it take **kwargs, and pass them to super()'s"
+        )
+    if _REST in rest:
+        return args, dict(kwargs)
+    named = signature.bind_partial(*args, **kwargs).arguments
+    others = named.pop(rest[_NAMED], {}) if _NAMED in rest else {}
+    return (), {**named, **others}
+
+
+def takes(method: Callable[..., Any], name: str) -> bool:
+    """Return whether a method takes an argument of that name."""
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(one.kind is _NAMED for one in parameters.values())

@@ -174,6 +174,7 @@ def test_nccl_calls_are_clean_under_sanitizer(check, sanitized, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_sources_compile_without_warnings(tmp_path):
-    """With the flags of the package's build, warnings being errors."""
+    """With the flags of the package's build, warnings being errors; nothing is read as another type than it has."""
+    strict = ["-fstrict-aliasing", "-Wstrict-aliasing=2"]
     for source in [*sorted(CSRC.rglob("*.c")), ROOT / "tests" / "gpu" / "overhead.c"]:
-        compile_c("-O3", *FLAGS, f"-I{CSRC}", "-c", source, "-o", tmp_path / "object.o")
+        compile_c("-O3", *FLAGS, *strict, f"-I{CSRC}", "-c", source, "-o", tmp_path / "object.o")

@@ -379,12 +379,14 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*o
 /* Gives it a communicator, which it borrows, and forgets an earlier failure. *blocks: whether the host waits. */
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
-/* Takes the communicator back; no group is launched any more. Groups under way count as failed with `status`. Blocks
- * until the thread that polls is not using it. */
+/* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way count as failed
+ * with `status`. Blocks until the thread that polls is not using it. Whoever had it reserved ends it, even if it has
+ * failed meanwhile. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
 /* Keeps launches, and the thread that polls, away from the communicator while the caller makes calls of its own; to
- * be ended by ncs_launcher_release. ncclInvalidUsage: it has failed, or is closed. */
+ * be ended by ncs_launcher_release. What fails meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is
+ * closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
 

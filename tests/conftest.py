@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import re
 
 import pytest
 from standin import COMPILER, Loaded, Standin
@@ -167,7 +168,10 @@ def in_use(standin, monkeypatch):
 
 @pytest.fixture
 def disk_events(monkeypatch, tmp_path):
-    """What is flushed to the disk and renamed within the test's own folder, in order: (function, name)."""
+    """What is flushed to the disk and renamed within the test's own folder, in order: (function, name).
+
+    Of the part of a file, the name without what nobody can foretell: "part-NAME".
+    """
     events, opened = [], {}
     functions = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
 
@@ -178,7 +182,7 @@ def disk_events(monkeypatch, tmp_path):
             if name == "open":
                 opened[result] = path
             elif path.startswith(str(tmp_path)):
-                events.append((name, os.path.basename(path)))
+                events.append((name, re.sub("^part-[0-9a-f]{16}-", "part-", os.path.basename(path))))
             return result
 
         return call

@@ -22,7 +22,7 @@ struct ncs_launcher {
   int n, on_host, blocks;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
-  ncs_nccl_comm* doomed;  /* to be aborted by the thread that polls */
+  ncs_nccl_comm* doomed;  /* to be aborted by the thread that polls, once nobody has it reserved */
   ncs_cuda cuda;
   CUcontext* contexts;    /* the devices' primary ones, which outlive a communicator */
   int is_reserved, is_polled;
@@ -125,9 +125,13 @@ static void name_group(const ncs_launched* group, ncs_launch_failure* reported) 
   memcpy(reported->dtypes, group->dtypes, sizeof(reported->dtypes));
 }
 
+/* In any thread: whoever asks about an event needs a context. */
 static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* reported) {
+  CUcontext current = NULL;
   name_group(group, reported);
-  if (launcher->comm != NULL) find_progress(launcher, group, stage, reported);
+  if (launcher->comm == NULL || enter(launcher, 0, NULL, &current) != ncclSuccess) return;
+  find_progress(launcher, group, stage, reported);
+  leave(launcher, current);
 }
 
 /* Nobody wants out any more. */
@@ -276,7 +280,7 @@ static void* poll_groups(void* launcher_) {
     ncs_nccl_comm* doomed;
     ncs_launched* failed = NULL;
     pthread_mutex_lock(&launcher->mutex);
-    while (launcher->doomed == NULL && launcher->first == NULL && launcher->comm != NULL)
+    while (launcher->doomed != NULL ? launcher->is_reserved : launcher->first == NULL && launcher->comm != NULL)
       pthread_cond_wait(&launcher->changed, &launcher->mutex);
     if (launcher->doomed == NULL && launcher->comm == NULL) { /* closed: the next launch starts another thread */
       launcher->is_polled = 0;
@@ -722,12 +726,11 @@ ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int*
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
   ncs_launched* dropped = NULL;
   pthread_mutex_lock(&launcher->mutex);
-  if (launcher->comm != NULL) {
-    if (launcher->first != NULL)
-      fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
-    launcher->comm = NULL;
-    drop_groups(launcher, &dropped);
-  }
+  if (launcher->comm != NULL && launcher->first != NULL)
+    fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
+  launcher->comm = NULL;
+  if (launcher->is_reserved) launcher->doomed = NULL; /* it is the caller's to end */
+  if (launcher->doomed == NULL) drop_groups(launcher, &dropped);
   launcher->is_reserved = 0;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);

@@ -2,6 +2,7 @@
  * arithmetic.c, timestamp.c and exchange.c. The first two files' ops are functions of their inputs alone, which
  * TensorFlow may merge or fold; the others are stateful, so that it may not. */
 #include <dlfcn.h>
+#include <string.h>
 
 #include "tf/api.h"
 
@@ -35,7 +36,7 @@ static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &
                                        &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {
-  void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD), *found;
   ncclResult_t result = ncclSuccess;
   TF_Status* status;
   if (ncs_tf.pool != NULL) return ncclSuccess;
@@ -43,12 +44,14 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
     ncs_set_failure(failure, "dlopen", "expected TensorFlow's library to be loaded");
     return ncclSystemError;
   }
+  /* A function's address comes as a data pointer; memcpy is the conversion that C allows. */
 #define NCS_FIND(result, name, arguments)                                   \
-  *(void**)&ncs_tf.name = dlsym(library, #name);                            \
-  if (ncs_tf.name == NULL) {                                                \
+  found = dlsym(library, #name);                                            \
+  if (found == NULL) {                                                      \
     ncs_set_failure(failure, "dlsym", "TensorFlow has no function " #name); \
     return ncclSystemError;                                                 \
-  }
+  }                                                                         \
+  memcpy(&ncs_tf.name, &found, sizeof(found));
   NCS_TF_CALLS(NCS_FIND)
 #undef NCS_FIND
   status = ncs_tf.TF_NewStatus();
@@ -70,6 +73,6 @@ ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* fail
     ncs_set_failure(failure, "dlopen", dlerror());
     return ncclSystemError;
   }
-  *(void**)&ncs_tf.find_stream = found;
+  memcpy(&ncs_tf.find_stream, &found, sizeof(found));
   return ncclSuccess;
 }

@@ -344,14 +344,19 @@ class NcclCommunicator(Communicator):
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Make calls on the communicator in turns: with other threads, and with groups that ops launch."""
-        with self._lock:
-            if self._launcher is None or self._handle is None:
-                yield
-                return
-            with self._launcher.reserved() as is_open:
-                if not is_open:
-                    self._take_failure()
-                yield
+        with self._lock, self._reserved():
+            yield
+
+    @contextlib.contextmanager
+    def _reserved(self) -> Iterator[None]:
+        """Keep groups that ops launch, and their failures, away from the communicator; under the lock."""
+        if self._launcher is None or self._handle is None:
+            yield
+            return
+        with self._launcher.reserved() as is_open:
+            if not is_open:
+                self._take_failure()
+            yield
 
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
@@ -392,10 +397,11 @@ class NcclCommunicator(Communicator):
         try:
             self.peers.check("the next step")
         finally:
-            handle = self._handle
-            if handle is not None and (self.peers.failure or self.peers.failures != self._failures_before):
-                self._handle = None
-                self._abort(handle, self.peers.failure)
+            if self.peers.failure or self.peers.failures != self._failures_before:
+                with self._reserved():
+                    handle, self._handle = self._handle, None
+                    if handle is not None:
+                        self._abort(handle, self.peers.failure)
 
     def raise_closed(self) -> NoReturn:
         """Raise what has ended the agreement of the processes, if something has."""
@@ -541,14 +547,14 @@ class NcclCommunicator(Communicator):
             yield
         except BaseException as error:
             self._handle, self._failure = None, error
-            if self._launcher is not None:
-                self._launcher.close(getattr(error, "status", 0) or native.INVALID_USAGE)
             self._abort(handle, error)
             self.report_failure(error)
             raise
 
     def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
+        if self._launcher is not None:
+            self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
         aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
         try:
             self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting

@@ -126,12 +126,12 @@ class _Interrupts:
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self.write_end, False)
-        self.received = b""
+        self.received = bytearray()  # by any thread that looks: it only grows, by single calls
         threading.Thread(target=self._watch, name="ncclsync interrupts", daemon=True).start()
 
     def has_come(self) -> bool:
         with contextlib.suppress(BlockingIOError):
-            self.received += os.read(self._read_end, 64)
+            self.received.extend(os.read(self._read_end, 64))
         return signal.SIGINT in self.received
 
     def _watch(self) -> None:
@@ -164,7 +164,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         return
     _kept = _kept or _Interrupts()
     _kept.has_come()  # what came between
-    _kept.received = b""
+    _kept.received.clear()
     before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
     _active, _on_interrupt = _kept, on_interrupt
     try:
@@ -180,7 +180,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         signal.set_wakeup_fd(before)
         _kept.has_come()
         if before != -1 and _kept.received:  # whoever was to be woken, such as an event loop, still is
-            os.write(before, _kept.received)
+            os.write(before, bytes(_kept.received))
 
 
 def is_interrupted() -> bool:

@@ -4,18 +4,22 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
+import secrets
+import time
 from collections.abc import Iterator
 
 # Errors of file systems that cannot sync a folder, such as some of a network's, and of a folder that may be
 # written, not read. All others are errors: the disk's own.
 _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+_ABANDONED_S = 3600.0  # after which nobody can still be writing a part that has not changed: a kill has left it
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield another path of the same folder and suffix, to be written; then let that take `path`'s place.
+    """Yield a new, empty file of the same folder and suffix, to be written; then let that take `path`'s place.
 
-    The file is flushed to the disk before it takes the name, and its folder after that: after a crash of the
+    Nobody can foretell its name, so that it is no link that somebody has put there, and no other run's. The file is flushed to the disk before it takes the name, and its folder after that: after a crash of the
     machine the name stands for the old content or for the new one, never for a part. If the body raises, the
     old file stays, and what was written is removed.
 
@@ -26,8 +30,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         OSError: it cannot be written.
     """
     path = pathlib.Path(path)
-    part = path.with_name(f"part-{path.name}")
+    part = path.with_name(f"part-{secrets.token_hex(8)}-{path.name}")
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # by its owner's umask; follows no link
     try:
+        _remove_abandoned(path)
         yield part
         _sync(part)
         os.replace(part, path)
@@ -36,6 +42,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
             part.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _remove_abandoned(path: pathlib.Path) -> None:
+    """Remove the parts that kills have left beside `path`."""
+    name = re.compile(f"part-[0-9a-f]{{16}}-{re.escape(path.name)}")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:  # a folder may be written, not read
+        for entry in entries:
+            if name.fullmatch(entry.name):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+                    os.unlink(entry)
 
 
 def make_folders(path: str | os.PathLike[str]) -> None:

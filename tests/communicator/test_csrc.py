@@ -145,12 +145,15 @@ def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(120)
-def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
-    """Every call, every failure of creation, aborts in the middle, several threads; the stand-in too. Where
-    threads are watched, a thread waits for the GPUs' own work."""
-    older = ["-DSTANDIN_OLD_DRIVER"] if "-fsanitize=thread" in sanitized else []
+@pytest.mark.parametrize("check", ["check_nccl", "check_launcher"])
+def test_nccl_calls_are_clean_under_sanitizer(check, sanitized, tmp_path):
+    """Every call, every failure of creation, aborts in the middle, several threads; groups that are only enqueued, and
+    what fails beside a collective that somebody waits for; the stand-in too. Where threads are watched, a thread waits
+    for the GPUs' own work."""
+    older = ["-DSTANDIN_OLD_DRIVER"] if "-fsanitize=thread" in sanitized and check == "check_nccl" else []
     standin = Standin(tmp_path, *sanitized, *older)
-    program, check = tmp_path / "check_nccl", ROOT / "tests" / "support" / "csrc" / "check_nccl.c"
+    program = tmp_path / check
+    check = ROOT / "tests" / "support" / "csrc" / f"{check}.c"
     sources = [*SOURCES, *(CSRC / "nccl").glob("*.c"), standin.cudart]
     libraries = ["-lpthread", "-lm", "-ldl"]
     compile_c(*sanitized, *FLAGS, f"-I{CSRC}", check, *sources, "-o", program, *libraries)
@@ -171,6 +174,7 @@ def test_nccl_calls_are_clean_under_sanitizer(sanitized, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_sources_compile_without_warnings(tmp_path):
-    """With the flags of the package's build, warnings being errors."""
+    """With the flags of the package's build, warnings being errors; nothing is read as another type than it has."""
+    strict = ["-fstrict-aliasing", "-Wstrict-aliasing=2"]
     for source in [*sorted(CSRC.rglob("*.c")), ROOT / "tests" / "gpu" / "overhead.c"]:
-        compile_c("-O3", *FLAGS, f"-I{CSRC}", "-c", source, "-o", tmp_path / "object.o")
+        compile_c("-O3", *FLAGS, *strict, f"-I{CSRC}", "-c", source, "-o", tmp_path / "object.o")

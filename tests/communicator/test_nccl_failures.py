@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -299,3 +300,27 @@ def test_random_faults(standin, monkeypatch, seeds):
         comm.close()
         assert standin.settled(before) == before, (seed, fail)
     assert {"unharmed", "NcclError", "NcclTimeoutError"} <= outcomes
+
+
+def test_a_ctrl_c_that_two_threads_look_for_is_not_lost(monkeypatch):
+    """One reads another signal from the pipe, and keeps it only after the other has kept the Ctrl-C."""
+    interrupts, real_read = timeouts._Interrupts(), os.read
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def read(descriptor, size):
+        if threading.current_thread() is slow:
+            is_reading.set()
+            assert may_go_on.wait(10)
+        return real_read(descriptor, size) if threading.current_thread() is not slow else bytes([signal.SIGWINCH])
+
+    monkeypatch.setattr(timeouts.os, "read", read)
+    slow = threading.Thread(target=interrupts.has_come)
+    slow.start()
+    assert is_reading.wait(10)
+    os.write(interrupts.write_end, bytes([signal.SIGINT]))
+    until = time.monotonic() + 10
+    while not interrupts.has_come() and time.monotonic() < until:  # or its own thread has come first
+        time.sleep(0.001)
+    may_go_on.set()
+    slow.join()
+    assert interrupts.has_come()

@@ -167,6 +167,49 @@ def test_killed_while_it_saves(point, whole, folder, monkeypatch):
     assert_same(train(alone(), folder).get_weights(), whole[1])
 
 
+class Extremes(keras.layers.Layer):
+    """Has a weight of each dtype, which holds the least and the most, or an infinity and a NaN."""
+
+    def build(self, _):
+        for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "bool"):
+            self.add_weight(name=dtype, shape=[2], dtype=dtype, initializer="zeros", trainable=False)
+        for dtype in ("int8", "uint8", "int32", "uint32", "int64", "uint64"):
+            self.add_weight(name=dtype, shape=[2], dtype=dtype, initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return x
+
+    def fill(self):
+        for weight in self.weights:
+            numbers = np.iinfo(weight.dtype) if "int" in weight.dtype else None
+            held = [np.inf, np.nan] if numbers is None else [numbers.min, numbers.max]
+            weight.assign(np.array(held, weight.value.dtype.as_numpy_dtype))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, 2**32, 2**63 - 1, -(2**63)])
+def test_states_at_their_extremes(seed, tmp_path):
+    """Random state, and weights of every dtype, are restored bit for bit."""
+
+    def made(seed):
+        layers = [Extremes(), keras.layers.Dropout(0.5, seed=seed), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input([7]), *layers])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    saved, restored = made(seed), made(1)
+    saved.layers[0].fill()
+    saved.layers[1].seed_generator.state.assign([seed, 2**63 - 1])
+    saved.optimizer.iterations.assign(2**63 - 1)
+    for model in (saved, restored):
+        callback = BackupAndRestore(tmp_path)
+        callback.set_model(model)
+        callback.write_backup() if model is saved else callback.read_backup()
+    variables = zip(saved.variables, restored.variables, strict=True)
+    for one, other in [*variables, (saved.optimizer.iterations, restored.optimizer.iterations)]:
+        assert one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes(), one.path
+
+
 def corrupt(path, how):
     """Truncate a file, or write `how` in place of what it holds beside the weights, or alter that."""
     if how == "truncated":

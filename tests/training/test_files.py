@@ -2,6 +2,8 @@
 
 import errno
 import os
+import stat
+import time
 
 import pytest
 
@@ -19,6 +21,45 @@ def test_replaced(tmp_path, disk_events):
     assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
     name = f"part-{path.name}"
     assert disk_events == [("fsync", name), ("replace", name), ("fsync", tmp_path.name)]
+
+
+def test_a_link_is_not_followed(tmp_path):
+    """Of the name that parts had, nor of the file's own: what it leads to stays."""
+    other, path = tmp_path / "other", tmp_path / "model.keras"
+    other.write_text("somebody's")
+    for name in (f"part-{path.name}", path.name):
+        (tmp_path / name).symlink_to(other)
+    with files.replacing(path) as part:
+        part.write_text("new")
+    assert other.read_text() == "somebody's"
+    assert path.read_text() == "new" and not path.is_symlink()
+
+
+def test_two_runs_at_once(tmp_path):
+    """Each writes a file of its own; whoever ends last has the name, and what it wrote is whole."""
+    path = tmp_path / "model.keras"
+    with files.replacing(path) as first:
+        first.write_text("first")
+        with files.replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second" and first.read_text() == "first"
+    assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]
+
+
+def test_what_a_kill_has_left_is_removed(tmp_path):
+    """If nobody can still be writing it; and nothing else. A file has the rights that its owner's umask leaves."""
+    path = tmp_path / "model.keras"
+    left = [f"part-{'0' * 16}-model.keras", f"part-{'1' * 16}-model.keras"]
+    others = [f"part-{'0' * 16}-other.keras", "part-1-model.keras", "model.keras.old"]
+    for name in (*left, *others):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - 7200,) * 2)
+    os.utime(tmp_path / left[1])
+    with files.replacing(path) as part:
+        part.write_text("new")
+    assert {file.name for file in tmp_path.iterdir()} == {left[1], *others, path.name}
+    (tmp_path / "plain").touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
 def fail(*_, **__):

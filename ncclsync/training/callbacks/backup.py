@@ -199,7 +199,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
             self._check_data(state["data"])
-            if len(state["seeds"]) != len(variables):
+            if [np.shape(seed) for seed in state["seeds"]] != [tuple(variable.shape) for variable in variables]:
                 raise ValueError(
                     f"Expected a backup of the same model, with {len(variables)} random states. "
                     f"Received: {len(state['seeds'])} in {weights}"
@@ -210,7 +210,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         if state is None:
             return
         for variable, value in zip(variables, state["seeds"], strict=True):
-            variable.assign(value)
+            variable.assign(np.array(value, variable.dtype.as_numpy_dtype))
         if self._data is not None:
             self._data.seek(state["data"]["epoch"], state["data"]["samples"])
 
@@ -244,7 +244,7 @@ def _read_state(path: str) -> dict[str, Any] | None:
         digest, expected = state.pop("digest"), _digest(state)
         if digest != expected:
             raise ValueError(f"{state}, of digest {expected}, where {digest} was written")
-        return {**state, "seeds": [np.array(seed, np.uint32) for seed in state["seeds"]]}
+        return state
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise OSError(f"Expected a backup of ncclsync.BackupAndRestore in {path}. Received: {error!r}") from error
 

@@ -1,0 +1,158 @@
+/* Runs nccl/launcher.c over the stand-in libraries under a sanitizer: an arrival that fails while another thread has
+ * the communicator reserved, or ends it; a thread without a context that asks what is pending. As check_cpu.c: silent
+ * and 0 if all is well. Arguments: the stand-in libnccl and libcudart. */
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "ncclsync.h"
+#include "standin.h"
+
+enum { N = 2, COUNT = 100, ROUNDS = 40 };
+
+#define EXPECT(condition)                                                  \
+  if (!(condition)) {                                                      \
+    fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition); \
+    exit(1);                                                               \
+  }
+
+int cuCtxSetCurrent(void* context);
+
+static ncs_nccl* nccl;
+static const char* cuda_path;
+static ncs_launcher* launcher;
+static float numbers[N][COUNT];
+
+static ncs_nccl_comm* open_launcher(void) {
+  const int ranks[N] = {0, 1}, devices[N] = {4, 0};
+  const ncs_ranks own = {NULL, N, N, ranks, devices};
+  ncs_nccl_comm* comm;
+  int blocks;
+  EXPECT(ncs_nccl_create(nccl, cuda_path, cuda_path, &own, NULL, &comm) == ncclSuccess);
+  EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
+  EXPECT(ncs_launcher_open(launcher, comm, &blocks) == ncclSuccess && !blocks);
+  return comm;
+}
+
+static void let_go(void* kept) { (void)kept; }
+
+static ncclResult_t arrive(int rank, ncs_arrival** arrival) {
+  const ncs_buffer buffer = {numbers[rank], numbers[rank], COUNT, ncclFloat32};
+  const ncs_buffers buffers = {&buffer, 1, NULL, let_go};
+  return ncs_arrive(launcher, rank, NULL, &buffers, NULL, arrival);
+}
+
+/* CUDA was told to refuse. */
+static void* fail_to_arrive(void* unused) {
+  ncs_arrival* arrival;
+  (void)unused;
+  EXPECT(arrive(0, &arrival) == ncclUnhandledCudaError);
+  return NULL;
+}
+
+static void* look_on(void* unused) {
+  ncs_launch_failure pending;
+  (void)unused;
+  for (int i = 0; i < ROUNDS; ++i) {
+    EXPECT(ncs_launcher_wait(launcher, 0.001) != ncclTimeout);
+    EXPECT(ncs_launcher_get_pending(launcher, &pending) == ncclSuccess);
+  }
+  return NULL;
+}
+
+static ncclResult_t run(ncs_nccl_comm* comm) {
+  float* at[N] = {numbers[0], numbers[1]};
+  const ncs_collective sum = {NCS_ALL_REDUCE, (const void* const*)at, (void* const*)at, COUNT, ncclFloat32, ncclSum, 0};
+  ncclResult_t status = ncs_nccl_run_group(comm, &sum, 1, 0.001, NULL);
+  while (status == ncclInProgress) status = ncs_nccl_wait(comm, 0.001, NULL);
+  return status;
+}
+
+static void end(ncs_nccl_comm* comm) {
+  EXPECT(ncs_nccl_finalize(comm, NULL) == ncclSuccess);
+  EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
+  EXPECT(ncs_nccl_destroy(comm, NULL) == ncclSuccess);
+}
+
+/* In the midst of a collective, or before it; then the communicator is released, or closed and ended. */
+static void fail_while_reserved(int round) {
+  ncs_launch_failure failure;
+  pthread_t other, onlooker;
+  ncs_nccl_comm* comm = open_launcher();
+  EXPECT(ncs_launcher_reserve(launcher) == ncclSuccess);
+  standin_fail("slow:1:1=20,cudaEventCreateWithFlags:1");
+  EXPECT(pthread_create(&onlooker, NULL, look_on, NULL) == 0);
+  EXPECT(pthread_create(&other, NULL, fail_to_arrive, NULL) == 0);
+  if (round % 2) pthread_join(other, NULL);
+  EXPECT(run(comm) == ncclSuccess);
+  if (!(round % 2)) pthread_join(other, NULL);
+  EXPECT(ncs_launcher_get_failure(launcher, &failure) == ncclSuccess && failure.status == ncclUnhandledCudaError);
+  if (round % 4 < 2) {
+    EXPECT(ncs_launcher_close(launcher, ncclInvalidUsage) == ncclSuccess);
+    end(comm);
+  } else {
+    EXPECT(standin_alive("comm") == N && ncs_launcher_wait_for_abort(launcher, 0.0) == ncclInProgress);
+    EXPECT(ncs_launcher_release(launcher) == ncclSuccess);
+  }
+  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0) == ncclSuccess);
+  EXPECT(ncs_launcher_reserve(launcher) == ncclInvalidUsage);
+  EXPECT(standin_alive("comm") == 0);
+  pthread_join(onlooker, NULL);
+}
+
+static void* ask(void* pending) {
+  cuCtxSetCurrent(NULL);
+  EXPECT(ncs_launcher_get_pending(launcher, pending) == ncclSuccess);
+  EXPECT(!standin_has_context());
+  return NULL;
+}
+
+static void* close_it(void* unused) {
+  (void)unused;
+  cuCtxSetCurrent(NULL);
+  EXPECT(ncs_launcher_close(launcher, ncclInvalidUsage) == ncclSuccess);
+  EXPECT(!standin_has_context());
+  return NULL;
+}
+
+/* A rank whose own work goes on, then one that is slow: each is told from the others in a thread without a context. */
+static void ask_without_context(const char* instruction, int stage, int own, int others) {
+  const ncs_collective sum = {NCS_ALL_REDUCE, NULL, NULL, COUNT, ncclFloat32, ncclSum, 0};
+  ncs_arrival* arrivals[N];
+  ncs_launch_failure reported;
+  ncs_launched* group;
+  pthread_t thread;
+  ncs_nccl_comm* comm = open_launcher();
+  standin_fail(instruction);
+  for (int r = 0; r < N; ++r) EXPECT(arrive(r, &arrivals[r]) == ncclSuccess);
+  EXPECT(ncs_launch(launcher, 0, arrivals, &sum, 1, NULL, &group) == ncclSuccess);
+  for (int i = 0; i < 1000 && (i == 0 || reported.stage != stage || reported.progress[0] != others); ++i) {
+    EXPECT(pthread_create(&thread, NULL, ask, &reported) == 0);
+    pthread_join(thread, NULL);
+    EXPECT(ncs_launcher_wait(launcher, 0.002) == ncclInProgress);
+  }
+  EXPECT(reported.stage == stage && reported.progress[0] == others && reported.progress[1] == own);
+  EXPECT(pthread_create(&thread, NULL, close_it, NULL) == 0);
+  pthread_join(thread, NULL);
+  EXPECT(ncs_launcher_get_failure(launcher, &reported) == ncclSuccess && reported.status == ncclInvalidUsage);
+  standin_fail("");
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
+  for (int r = 0; r < N; ++r) ncs_arrival_release(arrivals[r]);
+  ncs_launched_release(group);
+}
+
+int main(int argc, char** argv) {
+  int64_t arrivals, groups, events;
+  EXPECT(argc == 3);
+  cuda_path = argv[2];
+  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
+  EXPECT(ncs_launcher_create(N, 0, 0, &launcher) == ncclSuccess);
+  for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
+  ask_without_context("working:0", NCS_OWN_WORK, NCS_ABSENT, NCS_LAUNCHED);
+  EXPECT(ncs_launcher_alive(&arrivals, &groups, &events) == ncclSuccess);
+  EXPECT(arrivals == 0 && groups == 0 && events == 0);
+  EXPECT(standin_alive("comm") == 0 && standin_alive("stream") == 0 && standin_alive("event") == 0);
+  return ncs_nccl_close(nccl) == ncclSuccess ? 0 : 1;
+}

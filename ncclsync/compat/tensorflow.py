@@ -210,6 +210,15 @@ def shape_behind(handle: tf.Tensor) -> tf.TensorShape:
     return tf.TensorShape(data.shape_and_type[0].shape if known else None)
 
 
+def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
+    """Return what the elements of a list of tensors are, as far as its graph knows; None if it is no such list."""
+    data = handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.variant else None
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    (known,) = data.shape_and_type
+    return tf.TensorSpec(tf.TensorShape(known.shape), tf.as_dtype(known.dtype))
+
+
 def attributes_of(op: tf.Operation) -> dict[str, Any]:
     """Return an op's declared attributes, as `run_op` takes them."""
     return {one.name: op.get_attr(one.name) for one in op.op_def.attr}

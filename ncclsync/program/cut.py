@@ -18,6 +18,7 @@ from ncclsync.ops import Collective
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.lists import find_uncrossable, made_where_used
 from ncclsync.program.partition import Partition, Unshared, partition
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Segment, Target
@@ -59,15 +60,23 @@ def cut(
     scheduled = schedule(graph, None if target.many_shards else target.bucket_bytes)
     if target.many_shards:
         scheduled = divide(graph, scheduled)
+    warnings = dict.fromkeys(placed.warned)
+    segments = _plan_segments(graph, scheduled, target, jit_compile)
+    if jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
+        warnings[
+            "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
+            f"{uncrossable}. compile(jit_compile=False) says so from the start"
+        ] = None
+        segments = _plan_segments(graph, scheduled, target, jit_compile=False)
     program = Program(
-        segments=_plan_segments(graph, scheduled, target, jit_compile),
+        segments=segments,
         arguments=graph.arguments,
         captures=graph.captures,
         variables=tuple(graph.variables),
         outputs=tuple(graph.outputs),
         structure=graph.structure,
         results=results,
-        warnings=tuple(dict.fromkeys(placed.warned)),
+        warnings=tuple(warnings),
         gathered=tuple(placed.gathered),
         draws=tuple(dict.fromkeys(placed.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
@@ -129,6 +138,8 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
     for op in graph.ops:
         if op.name in segment_of:
             plans[segment_of[op.name]].ops.append(op.name)
+    for plan in plans if jit_compile else ():
+        plan.ops[:0] = made_where_used(graph, plan.ops)
     for result, exchange in graph.exchanges.items():
         plans[scheduled.sent[result]].sent.append(exchange)
     for fold in graph.folds:
@@ -148,16 +159,15 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         used |= {exchange.source for exchange in plan.sent if not graph.is_constant(exchange.source)}
         used |= {fold.handle for fold in (*plan.fold_reads, *plan.fold_writes)}
         used |= {fold.result for fold in plan.fold_writes}
-        uses.append({name for name in used if not name.startswith("@fold_")})
+        own = set(plan.ops)
+        uses.append({name for name in used if not name.startswith("@fold_") and op_name(name) not in own})
     inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
     functions = Functions(graph.functions, graph.tf_graph)
     segments = []
     for number, plan in enumerate(plans):
         made = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
-        for name in {*outputs, *itertools.chain(*uses[number:])} - inputs:
-            if name not in graph.exchanges and segment_of.get(op_name(name)) == number:
-                made.add(name)
-        later = {*outputs, *itertools.chain(*uses[number + 1 :])}
+        later, own = {*outputs, *itertools.chain(*uses[number + 1 :])}, set(plan.ops)
+        made |= {name for name in later - inputs if op_name(name) in own}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
         sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
         once = bool(scheduled.once) and scheduled.once[number]

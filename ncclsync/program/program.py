@@ -6,7 +6,7 @@
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -92,17 +92,21 @@ class Bucket:
 class Segment:
     """Hold the part of a program between two collectives: one function, the same for every tower.
 
-    `function(*sources, *incoming, fraction, has_samples, is_first)` returns `[*fetches, *outgoing, token]`;
+    `function(*sources, *incoming, fraction, has_samples, is_first, *held)` returns `[*fetches, *outgoing, token]`;
     `fraction` is the tower's share of the samples (float64, 0 for a tower without), `has_samples` whether it has
     one (1 or 0, int32: TensorFlow keeps that in the host's memory), `is_first` is True on the first tower of a
-    process, and the token depends on every side effect of the segment. If it is `metered`, the last argument is the
-    tower's number (int32). Of each bucket there are as many tensors as `Bucket.specs`.
+    process, and the token depends on every side effect of the segment. If it is `metered`, the tower's number
+    (int32) comes before `held`. Of each bucket there are as many tensors as `Bucket.specs`.
 
     Attributes:
         plan: what the function is made of, `segment.SegmentPlan`, until it is made.
         function: None before.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
+        held: (name of a handle, its dtype) of variables whose values the function is given last, and does not use.
+            Where XLA compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each
+            variable that it was to write, which still uses it, unless somebody else holds that memory, too.
+            Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
     """
 
     sources: tuple[str, ...]
@@ -114,6 +118,13 @@ class Segment:
     metered: bool = False
     once: bool = False
     unrepeatable: str = ""
+    held: tuple[tuple[str, tf.DType], ...] = ()
+
+    def run(self, values: Mapping[str, tf.Tensor], arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Call its function with tensors and handles by name, and what it takes after them."""
+        sources = [values[name] for name in self.sources]
+        held = [tf.raw_ops.ReadVariableOp(resource=values[name], dtype=dtype) for name, dtype in self.held]
+        return self.function(*sources, *arguments, *held)
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.host_values import keep_on_host
+from ncclsync.program.lists import keep_declared_shapes, list_element, stack, stacked_spec, unstack
 from ncclsync.program.own_memory import own_copy, own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Exchange, Segment
@@ -83,17 +84,25 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
     if plan.jit_compile or not any(bucket.packed for bucket in (*segment.incoming, *segment.outgoing)):
         meter = None
     definition, outside, added = _graph_def(plan, tensors)
-    if not plan.jit_compile:  # XLA makes no copies
+    if plan.jit_compile:
+        keep_declared_shapes(graph, definition)
+    else:  # XLA makes no copies
         if not plan.shares_memory:
             keep_on_host(definition, graph, outside, needed_ops(segment))
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed_ops(segment))
     specs = [bucket.specs for bucket in segment.incoming]
+    crossing = (*segment.sources, *segment.fetches) if plan.jit_compile else ()
+    lists = {name: element for name in crossing if (element := list_element(graph, name)) is not None}
+    written = {handle for op in plan.ops for handle in graph.writes[op]} | {fold.handle for fold in plan.fold_writes}
+    held = {name: graph.variable_of[name] for name in sorted(written)} if plan.jit_compile else {}
 
     def body(*args):
         given = iter(args)
         values = {name: next(given) for name in segment.sources}
         received = [[next(given) for _ in each] for each in specs]
-        fraction, has_samples, is_first, *tower = given
+        fraction, has_samples, is_first, *others = given
+        tower = [] if meter is None else others
+        values.update({name: unstack(values[name], lists[name]) for name in segment.sources if name in lists})
         for name in segment.sources:
             if name in graph.variable_of:  # else what is read from it has no shape, which some ops ask for
                 tf_compat.describe_handle(values[name], graph.variable_of[name])
@@ -116,17 +125,20 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
         sent = [tensor for bucket in outgoing for tensor in bucket]
+        values.update({name: stack(values[name], lists[name]) for name in segment.fetches if name in lists})
         return [*(tf.identity(values[name]) for name in segment.fetches), *sent, tf.identity(token)]
 
-    signature = [graph.spec(name) for name in segment.sources]
+    signature = [stacked_spec(lists[name]) if name in lists else graph.spec(name) for name in segment.sources]
     signature += [spec for each in specs for spec in each]
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)]
     signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
+    signature += [tf.TensorSpec(variable.shape, variable.dtype) for variable in held.values()]
     # On GPUs a segment has ops of the host's, too, and towers have a GPU each: none calls it twice at once.
     meets = not plan.jit_compile and not plan.shares_memory
     function = tf_compat.shared_function(body, signature, plan.jit_compile, meets_in_caller=meets)
     tf_compat.add_functions(added, function)
-    return dataclasses.replace(segment, plan=None, function=function, metered=meter is not None)
+    kinds = tuple((name, variable.dtype) for name, variable in held.items())
+    return dataclasses.replace(segment, plan=None, function=function, metered=meter is not None, held=kinds)
 
 
 def _read_folds(plan: SegmentPlan, values: dict[str, tf.Tensor], written: dict[str, Any]) -> None:

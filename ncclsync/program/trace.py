@@ -103,12 +103,13 @@ def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> 
         return next_creator(**kwargs)
 
 
-def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
+def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = False) -> Trace:
     """Trace `step(batch)` for one tower.
 
     Args:
         step: any function of a batch; its collectives become marks.
         batch_specs: the batch's structure with a `tf.TypeSpec` (or None) in place of each tensor.
+        jit_compile: whether XLA compiles it. TensorFlow then writes other gradients of loops and branches.
 
     Returns:
         The trace: a valid program of one tower, in which a mark changes nothing.
@@ -138,7 +139,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any) -> Trace:
 
     specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     try:
-        function = tf.function(traced, autograph=False).get_concrete_function(*specs)
+        function = tf.function(traced, autograph=False, jit_compile=jit_compile or None).get_concrete_function(*specs)
     finally:
         if failures:
             raise failures.pop()

@@ -226,10 +226,9 @@ class Repeats:
             call = place.owner if segment.once else place.shard
             if (call, place.tower) not in outcomes:
                 device, before, ends = towers[place.tower]
-                sources = [values[name] for name in segment.sources]
                 # One call of a function after another on a device: on GPUs they meet the host under the same names.
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
-                    outcome = segment.function(*sources, *arguments[call])
+                    outcome = segment.run(values, arguments[call])
                 outcomes[call, place.tower] = outcome
                 each[call].append(outcome[len(segment.fetches) : -1])
                 ends.append(outcome[-1])

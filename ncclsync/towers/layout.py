@@ -138,13 +138,12 @@ class _Run:
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
                 name, meets = segment_name(self._program, number), bool(segment.incoming)
                 span = begin(self._meter, rank, name, [*before, *given], meets=meets)
-                sources = [self.values[place][name] for name in segment.sources]
                 shard = self._towers.shards.ranks[place]
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
                     tower = [tf.constant(place == 0), *([tf.constant(rank)] if segment.metered else [])]
                     share = [self._shards.shares[shard].fraction, self._has_samples[shard]]
                     arguments.append([*incoming, *share, *tower])
-                    outcome = segment.function(*sources, *arguments[-1])
+                    outcome = segment.run(self.values[place], arguments[-1])
                 for one in own if segment.once else [place]:
                     self.values[one].update(zip(segment.fetches, outcome, strict=False))
                 sent.append(outcome[len(segment.fetches) : -1])

@@ -167,7 +167,7 @@ class TowerStep(abc.ABC):
                 stack.enter_context(observer.hooks())
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
-            traced = trace(step, specs)
+            traced = trace(step, specs, jit_compile=source.jit_compile)
         divides = self.towers.has_shards or self.towers.on_oom is not None
         repeats = self.towers.batch_invariant_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)

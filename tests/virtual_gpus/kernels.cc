@@ -17,6 +17,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "device.h"
+#include "kernels.h"
 #include "tensorflow/c/kernels.h"
 #include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/device_factory.h"
@@ -50,6 +51,10 @@ double ElementS(int ordinal) {
   }();
   return (*seconds)[std::min<size_t>(ordinal, seconds->size() - 1)];
 }
+
+double LeastS(int ordinal, double elements) { return std::max(kKernelS, elements * ElementS(ordinal)); }
+
+bool IsWrong(int ordinal) { return ordinal == kWrong; }
 
 Device* Host() {
   static Device* host = DeviceFactory::NewDevice("CPU", SessionOptions(), "/job:localhost/replica:0/task:0").release();
@@ -85,6 +90,13 @@ struct Gpu {
 Gpu* GpuOf(int ordinal) {
   static Gpu* gpus = new Gpu[STANDIN_DEVICES];
   return &gpus[ordinal];
+}
+
+std::recursive_mutex& EntryOf(int ordinal) { return GpuOf(ordinal)->entry; }
+
+void Fail(int ordinal, const absl::Status& status) {
+  std::lock_guard<std::mutex> locked(GpuOf(ordinal)->lock);
+  GpuOf(ordinal)->failed.Update(status);
 }
 
 // An address with a shape, which keeps nothing alive.
@@ -345,7 +357,7 @@ class Delegate : public OpKernel {
     double elements = 0;
     for (int i = 0; i < context->num_inputs(); ++i)
       if (context->has_input(i)) elements += context->input(i).NumElements();
-    return std::max(kKernelS, elements * ElementS(ordinal));
+    return virtual_gpus::LeastS(ordinal, elements);
   }
 
   OpKernelContext::Params ParamsOf(Gpu* gpu) const {
@@ -551,6 +563,7 @@ std::string ClassOf(const KernelDef& def, const char* device) {
 
 extern "C" void TF_InitKernel() {
   using namespace virtual_gpus;  // NOLINT
+  RegisterXla();
   const KernelList kernels = GetAllRegisteredKernels();
   for (const KernelDef& def : kernels.kernel()) {
     if (def.device_type() != "GPU") continue;

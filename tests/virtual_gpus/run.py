@@ -27,6 +27,9 @@ sys.path.insert(0, str(HERE.parent / "support"))
 from standin import COMPILER, FLAGS, ROOT, SOURCES, Standin  # noqa: E402
 
 CXX = shutil.which("c++") or shutil.which("g++")
+# Headers that XLA's include, and TensorFlow's wheel lacks.
+ABSENT = ["farmhash.h", "ynnpack/include/ynnpack.h"]
+ABSENT += [f"highwayhash/{name}.h" for name in ("arch_specific", "hh_types", "highwayhash")]
 MISSING = "virtual GPUs need a C++ compiler (c++ or g++) and a C compiler on the PATH; on Debian: apt-get install g++"
 
 
@@ -51,6 +54,7 @@ def parse(arguments):
     parser.add_argument(
         "--wrong", type=int, metavar="GPU", help="on it each of these flips a bit of its result; not with --ahead"
     )
+    parser.add_argument("--xla", action="store_true", help="let Keras compile by XLA, as it does on GPUs")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module's name")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...")
     options = parser.parse_args(arguments)
@@ -86,12 +90,18 @@ def compile_into(folder):
     cudart = Standin(folder, "-O1").cudart
     tensorflow = importlib.util.find_spec("tensorflow").submodule_search_locations[0]
     include = [f"-I{tensorflow}/include", f"-I{SOURCES}"]
-    objects = [str(folder / name) for name in ("device.o", "kernels.o")]
+    objects = [str(folder / name) for name in ("device.o", "kernels.o", "xla.o")]
     subprocess.run([COMPILER, *FLAGS, "-O1", *include, "-c", HERE / "device.c", "-o", objects[0]], check=True)
     # As TensorFlow's wheel is compiled; its headers are not free of warnings.
     wheel = ["-std=c++17", "-w", "-O1", "-fPIC", "-DEIGEN_MAX_ALIGN_BYTES=64", "-D_GLIBCXX_USE_CXX11_ABI=1"]
     subprocess.run([CXX, *wheel, *include, "-c", HERE / "kernels.cc", "-o", objects[1]], check=True)
-    libraries = [cudart, f"-L{tensorflow}", "-l:libtensorflow_framework.so.2", f"-Wl,-rpath,{tensorflow}", "-lpthread"]
+    for name in ABSENT:
+        (folder / "absent" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "absent" / name).write_text('#include "absent.h"\n', encoding="utf-8")
+    absent = [f"-I{HERE}", f"-I{folder / 'absent'}"]
+    subprocess.run([CXX, *wheel, *absent, *include, "-c", HERE / "xla.cc", "-o", objects[2]], check=True)
+    libraries = [cudart, f"-L{tensorflow}", f"-Wl,-rpath,{tensorflow}", "-lpthread"]
+    libraries += [f"-l:libtensorflow_{name}.so.2" for name in ("framework", "cc")]
     subprocess.run([CXX, "-shared", *objects, *libraries, "-o", folder / "libvirtual_gpus.so"], check=True)
 
 
@@ -121,8 +131,9 @@ def load(folder, options):
     load_library.load_pluggable_device_library(str(folder / "libvirtual_gpus.so"))
     from keras.src.trainers import trainer
 
-    # XLA has no compiler for these GPUs, and there is no cuDNN. Keras has a question for each.
-    trainer.model_supports_jit = lambda model: False
+    # Keras has a question for each: whether XLA compiles a model, and whether there is cuDNN.
+    if not options.xla:
+        trainer.model_supports_jit = lambda model: False
     importlib.import_module("keras.src.backend.tensorflow.rnn").cudnn_ok = lambda *_, **__: False
 
 

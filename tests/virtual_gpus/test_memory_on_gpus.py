@@ -12,10 +12,10 @@ SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
 
 
 def on_gpus_of(memory, *arguments):
-    """Run the script on two virtual GPUs of so many MB; return what it prints."""
+    """Run the script, with options before it, on two virtual GPUs of so many MB; return what it prints."""
     if run.CXX is None or run.COMPILER is None:
         pytest.skip(run.MISSING)
-    command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), str(SCRIPT), *arguments]
+    command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -23,10 +23,12 @@ def on_gpus_of(memory, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("memory", "shards"), [(2000, "2"), (70, "4|8|16")])
-def test_a_batch_that_does_not_fit_is_split(memory, shards):
+@pytest.mark.parametrize(
+    ("memory", "shards", "options"), [(2000, "2", []), (70, "4|8|16", []), (45, "4|8|16", ["--xla"])]
+)
+def test_a_batch_that_does_not_fit_is_split(memory, shards, options):
     """The numbers are one device's; each doubling is warned of. With enough memory there is none."""
-    printed = on_gpus_of(memory)
+    printed = on_gpus_of(memory, *options, SCRIPT)
     found = re.search(r"shards (\d+) warnings (\d+) equal divergence 0\.0", printed)
     assert found and re.fullmatch(shards, found[1]), printed
     assert 2 ** int(found[2]) == int(found[1]) // 2
@@ -34,8 +36,9 @@ def test_a_batch_that_does_not_fit_is_split(memory, shards):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_row_that_does_not_fit_is_the_error():
+@pytest.mark.parametrize("options", [[], ["--xla"]])
+def test_a_row_that_does_not_fit_is_the_error(options):
     """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""
-    printed = on_gpus_of(70, "row")
+    printed = on_gpus_of(70, *options, SCRIPT, "row")
     for rows in (8, 1):
         assert f"{rows} rows: exhausted same divergence 0.0" in printed, printed

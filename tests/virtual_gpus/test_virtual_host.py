@@ -66,6 +66,34 @@ def test_training(on_virtual_gpus, options, what):
     assert printed == "".join(f"{one} is well\n" for one in what)
 
 
+@pytest.mark.parametrize(
+    "options, what",
+    [(AHEAD, "towers"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((AHEAD, "ops"), ([], "ops")))],
+)
+def test_compiled_by_xla(on_virtual_gpus, options, what, tmp_path, monkeypatch):
+    """XLA compiles for each GPU what asks for it, and with `--xla` what Keras would have it compile there."""
+    log = tmp_path / "compilations"
+    monkeypatch.setenv("VIRTUAL_XLA_LOG", str(log))
+    printed = on_virtual_gpus("--gpus", "2", "--xla", *options, HERE / "scripts/compiled.py", what)
+    assert printed == "all is well\n"
+    assert {line.split(" ")[0] for line in log.read_text().splitlines()} == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_training_by_xla(on_virtual_gpus):
+    """One GPU, MirroredStrategy, which Keras has not compile, and towers train as one CPU does without XLA."""
+    options = ["--gpus", "2", "--xla", *AHEAD]
+    printed = on_virtual_gpus(*options, HERE / "scripts/train.py", "one", "mirrored", "nccl")
+    assert printed == "one is well\nmirrored is well\nnccl is well\n"
+
+
+@pytest.mark.slow
+def test_programs_of_xla_take_time(on_virtual_gpus):
+    """`--kernel-ms`, `--element-ns` and `--wrong` are about a product in a program of XLA's, too."""
+    options = ["--gpus", "2", "--xla", "--kernel-ms", "20", "--element-ns", "0,2000000", "--wrong", "1"]
+    assert on_virtual_gpus(*options, HERE / "scripts/heavy.py") == "all is well\n"
+
+
 @pytest.mark.slow
 def test_copies_of_a_step(on_virtual_gpus):
     """A step copies its batch to the GPUs, and nothing else, so that the host does not wait for them."""

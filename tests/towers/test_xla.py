@@ -1,0 +1,157 @@
+"""Towers whose steps XLA compiles, as on GPUs: what goes from one segment to another, and what failures leave."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from parity import assert_close, assert_towers_agree, on_towers, state
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(1, 20, (22, 6))
+IDS[::3, 4:] = 0
+SERIES = RNG.standard_normal((22, 6, 3)).astype("float32")
+TARGETS = RNG.standard_normal((22, 4)).astype("float32")
+
+
+def of_the_batch(targets, outputs):
+    """A loss whose gradient needs the batch's mean: towers meet between forward and backward."""
+    return tf.square(tf.reduce_mean(outputs - targets)) + tf.reduce_mean(tf.square(outputs))
+
+
+class Function(layers.Layer):
+    """A layer that calls a function of its input and a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs):
+        return self.function(inputs, self.scale)
+
+
+def stops_early(x, scale):
+    """A loop that may make nine iterations, and makes as many as its numbers say."""
+
+    def body(i, y):
+        return i + 1, scale * tf.sin(y) * 0.9
+
+    def goes_on(i, y):
+        return tf.reduce_max(tf.abs(y)) > 0.5
+
+    return tf.while_loop(goes_on, body, (0, x), maximum_iterations=9)[1]
+
+
+def scanned(x, scale):
+    return tf.transpose(tf.scan(lambda y, one: scale * tf.tanh(y + one), tf.transpose(x, [1, 0, 2])), [1, 0, 2])
+
+
+def in_a_loop(x, scale):
+    """A loop in a loop: for its gradient each iteration keeps a list."""
+
+    def repeated(function, times, start):
+        body = (lambda i, _: i < times), (lambda i, y: (i + 1, function(y)))
+        return tf.while_loop(*body, (0, start), maximum_iterations=times)[1]
+
+    return repeated(lambda y: repeated(lambda z: scale * tf.sin(z), 2, y), 3, x)
+
+
+def model_of(*body, inputs=(6, 3), dtype=None):
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input(inputs, dtype=dtype), *(make() for make in body), layers.Dense(4)])
+        model.compile(keras.optimizers.Adam(0.05), of_the_batch, jit_compile=True)
+        return model
+
+    return build
+
+
+def fit(model, x, epochs=3):
+    history = model.fit(x, TARGETS, batch_size=8, epochs=epochs, verbose=0, shuffle=False).history["loss"]
+    return {"loss": history, **state(model)}
+
+
+class Fails(keras.Sequential):
+    """Needs more memory than there is, 128 TiB, for a batch of 8 rows, where it updates its weights."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        rows, kernel = tf.shape(data[0])[0], self.trainable_variables[0]
+        numbers = tf.reshape(tf.range(tf.cast(rows, tf.float32) ** 15), [rows] * 15)
+        largest = tf.reduce_max(tf.sort(tf.reduce_mean(kernel) * numbers))
+        kernel.assign_add(tf.fill(kernel.shape, 1e-8 * largest))
+        return logs
+
+
+def failing():
+    keras.utils.set_random_seed(1)
+    model = Fails([keras.Input((6, 3)), layers.Flatten(), layers.Dense(100, "tanh"), layers.Dense(4)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=True)
+    return model
+
+
+def fit_rows(model, rows):
+    model.fit(SERIES[:8], TARGETS[:8], batch_size=rows, verbose=0, shuffle=False)
+
+
+MODELS = {
+    "masked": (
+        model_of(
+            lambda: layers.Embedding(20, 5, mask_zero=True),
+            lambda: layers.GRU(4, use_cudnn=False),
+            inputs=(6,),
+            dtype="int32",
+        ),
+        IDS,
+    ),
+    "stops_early": (model_of(lambda: Function(stops_early), layers.Flatten), SERIES),
+    "scanned": (model_of(lambda: layers.Dense(3), lambda: Function(scanned), layers.Flatten), SERIES),
+}
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("name", "towers"), [("stops_early", 2), ("masked", 4), ("scanned", 3)])
+def test_lists_cross_segments(name, towers, caplog):
+    """Towers meet between a loop and its gradient, and train as one device does by XLA."""
+    build, x = MODELS[name]
+    model = on_towers(build, towers)
+    found = fit(model, x)
+    assert model.jit_compile
+    assert_close(found, fit(build(), x))
+    assert_towers_agree(model)
+    assert "XLA" not in caplog.text
+    model.towers.close()
+
+
+def test_what_cannot_cross_is_told(caplog):
+    """A step that would have to give on a list of lists runs without XLA, and says so before it runs."""
+    build = model_of(lambda: Function(in_a_loop), layers.Flatten)
+    model = on_towers(build, 2)
+    found = fit(model, SERIES)
+    assert_close(found, fit(build(), SERIES))
+    (said,) = [one.message for one in caplog.records if "XLA does not compile this step" in one.message]
+    assert "list of lists" in said and "test_xla.py" in said and "function" in said
+    model.towers.close()
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_failed_program_changes_nothing(times):
+    """Variables that a program was to update when it failed are as before on all towers, whatever is made then."""
+    model = on_towers(failing, 2)
+    fit_rows(model, 2)
+    before, made = state(model), []
+    for _ in range(times):
+        with pytest.raises(tf.errors.ResourceExhaustedError):
+            fit_rows(model, 8)
+        # Would be given what TensorFlow had freed.
+        made += [tf.Variable(tf.fill(variable.shape, 7.0)) for variable in model.trainable_variables * 3]
+        assert_close(state(model), before, 0)
+        assert_towers_agree(model)
+    fit_rows(model, 2)
+    one = failing()
+    fit_rows(one, 2)
+    fit_rows(one, 2)
+    assert_close(state(model), state(one))
+    assert all(np.all(variable == 7.0) for variable in made)
+    model.towers.close()

@@ -107,9 +107,8 @@ class Costs:
                 tensor = tensor.op.inputs[0]
             if tensor.op.type in LOOPS and tensor.value_index == 0:  # how often it ran
                 return self.trips(tensor.op)
-        limit = tf.get_static_value(loop.inputs[1]) if len(loop.inputs) > 1 else None
-        known = limit is not None and np.ndim(limit) == 0 and np.issubdtype(np.asarray(limit).dtype, np.integer)
-        return max(int(np.asarray(limit)), 1) if known else 1
+        limit = np.asarray(tf.get_static_value(loop.inputs[1]) if len(loop.inputs) > 1 else None)
+        return max(int(limit), 1) if limit.ndim == 0 and limit.dtype.kind == "i" else 1
 
     def _of_function(self, name: str, inputs: list[tf.Tensor]) -> float:
         graph = self._functions.graph(name, inputs)

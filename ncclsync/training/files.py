@@ -19,9 +19,10 @@ _ABANDONED_S = 3600.0  # after which nobody can still be writing a part that has
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield a new, empty file of the same folder and suffix, to be written; then let that take `path`'s place.
 
-    Nobody can foretell its name, so that it is no link that somebody has put there, and no other run's. The file is flushed to the disk before it takes the name, and its folder after that: after a crash of the
-    machine the name stands for the old content or for the new one, never for a part. If the body raises, the
-    old file stays, and what was written is removed.
+    Nobody can foretell its name, so that it is no link that somebody has put there, and no other run's. The file is
+    flushed to the disk before it takes the name, and its folder after that: after a crash of the machine the name
+    stands for the old content or for the new one, never for a part. If the body raises, the old file stays, and what
+    was written is removed.
 
     Args:
         path: of a file that may be there already.
@@ -49,9 +50,10 @@ def _remove_abandoned(path: pathlib.Path) -> None:
     name = re.compile(f"part-[0-9a-f]{{16}}-{re.escape(path.name)}")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:  # a folder may be written, not read
         for entry in entries:
-            if name.fullmatch(entry.name):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
-                    os.unlink(entry)
+            if not name.fullmatch(entry.name):
+                continue
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+                os.unlink(entry)
 
 
 def make_folders(path: str | os.PathLike[str]) -> None:

@@ -414,7 +414,7 @@ class Placer(abc.ABC):
         return made
 
 
-# By numbers of BATCHES: the tower's rows, and the whole batch. What is whole must not be taken for the tower's.
+# By numbers of BATCHES: the tower's rows, and the whole batch. A count of the batch's rows is no count of the tower's.
 _TOWERS = ((0, 0), (1, 0), (2, 2), (0, 1), (1, 1))
 
 

@@ -1,0 +1,167 @@
+"""What an axis counts, from shape inference for batches of several sizes; and loops that take a batch's rows apart."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ncclsync
+from ncclsync.semantics.axes import Axes, Rows, given_rows, length_of
+from ncclsync.semantics.functions import LOOPS, Functions
+
+ROWS, TOWERS = 7, 3
+X = np.random.default_rng(0).normal(size=(ROWS, 4, 3))
+
+
+def axes_of(function, *specs):
+    """Return the axes of a function's graph, whose arguments with an open first axis have rows, and the graph."""
+    graph = tf.function(function, input_signature=specs, autograph=False).get_concrete_function().graph
+    functions = Functions({f.signature.name: f for f in graph.as_graph_def().library.function}, graph)
+    return Axes(functions, {t.name: given_rows(t) for t in graph.inputs if t.shape.rank}), graph
+
+
+def results_of(function, *specs):
+    axes, graph = axes_of(function, *specs)
+    return [axes.lengths(tensor) for tensor in graph.outputs]
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 840, 1), (3, 2520, 3), (13, 10920, 17), (5, 5, 5), (1, 64, 1), (0, 839, 0), (1, 840**2, 1)]
+)
+def test_a_length_is_a_constant_or_counts_rows_or_is_open(lengths):
+    """For batches of 1 and of 840 rows: proportional to them, or the same, or neither."""
+    expected = {(1, 840, 1): Rows(1), (3, 2520, 3): Rows(3), (13, 10920, 17): Rows(0), (5, 5, 5): 5}
+    assert length_of(lengths) == expected.get(lengths)
+
+
+@pytest.mark.parametrize("shape", [(None, 3), (None, 7, 3), (None, None, 3)])
+def test_a_softmax_cross_entropy_has_its_width(shape):
+    """Its logits and labels are reshaped to what is computed of a shape with open lengths."""
+    spec = tf.TensorSpec(shape)
+    axes, graph = axes_of(tf.nn.softmax_cross_entropy_with_logits, spec, spec)
+    (op,) = (op for op in graph.get_operations() if op.type == "SoftmaxCrossEntropyWithLogits")
+    rows = Rows({(None, 3): 1, (None, 7, 3): 7}.get(shape, 0))
+    assert [axes.lengths(one) for one in (*op.inputs, op.outputs[1])] == [(rows, 3)] * 3
+    axes.refine(op.outputs[1])
+    assert op.outputs[1].shape.as_list() == [None, 3]
+
+
+def test_lengths_that_only_large_batches_have_are_open():
+    """`x[:64]` has 64 rows, or fewer; half a batch has no number of rows for each sample; x and one row more."""
+    found = results_of(
+        lambda x: (x[:64], x[: tf.shape(x)[0] // 2], tf.concat([x, x[:1]], 0), tf.concat([x, x], 0)),
+        tf.TensorSpec([None, 3]),
+    )
+    assert found == [(None, 3), (None, 3), (None, 3), (Rows(2), 3)]
+
+
+def test_a_shape_that_many_ops_compute():
+    """It costs no error of Python's that hundreds of integers lead to it."""
+
+    def reshaped(tensor):
+        count = tf.shape(tensor)[0] * 0
+        for _ in range(600):
+            count = count + tf.shape(tensor)[1]
+        return tf.reshape(tf.ones([2400]), tf.stack([count, -1]))
+
+    assert results_of(reshaped, tf.TensorSpec([None, 4])) == [(2400, 1)]
+
+
+def test_the_body_of_a_loop_and_of_its_gradient_has_rows():
+    """State that begins as zeros, lists' elements, and shapes that a forward loop has put into lists."""
+    layer = keras.layers.LSTM(5)
+    layer.build((None, 4, 3))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    axes, graph = axes_of(gradient, tf.TensorSpec([None, 4, 3]))
+    loops = [op for op in graph.get_operations() if op.type in LOOPS]
+    assert len(loops) == 2
+    for loop in loops:
+        body, within = axes.body(loop, loop.get_attr("body").name)
+        floats = [t for op in body.get_operations() for t in op.outputs if t.dtype == tf.float32]
+        lengths = [within.lengths(tensor) for tensor in floats]
+        assert len(lengths) > 10 and (Rows(1), 5) in lengths
+        assert all(one is not None and None not in one for one in lengths), lengths
+
+
+def alone(x):
+    return tf.map_fn(lambda one: tf.tanh(one @ tf.ones([3, 2], x.dtype)), x, fn_output_signature=x.dtype)
+
+
+def by_number(x):
+    """Each row times its number in the batch."""
+    numbers = tf.cast(tf.range(tf.shape(x)[0]), x.dtype)
+    return tf.map_fn(lambda one: one[0] * one[1], (x, numbers), fn_output_signature=x.dtype)
+
+
+def over_rows_before(x):
+    return tf.scan(lambda before, one: before * 0.5 + one, x)
+
+
+def of_the_next_row(x):
+    """Each row with the next, taken by index from the whole batch."""
+    last = tf.shape(x)[0] - 1
+    each = tf.range(tf.shape(x)[0])
+    return tf.map_fn(lambda i: x[i] + x[tf.minimum(i + 1, last)], each, fn_output_signature=x.dtype)
+
+
+def how_many_before(x):
+    """A loop whose state does not know of rows, but counts them."""
+    body = lambda i, v: (i + 1, v * 1.5)  # noqa: E731
+    return x * tf.while_loop(lambda i, _: i < tf.shape(x)[0], body, (0, tf.ones([], x.dtype)))[1]
+
+
+def backwards(x):
+    rows = tf.TensorArray(x.dtype, tf.shape(x)[0]).unstack(x)
+    made = tf.TensorArray(x.dtype, tf.shape(x)[0])
+    last = tf.shape(x)[0] - 1
+    return tf.while_loop(lambda i, _: i <= last, lambda i, out: (i + 1, out.write(i, rows.read(last - i))), (0, made))[
+        1
+    ].stack()
+
+
+def all_but_the_last(x):
+    rows = tf.TensorArray(x.dtype, tf.shape(x)[0]).unstack(x)
+    made = tf.TensorArray(x.dtype, tf.shape(x)[0], element_shape=[4, 3]).unstack(tf.zeros_like(x))
+    last = tf.shape(x)[0] - 1
+    return tf.while_loop(lambda i, _: i < last, lambda i, out: (i + 1, out.write(i, rows.read(i + 1))), (0, made))[
+        1
+    ].stack()
+
+
+def vectorized(x):
+    return tf.vectorized_map(lambda one: tf.tanh(one) * tf.reduce_sum(one), x)
+
+
+def within_rows(x):
+    places = tf.argsort(x[:, :, 0], axis=1)
+    return tf.gather(x, places, batch_dims=1) * 2.0
+
+
+LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many_before, backwards, all_but_the_last)
+
+
+@pytest.mark.parametrize("function", [*LOOPS_OVER_ROWS, vectorized, within_rows], ids=lambda one: one.__name__)
+def test_rows_that_are_taken_apart(function):
+    """Forward and backward as on one device, whether the rows meet each other or not."""
+    weight = tf.Variable(np.linspace(0.5, 1.5, 3))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            made = function(x * weight)
+            loss = tf.reduce_sum(made**2 * x[:, :1, :1])
+        return made, tape.gradient(loss, weight)
+
+    step = tf.autograph.experimental.do_not_convert(step)
+    expected = tf.function(step, autograph=False)(tf.constant(X))
+    with ncclsync.Towers(TOWERS) as towers:
+        found = towers.run(step, X)
+        gathered = towers.explain().wholes
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+    if function in (alone, vectorized, within_rows):
+        assert not gathered, gathered

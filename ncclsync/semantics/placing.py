@@ -252,7 +252,7 @@ class Placer(abc.ABC):
                 values = tuple(np.full(tensor.shape, batch.open, tensor.dtype.as_numpy_dtype) for batch in BATCHES)
             given.append([_of_tower(values, placed, *tower) for tower in _TOWERS])
         found = self.axes.computed(call.op, given)
-        if found is None:
+        if found is None or any(len({np.shape(value) for value in case}) > 1 for case in found):
             return None
         counts = [[_count_of(*numbers) for numbers in zip(*map(np.ravel, case), strict=True)] for case in found]
         return None if any(None in one for one in counts) else [rows(tuple(one)) for one in counts]  # type: ignore

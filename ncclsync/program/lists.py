@@ -97,10 +97,10 @@ def find_uncrossable(graph: StepGraph, segments: Sequence[Segment]) -> Iterator[
     for segment in segments:
         for name in segment.sources:
             element = list_element(graph, name)
-            if element is None or op_name(name) in graph.placeholders:
+            if op_name(name) in graph.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
             op = graph.by_name[op_name(name)]
-            if element.dtype == tf.variant:
+            if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
                 yield f"the list of lists that {op.name} keeps, at {user_line(op.traceback)}"
             elif any(_pushes(graph, user, name) for user in segment.plan.ops):
                 yield f"the list that {op.name} has not filled, at {user_line(op.traceback)}"

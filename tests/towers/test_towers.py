@@ -255,7 +255,7 @@ def test_choice_of_backend_is_logged_once(caplog):
 def test_one_tower_is_plain_keras():
     """Nothing is replaced on the model, and the numbers are the same bit for bit."""
     model, plain = on_towers(mlp, 1), mlp()
-    assert set(vars(model)) - set(vars(plain)) == {"towers"}
+    assert set(vars(model)) - set(vars(plain)) == {"towers", "_ncclsync_towers"}
     results = [[fit(m, epochs=2), m.get_weights(), m.predict(X, verbose=0)] for m in (model, plain)]
     for one, other in zip(*map(keras.tree.flatten, results), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -99,6 +99,17 @@ def imports_are_no_garbage():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_choice_of_gpus():
+    """With NCCLSYNC_JIT=1, let Keras choose as on a GPU whether XLA compiles a model."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "NCCLSYNC_JIT" in os.environ:
+            from parity import choose_as_on_gpus
+
+            choose_as_on_gpus(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """A function that returns the folder that `make(folder)` fills, once for all of pytest-xdist's workers.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import gan
-from parity import Case, check, data, fit, mlp
+from parity import Case, check, choose_as_on_gpus, data, fit, mlp
 
 X, Y = data()
 TOKENS = np.random.default_rng(1).integers(1, 30, (61, 6))
@@ -61,3 +61,12 @@ CASES = {
 def test_smoke(name, towers):
     """Weights, optimizer state, losses and metrics are one device's; all towers agree."""
     check(CASES[name], towers)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("name", CASES)
+def test_smoke_by_xla(name, monkeypatch):
+    """The same where XLA compiles, as Keras has it by default on GPUs; `NCCLSYNC_JIT=1` does so for all tables."""
+    choose_as_on_gpus(monkeypatch)
+    assert mlp().jit_compile
+    check(CASES[name], 2)

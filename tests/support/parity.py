@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras.src.trainers import trainer
 
 from ncclsync import nccl_parallel
 
@@ -44,7 +46,11 @@ def spread(cases: Mapping[str, Case], towers=(3, 2, 4, 8)) -> list:
 def check(case: Case, towers: int) -> None:
     """N towers give one device's numbers, and all towers hold the same; with given shards, to the bits of one tower."""
     model = on_towers(case.build, towers, **case.options)
-    found = case.run(model)
+    try:
+        found = case.run(model)
+    except tf.errors.OpError as error:
+        assert_fails_by_xla(error, lambda: case.run(case.build()))
+        return
     assert_close(found, case.run(case.build()), case.tolerance)
     assert_towers_agree(model)
     has_shards = model.towers.has_shards
@@ -53,6 +59,19 @@ def check(case: Case, towers: int) -> None:
         alone = on_towers(case.build, 1, **case.options)
         assert bits(case.run(alone)) == bits(found), f"{towers} towers have other bits than one"
         alone.towers.close()
+
+
+def choose_as_on_gpus(patch):
+    """Let Keras have XLA compile on the CPU what it has it compile on GPUs, by default."""
+    patch.setattr(trainer.Trainer, "_resolve_auto_jit_compile", trainer.model_supports_jit)
+
+
+def assert_fails_by_xla(error, on_one_device):
+    """What towers raise is raised on one device, too, since XLA does not compile it; else raise the error itself."""
+    if "NCCLSYNC_JIT" not in os.environ:
+        raise error
+    with pytest.raises(type(error)):
+        on_one_device()
 
 
 def bits(structure):

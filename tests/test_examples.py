@@ -32,6 +32,7 @@ SETTING = {
     "x": "import numpy\nx = numpy.random.default_rng(0).standard_normal((60, 8)).astype('float32')",
     "y": "import numpy\ny = numpy.random.default_rng(1).integers(0, 10, 60)",
     "build_model": USE[: USE.index("model = build_model()")],
+    **dict.fromkeys(("Kind", "SUM", "_rule"), "from ncclsync.semantics.rules import SUM, Kind, _rule"),
 }
 TWO_TOWERS = """
 from ncclsync.towers import state
@@ -104,6 +105,8 @@ def free_names(text):
     for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             defined.add(node.name)
     return {node.id for node in names} - defined - set(dir(builtins))

@@ -821,19 +821,26 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
             call.require(i, REPLICATE)
     if placed.kind is not Kind.SHARD:
         return None
-    ends = call.inputs[2].counts
-    whole_rows = not ends or (_only(ends) is not None and ends[_only(ends)] == placed.each * placed.blocks)
-    if not whole_rows:
-        call.require(2, REPLICATE)
     spec = _slice_spec(call)
+    if call.inputs[2].kind is Kind.ROWS and (spec is None or not _ends_with_rows(spec, call.inputs[2], placed)):
+        call.require(2, REPLICATE)
+        spec = _slice_spec(call)
     if spec is None:
         return None
     kept = _sliced_axis(spec, placed.axis)
     return None if kept is None else [placed.at(kept)]
 
 
+def _ends_with_rows(spec: list[Any], ends: Placement, placed: Placement) -> bool:
+    """Return whether a slice's only end that counts rows is as many as the tower's, along their own axis."""
+    index = _only(ends.counts)
+    if index is None or ends.counts[index] != placed.each * placed.blocks or spec.count("rows") != 1:
+        return False
+    return sum(one != "new" for one in spec[: spec.index("rows")]) == placed.axis
+
+
 def _slice_spec(call: Call) -> list[Any] | None:
-    """Say of each axis of the operand, and of each new one, whether it is "all", "some", "one" or "new"."""
+    """Say of each axis of the operand, and of each new one: "all", "rows" (to a count), "some", "one", "new"."""
     begin, _, strides = (call.constant(1 + i) for i in range(3))
     back = call.op.type == "StridedSliceGrad"  # whose first input is the operand's shape
     rank = call.op.inputs[0].shape[0] if back else _rank(call, 0)
@@ -854,8 +861,9 @@ def _slice_spec(call: Call) -> list[Any] | None:
         else:
             plain = strides is not None and strides[i] == 1
             from_first = bits["begin"] & bit or (begin is not None and begin[i] == 0)
-            to_last = bits["end"] & bit or (not back and call.inputs[2].kind is Kind.ROWS and call.inputs[2].counts[i])
-            spec.append("all" if plain and from_first and to_last else "some")
+            to_rows = not back and call.inputs[2].kind is Kind.ROWS and call.inputs[2].counts[i]
+            to_last = "all" if bits["end"] & bit else "rows" if to_rows else "some"
+            spec.append(to_last if plain and from_first else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
     return spec
 
@@ -868,7 +876,7 @@ def _sliced_axis(spec: list[Any], axis: int) -> Any:
             place += 1
             continue
         if seen == axis:
-            return place if one == "all" else None
+            return place if one in ("all", "rows") else None
         seen += 1
         place += one != "one"
     return None

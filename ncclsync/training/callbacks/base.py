@@ -21,7 +21,6 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         """Watch nothing yet."""
         super().__init__()
         self._plain: Callable | None = None
-        self._towers: Towers | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare.
@@ -35,7 +34,6 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         if towers is None:
             raise ValueError(f"Expected a model of an @nccl_parallel factory for {name}. Received: {model!r}")
         towers.require_open()
-        self._towers = towers
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
         if is_plain(towers):
@@ -50,8 +48,9 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
     @property
     def towers(self) -> Towers:
         """Return the towers of the model that trains."""
-        assert self._towers is not None  # since `on_train_begin`
-        return self._towers
+        towers = towers_of(self.model)
+        assert towers is not None  # `on_train_begin` has seen them
+        return towers
 
     def watch_next(self) -> None:
         """Let `measure` receive what is recorded of the next call of the step."""

@@ -4,7 +4,7 @@ A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); 
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -90,6 +90,7 @@ class StepGraph:
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.constant: Callable[[tf.Tensor], Any] = tf.get_static_value  # of integers that no batch changes
         self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.differing: set[str] = set()  # tensors that may differ

@@ -109,7 +109,7 @@ class _Pass:
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)
-            and all(tf.get_static_value(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
+            and all(self._graph.constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
         )
 
     def _move(self, node: Any, sources: list[str]) -> None:

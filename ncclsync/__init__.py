@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ncclsync.errors import ProcessError as ProcessError
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.tools.verify.verification import verify as verify
-    from ncclsync.towers.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from ncclsync.training.callbacks.backup import BackupAndRestore as BackupAndRestore
     from ncclsync.training.callbacks.history import plot_history as plot_history
     from ncclsync.training.callbacks.large_batch import LargeBatch as LargeBatch
@@ -36,7 +35,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditError": "errors",
     "BackupAndRestore": "training.callbacks.backup",
-    "CrossDeviceOps": "towers.cross_device_ops",
     "DivergenceError": "errors",
     "LargeBatch": "training.callbacks.large_batch",
     "nccl_parallel": "parallel",

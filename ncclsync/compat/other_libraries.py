@@ -14,10 +14,7 @@ from ncclsync.errors import NcclSyncError
 # How many processes were started: by horovodrun, by the mpirun of MPICH and Intel, whose variables do not tell enough.
 PROCESS_COUNTS = ("HOROVOD_SIZE", "PMI_SIZE")
 
-OTHER_WAY = (
-    "ncclsync places the replicas itself. To stay with a strategy, and have its gradients all-reduced by "
-    "ncclsync, pass it cross_device_ops=ncclsync.CrossDeviceOps()."
-)
+OTHER_WAY = "ncclsync places the replicas itself: leave the strategy away."
 
 
 def check_outside_strategy() -> None:

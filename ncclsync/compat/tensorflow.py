@@ -1,6 +1,6 @@
 """Wrap the interfaces that TensorFlow does not promise to keep.
 
-`keras.py` and `keras_optimizers.py` wrap those of Keras, `distribute.py` those of tf.distribute. Nothing else
+`keras.py` and `keras_optimizers.py` wrap those of Keras. Nothing else
 in the package touches such an interface. `tests/compat` has one test for each function of these modules, so
 that an upgrade that breaks an assumption fails under that assumption's name.
 """

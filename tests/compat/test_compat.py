@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops import gen_sendrecv_ops
 
-from ncclsync.compat import distribute, keras_optimizers
 from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 
 
@@ -271,19 +271,6 @@ def test_strategy_of(owner):
     with strategy.scope():
         made = make()
     assert keras_compat.strategy_of(made) is strategy
-
-
-def test_values_of_a_strategy():
-    """A mirrored variable tells its replicas and their devices; tensors become a value that one accepts."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-    with strategy.scope():
-        variable = tf.Variable([1.0, 2.0])
-    (replica,) = distribute.replicas_of(variable)
-    assert distribute.devices_of(variable) == distribute.devices_of("CPU:0") == (replica.device,)
-    assert distribute.devices_of("CPU:0") == strategy.extended.worker_devices
-    made = distribute.mirrored([tf.constant([3.0, 4.0])])
-    assert strategy.experimental_local_results(made)[0].numpy().tolist() == [3.0, 4.0]
-    assert strategy.reduce("MEAN", made, axis=None).numpy().tolist() == [3.0, 4.0]
 
 
 def test_build_symbolically():

@@ -78,7 +78,7 @@ for name in ("crowded", "named", "few", "one", "chosen", "environment", "strateg
     for _ in range(2):
         if name == "named":
             Towers(["CPU:0"] * 3 + ["/device:cpu:0"]).close()
-        elif name == "strategy":  # as CrossDeviceOps does: there are no towers
+        elif name == "strategy":
             placement.choose_placement(None, ["CPU:0"] * 4, None)
         else:
             on_towers(mlp, 1 if name == "one" else 4)

@@ -1,13 +1,19 @@
 """The page for those who come from another library: what is left of each program runs, and right.
 
-The MirroredStrategy programs, those that it replaces too, run in `test_cross_device_ops.py`, on several
-replicas. And what is refused of what such programs bring along, each by its message.
+And what is refused of what such programs bring along, each by its message.
+
+`python tests/training/test_coming_from.py` runs the programs of MirroredStrategy on three replicas, in a process of
+its own.
 """
 
 import ast
+import functools
 import itertools
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -66,9 +72,9 @@ def assert_same(one, other):
 
 
 def test_each_library_has_its_programs():
-    """Three of MirroredStrategy (fit, a loop, CrossDeviceOps), one of each other; all are Python."""
+    """Two of MirroredStrategy (fit, a loop), one of each other; all are Python."""
     counts = {name: len(blocks) for name, blocks in PROGRAMS.items()}
-    assert counts == {"MirroredStrategy": 3, "Horovod": 1, "multi_gpu_model": 1, "tensorpack": 1}
+    assert counts == {"MirroredStrategy": 2, "Horovod": 1, "multi_gpu_model": 1, "tensorpack": 1}
     for before, after in itertools.chain(*PROGRAMS.values()):
         assert before != after and ast.parse(before) and ast.parse(after)
 
@@ -83,7 +89,7 @@ def test_program_after(name, monkeypatch, tmp_path):
         names = ("CPU:0",) * count
         monkeypatch.setattr(state, "choose_placement", lambda *_: Placement(names, "cpu", ""))
 
-    for _, after in PROGRAMS[name][:2]:
+    for _, after in PROGRAMS[name]:
         place(3)
         names, found = weights_after(after)
         used = names["towers"] if "towers" in names else names["model"].towers
@@ -93,6 +99,14 @@ def test_program_after(name, monkeypatch, tmp_path):
         assert_same(found, weights_after(after)[1])
     if "model.keras" in after:
         assert_same(keras.saving.load_model(tmp_path / "model.keras").get_weights(), found)
+
+
+@pytest.mark.slow
+def test_programs_before():
+    """MirroredStrategy's own loop, on three replicas, gives the weights of the program after it; see `compare`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def horovods(base, *arguments):
@@ -118,7 +132,7 @@ def test_called_in_a_scope(strategy, eagerly):
     model = on_towers(mlp, 2)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=eagerly)
     before = model.get_weights()
-    words = r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy.*CrossDeviceOps"
+    words = r"Expected to be called outside any tf.distribute scope. Received: .*MirroredStrategy"
     with strategy.scope(), Towers(2) as others:
         for call in (
             lambda: model.fit(X, Y, verbose=0),
@@ -213,3 +227,26 @@ def test_familiar_argument(call, error, message):
     """What another library would have taken, and what stands for it here."""
     with pytest.raises(error, match=message):
         call()
+
+
+def compare():
+    """Compare the loop before and after, and see a batch refused that a strategy has split: a main function."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+    devices = [f"CPU:{i}" for i in range(3)]
+    tf.distribute.MirroredStrategy = functools.partial(tf.distribute.MirroredStrategy, devices)
+    _, (before, after) = PROGRAMS["MirroredStrategy"]
+    names, found = weights_after(before)
+    assert names["strategy"].num_replicas_in_sync == 3
+    assert_same(found, weights_after(after.replace("Towers()", "Towers(3)"))[1])
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    split = names["strategy"].experimental_distribute_dataset(rows)
+    words = r"Expected the global batch, .* Received: PerReplica of tf.distribute. Pass the tf.data.Dataset"
+    with pytest.raises(TypeError, match=words):
+        on_towers(mlp, 2).fit(split, verbose=0)
+    with Towers(2) as towers, pytest.raises(TypeError, match=words):
+        towers.run(lambda batch: batch[0], next(iter(split)))
+
+
+if __name__ == "__main__":
+    compare()

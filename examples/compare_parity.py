@@ -20,7 +20,7 @@ is what a user reads: weights, optimizer variables, history, logs, predictions, 
     exception           it raised, the process died, or there was no end within --limit seconds
     not applicable      the row is about an interface that MirroredStrategy has no counterpart for. The rule:
                         the row calls `ncclsync.ops` itself, or it passes options to `nccl_parallel` (such as
-                        `sync_batch_norm`) without which ncclsync is not equal either. Rows that are equal
+                        `exact`) without which ncclsync is not equal either. Rows that are equal
                         without their options are run under MirroredStrategy.
     not run             it does not run on one device either: a package it needs is missing
 

@@ -1,7 +1,7 @@
 """Draw the learning curves of digits.py's model on 1, 2, 4 and 8 towers: they lie on one another.
 
 The model draws random numbers (dropout, rotations), and 64 samples make no even batch at the end of an
-epoch; so it takes `batch_invariant_random=True` for N towers to train as one device does. On one tower
+epoch; so it takes `exact=True` for N towers to train as one device does. On one tower
 ncclsync is plain Keras. What differs is rounding, which training makes larger from step to step. How much
 larger, a control tells: one tower again, on images that are brighter by one unit in the last place.
 
@@ -25,7 +25,7 @@ def train(towers, epochs, brighter=0.0):
     x, x_test, y, y_test = load_data()
     x *= np.float32(1 + brighter)
     keras.utils.set_random_seed(0)
-    model = nccl_parallel(towers=towers, batch_invariant_random=True)(build_model)()
+    model = nccl_parallel(towers=towers, exact=True)(build_model)()
     with model.towers:
         # The towers divide the test data too, so that its accuracy is of the whole.
         arguments = {"validation_data": (x_test, y_test), "verbose": 0}

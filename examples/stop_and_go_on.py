@@ -13,7 +13,7 @@ x, y = load_digits(return_X_y=True)
 x = x.astype("float32") / 16
 
 
-@ncclsync.nccl_parallel(towers=2, batch_invariant_random=True)
+@ncclsync.nccl_parallel(towers=2, exact=True)
 def build_model():
     layers = [keras.layers.Dense(64, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
     model = keras.Sequential(layers)

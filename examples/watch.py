@@ -13,7 +13,7 @@ x, y = load_digits(return_X_y=True)
 x = x.astype("float32") / 16
 
 
-@ncclsync.nccl_parallel(towers=3, sync_batch_norm=True, check_every=2, on_nonfinite="raise")
+@ncclsync.nccl_parallel(towers=3, exact=True, health=ncclsync.Health(check_every=2, on_nonfinite="raise"))
 def build_model():
     layers = [keras.layers.Dense(32, activation="relu"), keras.layers.BatchNormalization()]
     model = keras.Sequential([*layers, keras.layers.Dense(10)])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import ProcessError as ProcessError
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.tools.verify.verification import verify as verify
+    from ncclsync.towers.options import Health as Health
     from ncclsync.training.callbacks.backup import BackupAndRestore as BackupAndRestore
     from ncclsync.training.callbacks.history import plot_history as plot_history
     from ncclsync.training.callbacks.large_batch import LargeBatch as LargeBatch
@@ -36,6 +37,7 @@ _HOMES = {
     "AuditError": "errors",
     "BackupAndRestore": "training.callbacks.backup",
     "DivergenceError": "errors",
+    "Health": "towers.options",
     "LargeBatch": "training.callbacks.large_batch",
     "nccl_parallel": "parallel",
     "nccl_version": "communicator.native",

@@ -2,20 +2,17 @@
 
 import dataclasses
 import functools
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import keras
 import tensorflow as tf
 
-from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import other_libraries
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
-from ncclsync.towers.options import TowerOptions, takes
+from ncclsync.towers.options import Health, TowerOptions, takes
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow
 from ncclsync.training.keras_model import attach
 from ncclsync.training.loop import Towers, towers_of
@@ -29,20 +26,13 @@ class ModelOptions(TowerOptions):
     """Declare the further options of a model.
 
     Attributes:
-        sync_batch_norm: set `synchronized=True` on every `BatchNormalization` of the model, so that it
-            normalises by the whole batch's mean and variance instead of each shard's; two more exchanges
-            per layer.
-        emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
-            a collective has failed, before the error is raised.
         recipe: a `LargeBatch`, which every `fit` of the model then follows, and `train_on_batch` too.
     """
 
-    sync_batch_norm: bool = False
-    emergency_checkpoint: str | os.PathLike[str] | None = None
     recipe: LargeBatch | None = None
 
     def __post_init__(self) -> None:
-        """Check the options; make a file's path absolute now.
+        """Check the options.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -50,17 +40,6 @@ class ModelOptions(TowerOptions):
         super().__post_init__()
         if self.recipe is not None and not isinstance(self.recipe, LargeBatch):
             raise TypeError(f"Expected recipe to be a LargeBatch. Received: {self.recipe!r}")
-        path = self.emergency_checkpoint
-        if path is None:
-            return
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"Expected emergency_checkpoint to be a path. Received: {path!r}")
-        if not os.fspath(path).endswith((".weights.h5", ".keras")):
-            raise ValueError(
-                "Expected emergency_checkpoint to end in .weights.h5 (weights) or .keras (the whole model). "
-                f"Received: {path!r}"
-            )
-        object.__setattr__(self, "emergency_checkpoint", pathlib.Path(path).absolute())
 
 
 @overload
@@ -77,20 +56,12 @@ def nccl_parallel(
     shards: int | None = None,
     shards_at_once: int = 1,
     shares: Sequence[int] | str | None = None,
-    batch_invariant_random: bool = False,
+    exact: bool | Sequence[str] = False,
     compression: str | None = None,
     shard_optimizer: bool = False,
-    timeout_s: float | None = DEFAULT_TIMEOUT_S,
-    preflight: bool = True,
-    check_every: int | None = None,
-    audit_every: int | None = None,
-    on_divergence: str = "raise",
-    on_nonfinite: str | None = None,
     on_oom: str | None = None,
-    check_first_step: bool = False,
     processes: bool = True,
-    sync_batch_norm: bool = False,
-    emergency_checkpoint: str | os.PathLike[str] | None = None,
+    health: Health = Health(),
     recipe: LargeBatch | None = None,
 ) -> Callable[[Factory], Factory]: ...
 
@@ -138,7 +109,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
     @functools.wraps(factory)
     def build(*args, **kwargs):
         other_libraries.check_outside_strategy()
-        replicas = Towers(**{field.name: getattr(options, field.name) for field in dataclasses.fields(TowerOptions)})
+        replicas = Towers.of(options)
         try:
             with tf.device(f"/{replicas.devices[0]}"):
                 model = factory(*args, **kwargs)
@@ -146,7 +117,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         except BaseException:
             replicas.close()
             raise
-        attach(model, replicas, options.sync_batch_norm, options.emergency_checkpoint)
+        attach(model, replicas)
         if replicas.meets_processes:
             keep_in_step(model, replicas)
         if options.recipe is not None:
@@ -155,7 +126,8 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
 
     # Options that `verify` and `plan` take over: they choose other towers.
     build.nccl_parallel_options = {  # type: ignore[attr-defined]
-        name: getattr(options, name) for name in ("bucket_bytes", "sync_batch_norm", "batch_invariant_random")
+        "bucket_bytes": options.bucket_bytes,
+        "exact": options.exact,
     }
     return build
 

@@ -51,7 +51,7 @@ class OnNonFinite:
     """
 
     def __init__(self, mode: str | None) -> None:
-        """Start before the first step; `mode` is `TowerOptions.on_nonfinite`."""
+        """Start before the first step; `mode` is `Health.on_nonfinite`."""
         self.mode = mode
         self.raised: NonFiniteError | None = None
         self._files = 0

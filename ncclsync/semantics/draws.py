@@ -16,7 +16,7 @@ def check_draws(function: Any, refuses: bool) -> None:
 
     Args:
         function: the ConcreteFunction.
-        refuses: whether what is drawn must not depend on the towers, as with `batch_invariant_random`, `shards`,
+        refuses: whether what is drawn must not depend on the towers, as with `exact`, `shards`,
             `on_oom` and `audit_every`. If not, a draw from hidden state is a warning, once per trace: CPU towers draw
             from one state in any order.
 
@@ -35,7 +35,7 @@ def check_draws(function: Any, refuses: bool) -> None:
             place = f"in the function {within}"
         if refuses:
             raise NcclSyncError(
-                "Expected random numbers drawn from a seed or a generator, with batch_invariant_random=True, "
+                "Expected random numbers drawn from a seed or a generator, with exact=True, "
                 f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. "
                 f"{_INSTEAD}."
             )

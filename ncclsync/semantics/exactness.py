@@ -35,21 +35,19 @@ class Inexact:
 
 NORMALISES = (
     "normalises by the statistics of one tower's shard, not of the whole batch",
-    "@nccl_parallel(sync_batch_norm=True), or BatchNormalization(synchronized=True)",
+    "@nccl_parallel(exact=True), or BatchNormalization(synchronized=True)",
 )
-DRAWS = (
-    "each tower draws random numbers of its own, not those that one device draws",
-    "@nccl_parallel(batch_invariant_random=True)",
-)
+DRAWS = ("each tower draws random numbers of its own, not those that one device draws", "@nccl_parallel(exact=True)")
 
 
-def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) -> tuple[Inexact, ...]:
+def find_inexact(model: keras.Model, exact_batch_norm: bool = False, exact_random: bool = False) -> tuple[Inexact, ...]:
     """Find what cannot train exactly as on one device.
 
     Args:
         model: nested models, wrappers, and layers in lists and dictionaries are searched too. Layers
             that a layer creates when it is built are found once it is.
-        batch_invariant_random: whether random layers draw on towers what they draw on one device.
+        exact_batch_norm: whether each `BatchNormalization` normalises by the whole batch.
+        exact_random: whether random layers draw on towers what they draw on one device.
 
     Returns:
         One `Inexact` for each cause; layers of one class with the same cause are named together. Empty for
@@ -63,17 +61,20 @@ def find_inexact(model: keras.Model, *, batch_invariant_random: bool = False) ->
     if not model.compiled or getattr(model, "optimizer", None) is None or not model.trainable:
         return ()
     names: dict[tuple[str, tuple[str, str]], list[str]] = {}
-    for layer, cause in _layers_with_cause(model, batch_invariant_random):
+    for layer, cause in _layers_with_cause(model, exact_batch_norm, exact_random):
         names.setdefault((type(layer).__name__, cause), []).append(repr(layer.path or layer.name))
     return tuple(Inexact(f"{kind} {_listed(some)}", *cause) for (kind, cause), some in names.items())
 
 
-def _layers_with_cause(model: keras.Model, invariant: bool) -> Iterator[tuple[Any, tuple[str, str]]]:
+def _layers_with_cause(
+    model: keras.Model, exact_batch_norm: bool, exact_random: bool
+) -> Iterator[tuple[Any, tuple[str, str]]]:
     within: set[int] = set()  # parts of a random layer of Keras' own: named with it
     for layer in keras_compat.layers_of(model):
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
+        normalises = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        if normalises and not (exact_batch_norm or layer.synchronized):
             yield layer, NORMALISES
-        if _draws(layer) and not invariant and id(layer) not in within:
+        if _draws(layer) and not exact_random and id(layer) not in within:
             yield layer, DRAWS
             if type(layer).__module__.startswith("keras."):
                 within.update(map(id, keras_compat.layers_of(layer)))

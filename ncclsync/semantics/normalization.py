@@ -17,8 +17,8 @@ from ncclsync.compat import tensorflow as tf_compat
 
 
 @contextlib.contextmanager
-def moments_of_layers() -> Iterator[None]:
-    """Let `BatchNormalization` normalise by a tower's own rows, or, if `synchronized`, by the batch's."""
+def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
+    """Let `BatchNormalization` normalise by a tower's own rows; `by_batch`, or if `synchronized`, by the batch's."""
 
     def choosing(moments: Callable) -> Callable:
         @functools.wraps(moments)
@@ -26,7 +26,7 @@ def moments_of_layers() -> Iterator[None]:
             context = ops.current_context()
             if context is None or not context.can_exchange():
                 return moments(self, inputs, mask)
-            if self.synchronized:
+            if by_batch or self.synchronized:
                 return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
             (inputs,) = ops.to_local([inputs], by_choice=True)
             if mask is not None:
@@ -52,13 +52,6 @@ def moments_of_layers() -> Iterator[None]:
         tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", choosing_op),
     ):
         yield
-
-
-def synchronize_batch_norm(model: keras.Model) -> None:
-    """Set `synchronized=True` on every `BatchNormalization` of a model."""
-    for layer in keras_compat.layers_of(model):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = True
 
 
 def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:

@@ -31,7 +31,7 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
 
     Args:
         variable: of tower 0.
-        same_seeds: whether random state is equal on all towers (`batch_invariant_random`).
+        same_seeds: whether random state is equal on all towers (`exact`).
 
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not distinguish them: whether a step computes their new value from data decides what is averaged.

@@ -66,8 +66,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default %(default)s"
     )
-    parser.add_argument("--sync-batch-norm", action="store_true", help="as in nccl_parallel")
-    parser.add_argument("--batch-invariant-random", action="store_true", help="as in nccl_parallel")
+    parser.add_argument("--exact", action="store_true", help="exact=True, as in nccl_parallel")
 
 
 def _add_bench(commands: Any) -> None:
@@ -98,8 +97,7 @@ def _verify(given: argparse.Namespace) -> int:
     options: dict[str, Any] = {
         "devices": given.devices.split(",") if given.devices else None,
         "backend": given.backend,
-        "sync_batch_norm": given.sync_batch_norm,
-        "batch_invariant_random": given.batch_invariant_random,
+        "exact": given.exact,
     }
     options = {name: value for name, value in options.items() if value}
     data, batch_size = model_and_data(

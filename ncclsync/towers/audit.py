@@ -63,7 +63,7 @@ class Audit:
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
         self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
         for name, variable in program.variables:
-            shared = role_of(variable, towers.batch_invariant_random) is Role.SAME
+            shared = role_of(variable, towers.options.exact_random) is Role.SAME
             if name in written or (name in used and not shared):
                 each = towers.copies_of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):

@@ -22,7 +22,7 @@ class Sentinel:
         """Start before the first step.
 
         Args:
-            check_every, on_divergence, audit_every: see `TowerOptions`.
+            check_every, on_divergence, audit_every: see `Health`.
         """
         self._check_every, self._audit_every = check_every, audit_every
         self.repairs = on_divergence == "repair"

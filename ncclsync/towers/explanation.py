@@ -166,7 +166,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     names = towers.names_of([variable for _, variable in program.variables])
     variables = []
     for name, (handle, variable) in zip(names, program.variables, strict=True):
-        role = role_of(variable, towers.batch_invariant_random)
+        role = role_of(variable, towers.options.exact_random)
         result = updates.get(handle)
         whose = "shard" if towers.has_shards else "tower"
         rule = _RULES[role].format(one=whose) if result is None else _words(exchanges[result])

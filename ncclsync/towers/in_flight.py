@@ -141,7 +141,7 @@ class InFlight:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "
                 f"failed ({self._reported}). Load the weights and the optimizer's state of a checkpoint, or build the "
-                "model again. With emergency_checkpoint=..., a step waits for its collectives before it writes."
+                "model again. With Health(emergency_checkpoint=...), a step waits for its collectives before it writes."
             )
 
     @property

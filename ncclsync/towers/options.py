@@ -6,6 +6,8 @@
 
 import dataclasses
 import inspect
+import os
+import pathlib
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 MOST_TOWERS = 256
 
 AUTO = "auto"  # of shares
+EXACT = ("batch_norm", "random")
 MOST_SHARE = 10**6  # times the rows of a batch, within int64
 
 # By name of an option that is a word: the words, and how a message names them.
@@ -35,6 +38,102 @@ _WORDS = {
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _check_words_and_flags(options: Any) -> None:
+    """Check those of a dataclass' fields that are words or bools."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        allowed, words = _WORDS.get(field.name, ((value,), ""))
+        if words and (not isinstance(value, (str, type(None))) or value not in allowed):
+            raise ValueError(f"Expected {field.name} to be {words}. Received: {value!r}")
+        if isinstance(field.default, bool) and field.name != "exact" and not isinstance(value, bool):
+            raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}")
+
+
+def _instead(name: str, value: Any) -> str:
+    """Return how an option is written whose name was another; "": it has none."""
+    if name in {field.name for field in dataclasses.fields(Health)}:
+        return f"health=ncclsync.Health({name}={value!r})"
+    return {
+        "sync_batch_norm": 'exact=("batch_norm",)',
+        "batch_invariant_random": 'exact=("random",)',
+        "check_first_step": "python -m ncclsync verify",
+    }.get(name, "")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Health:
+    """Say what watches a run, and what happens when something is found: `nccl_parallel(health=Health(...))`.
+
+    Attributes:
+        check_every: after every so many training steps, compute a checksum of the bits of each variable that
+            must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
+            `DivergenceError` names variables, towers and the step. None: never.
+        on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
+            send tower 0's values to all, unless it is tower 0 that differs from most others.
+        audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
+            compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
+            `check_every` cannot see, since all weights are equal after the sum. An `AuditError` names the variables,
+            the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
+            long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
+            `Throughput` or `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two
+            towers on devices of one model in each process. None: never.
+        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
+            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
+            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
+            words. Either way no weight, moving average or optimizer state of any tower changes, nor
+            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
+            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
+            itself, and nothing is done about those. None: Keras' behaviour.
+        emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
+            a collective has failed, before the error is raised. Of a model of `@nccl_parallel`.
+        preflight: send known numbers over each pair of GPUs' path before the first collective, so that a host
+            that corrupts them is an error.
+        timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
+            each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
+            `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
+            Tower 0 keeps its weights, and the next step joins the GPUs anew.
+
+    Raises:
+        TypeError, ValueError: bad arguments.
+    """
+
+    check_every: int | None = None
+    on_divergence: str = "raise"
+    audit_every: int | None = None
+    on_nonfinite: str | None = None
+    emergency_checkpoint: str | os.PathLike[str] | None = None
+    preflight: bool = True
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        """Check what was given; make a file's path absolute now."""
+        check_timeout(self.timeout_s)
+        _check_words_and_flags(self)
+        for name in ("check_every", "audit_every"):
+            every = getattr(self, name)
+            if every is None:
+                continue
+            if not _is_int(every):
+                raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}")
+            if every < 1:
+                raise ValueError(f"Expected {name} to be at least 1. Received: {every}")
+        path = self.emergency_checkpoint
+        if path is None:
+            return
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"Expected emergency_checkpoint to be a path. Received: {path!r}")
+        if not os.fspath(path).endswith((".weights.h5", ".keras")):
+            raise ValueError(
+                "Expected emergency_checkpoint to end in .weights.h5 (weights) or .keras (the whole model). "
+                f"Received: {path!r}"
+            )
+        object.__setattr__(self, "emergency_checkpoint", pathlib.Path(path).absolute())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +159,13 @@ class TowerOptions:
             measured in the first steps, at most 20 calls of the training step, and then stays; the choice is logged
             once, at INFO, as a list. Where bits are to be equal from run to run, give that. None: as evenly as it goes.
             Not with `shards`, `on_oom` or several processes.
-        batch_invariant_random: let random layers and `keras.random` draw the numbers that one device would
-            draw for these very samples, so that training with dropout does not depend on the number of
-            towers. Each tower then draws for the whole batch. An op that cannot do so, such as a shuffle of
-            the batch or `tf.random.normal`, is an error that names it. If False, each tower draws other
-            numbers: reproducible for a given seed and number of towers.
+        exact: True: training does not depend on the number of towers in what Keras leaves to each replica, for more
+            exchanges or draws; or a tuple of some of it. "batch_norm": every `BatchNormalization` normalises by the
+            whole batch's mean and variance instead of each shard's, as with `synchronized=True`; two more exchanges per
+            layer. "random": random layers and `keras.random` draw the numbers that one device would draw for these very
+            samples; each tower draws for the whole batch. An op that cannot do so, such as a shuffle of the batch or
+            `tf.random.normal`, is an error that names it. Without, a warning names the layers, and each tower draws
+            other numbers: reproducible for a given seed and number of towers.
         compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. The rounding
             error of a tower's gradient is added to its next one, so that training is close to that of one
             device, though not equal.
@@ -74,45 +175,16 @@ class TowerOptions:
             saves the model, finds it whole. For optimizers that update each element of a weight by itself, as
             SGD and Adam do; others are an error. State of weights with sparse gradients stays whole on every
             tower.
-        timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
-            each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
-            `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
-            Tower 0 keeps its weights, and the next step joins the GPUs anew.
-        preflight: send known numbers over each pair of GPUs' path before the first collective, so that a host
-            that corrupts them is an error.
-        check_every: after every so many training steps, compute a checksum of the bits of each variable that
-            must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
-            `DivergenceError` names variables, towers and the step. None: never.
-        audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
-            compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
-            `check_every` cannot see, since all weights are equal after the sum. An `AuditError` names the variables,
-            the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
-            long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
-            `Throughput` or `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two
-            towers on devices of one model in each process. None: never.
-        on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
-            send tower 0's values to all, unless it is tower 0 that differs from most others.
-        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
-            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
-            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
-            words. Either way no weight, moving average or optimizer state of any tower changes, nor
-            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
-            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
-            itself, and nothing is done about those. None: Keras' behaviour.
         on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`).
             "split": the step leaves no trace, and runs again with twice as many shards, which a tower computes
             one after another, until it fits; a warning says how many, and it stays so. With `shards`, whose bits
             belong to their number, a tower computes fewer of them side by side instead (`shards_at_once`), to the same
             bits. It takes the memory of one more copy of weights and optimizer state. None: the error is raised.
-        check_first_step: run the first training step once more, op by op on a few rows of its batch, as one
-            device does and as towers do, and compare gradients, weights and results. A difference beyond
-            rounding is a warning that names variables and the line. Nothing else changes. A
-            step that runs Python, or draws from a state that TensorFlow hides, is not checked: a warning says
-            so. `verify` always checks.
         processes: join the other processes, if mpirun, srun, torchrun or `TF_CONFIG` makes this one of several:
             the towers of all of them train as one device, and `towers` and `devices` are those of this process;
             by default every visible GPU, or, of several processes on a host, the GPU of this one's number there.
             The choice is logged once, at INFO. False: this process trains by itself.
+        health: a `Health`: what watches the run, and what happens when something is found.
     """
 
     towers: int | None = None
@@ -122,24 +194,31 @@ class TowerOptions:
     shards: int | None = None
     shards_at_once: int = 1
     shares: Sequence[int] | str | None = None
-    batch_invariant_random: bool = False
+    exact: bool | Sequence[str] = False
     compression: str | None = None
     shard_optimizer: bool = False
-    timeout_s: float | None = DEFAULT_TIMEOUT_S
-    preflight: bool = True
-    check_every: int | None = None
-    audit_every: int | None = None
-    on_divergence: str = "raise"
-    on_nonfinite: str | None = None
     on_oom: str | None = None
-    check_first_step: bool = False
     processes: bool = True
+    health: Health = Health()
+
+    @property
+    def exact_batch_norm(self) -> bool:
+        """Return whether every `BatchNormalization` normalises by the whole batch."""
+        return self.exact is True or "batch_norm" in (self.exact or ())
+
+    @property
+    def exact_random(self) -> bool:
+        """Return whether random numbers are those of one device."""
+        return self.exact is True or "random" in (self.exact or ())
 
     @classmethod
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
         """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+            raise TypeError(
+                f"{caller}() got an unexpected keyword argument {name!r}"
+                + (f". It is {_instead(name, given[name])} now" if _instead(name, given[name]) else "")
+            )
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -149,26 +228,18 @@ class TowerOptions:
             TypeError, ValueError: bad arguments.
         """
         self._check_towers()
-        check_timeout(self.timeout_s)
-        for name, (allowed, words) in _WORDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, (str, type(None))) or value not in allowed:
-                raise ValueError(f"Expected {name} to be {words}. Received: {value!r}")
+        _check_words_and_flags(self)
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
+        if not isinstance(self.exact, bool):
+            known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
+            if not known or not all(one in EXACT for one in self.exact):
+                raise ValueError(f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}")
+            object.__setattr__(self, "exact", tuple(self.exact))
+        if not isinstance(self.health, Health):
+            raise TypeError(f"Expected health to be a Health(...). Received: {self.health!r}")
         self._check_shards()
         self._check_shares()
-        for name in ("check_every", "audit_every"):
-            every = getattr(self, name)
-            if every is None:
-                continue
-            if not _is_int(every):
-                raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}")
-            if every < 1:
-                raise ValueError(f"Expected {name} to be at least 1. Received: {every}")
-        for field in dataclasses.fields(self):
-            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
-                raise TypeError(f"Expected {field.name} to be a bool. Received: {getattr(self, field.name)!r}")
 
     def _check_shards(self) -> None:
         shards, at_once = self.shards, self.shards_at_once
@@ -247,10 +318,6 @@ class TowerOptions:
             raise ValueError(
                 f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"
             )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def takes(options: type[TowerOptions]) -> Callable[[Function], Function]:

@@ -91,7 +91,7 @@ class Rollback:
             sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
             self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
             # Says that a step is under way; also of one that writes nothing, if it may run again.
-            needed = self._saved or self._sums or towers.on_oom is not None
+            needed = self._saved or self._sums or towers.options.on_oom is not None
             self._open = tf.Variable(False, trainable=False) if needed else None
 
     def begin(self) -> list[tf.Operation]:
@@ -156,7 +156,7 @@ def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variabl
     All towers' copies are a group, or each is one where they differ. The first of a group is saved.
     """
     copies = towers.copies(variable)
-    differ = role_of(variable, towers.batch_invariant_random) is not Role.SAME
+    differ = role_of(variable, towers.options.exact_random) is not Role.SAME
     return [[copy] for copy in copies] if differ else [copies]
 
 

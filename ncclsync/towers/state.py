@@ -54,20 +54,18 @@ class TowerState:
     Attributes:
         devices: [n] names such as "GPU:0", of this process' towers; several may share a CPU.
         backend: "nccl" or "cpu".
-        bucket_bytes: size at which a gradient bucket is closed.
-        batch_invariant_random: whether random numbers are those of one device.
         compression: what gradients are compressed by, if they are.
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
         audits: whether some steps are audited.
         shards_at_once: how many of its shards a tower computes side by side.
-        on_oom: "split" if a step that does not fit the memory is to be divided further.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
-        check_first_step: whether steps are checked before they are relied upon; see `program.check`.
+        checks_first_step: whether steps are checked before they are relied upon; see `program.check`.
+        options: as they were given.
         found_by_check: what differed, `program.check.Found`.
     """
 
@@ -78,11 +76,12 @@ class TowerState:
             ValueError: the options name a device that is not there, or more towers than there are GPUs.
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
-        self.check_first_step = options.check_first_step
+        self.options, health = options, options.health
+        self.checks_first_step = False
         self.found_by_check: list[Any] = []
-        self._sentinel = Sentinel(options.check_every, options.on_divergence, options.audit_every)
-        self.audits = options.audit_every is not None
-        self.on_nonfinite = OnNonFinite(options.on_nonfinite)
+        self._sentinel = Sentinel(health.check_every, health.on_divergence, health.audit_every)
+        self.audits = health.audit_every is not None
+        self.on_nonfinite = OnNonFinite(health.on_nonfinite)
         process = find_process() if options.processes else None
         if options.processes and process is None and options.devices is None:
             other_libraries.check_one_process()
@@ -110,7 +109,6 @@ class TowerState:
                 "shards_at_once has no effect on GPUs: TensorFlow runs a GPU's kernels one after another, in one stream"
             )
             self.shards_at_once = 1
-        self.on_oom = options.on_oom
         if options.shards is not None and options.shards < len(self.devices):
             raise ValueError(
                 f"Expected at least a shard for each of {len(self.devices)} towers. Received: "
@@ -123,13 +121,11 @@ class TowerState:
         if options.shares is not None and (options.shares != AUTO or len(self.devices) > 1):
             self._shares = Shares(options.shares, self.devices)
         self.backend = placement.backend
-        self.bucket_bytes = options.bucket_bytes
-        self.batch_invariant_random = options.batch_invariant_random
         self.compression = None if options.compression is None else ErrorFeedback()
-        self.communicator = connect(placement, process, timeout_s=options.timeout_s, preflight=options.preflight)
+        self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
         divides = options.shard_optimizer and len(self) > 1
         joined = Processes(self.places.ranks, self._rows_of_all) if self.meets_processes else None
-        self.sharding = OptimizerSharding(len(self), self.bucket_bytes, joined) if divides else None
+        self.sharding = OptimizerSharding(len(self), options.bucket_bytes, joined) if divides else None
         self.in_flight = InFlight(self.communicator)
         self._closed = False
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
@@ -484,7 +480,7 @@ class TowerState:
         """
         self.require_open()
         replicas = self._replicas.get(id(variable))
-        role = role_of(variable, self.batch_invariant_random)
+        role = role_of(variable, self.options.exact_random)
         if replicas is not None and len(replicas.copies) + 1 != len(self._holders(role).devices):
             self._forget_copies(id(variable))
             replicas = None
@@ -629,8 +625,10 @@ class TowerState:
     @functools.cached_property
     def target(self) -> Target:
         """Return the target that programs for these towers are cut for."""
-        joins, same_seeds = not self.meets_processes, self.batch_invariant_random
-        return make_target(self.devices, self.backend, self.bucket_bytes, same_seeds, joins=joins, shards=self._shards)
+        joins, same_seeds = not self.meets_processes, self.options.exact_random
+        return make_target(
+            self.devices, self.backend, self.options.bucket_bytes, same_seeds, joins=joins, shards=self._shards
+        )
 
     def _of_all_processes(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives, an object. Collective."""

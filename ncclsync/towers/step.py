@@ -143,7 +143,7 @@ class TowerStep(abc.ABC):
             converted = tf_compat.autograph_converted(source.function)
             program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
         lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
-        if self.towers.on_oom is not None and lines:
+        if self.towers.options.on_oom is not None and lines:
             self.towers.warn_once(
                 f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
                 "the memory runs again. Move it out of the step"
@@ -168,8 +168,8 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile)
-        divides = self.towers.has_shards or self.towers.on_oom is not None
-        repeats = self.towers.batch_invariant_random or self.towers.audits or divides
+        divides = self.towers.has_shards or self.towers.options.on_oom is not None
+        repeats = self.towers.options.exact_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
         with tf_compat.unobserved():
             program = cut(
@@ -178,7 +178,7 @@ class TowerStep(abc.ABC):
                 source.results,
                 jit_compile=source.jit_compile,
                 undone="finite" in readers,
-                traceless=self.towers.on_oom is not None,
+                traceless=self.towers.options.on_oom is not None,
                 meter=meter,
             )
         if observer is None:
@@ -204,7 +204,7 @@ class TowerStep(abc.ABC):
 
     def _to_be_checked(self, program: Program, traced: Trace) -> Program:
         """Keep what a program was made of until it has run, if it is to be checked then."""
-        if self._trains and self.towers.check_first_step and self.towers.shards.total > 1:
+        if self._trains and self.towers.checks_first_step and self.towers.shards.total > 1:
             self._unchecked[id(program)] = traced
         return program
 
@@ -262,7 +262,11 @@ class TowerStep(abc.ABC):
         """Change what the Python of a step does on towers, while it is traced."""
         sharding = self.towers.sharding
         shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
-        with step_hooks(self.towers.compression, sharding), moments_of_layers(), shards:
+        with (
+            step_hooks(self.towers.compression, sharding),
+            moments_of_layers(self.towers.options.exact_batch_norm),
+            shards,
+        ):
             yield
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
@@ -324,7 +328,7 @@ class TowerStep(abc.ABC):
 
     def _run(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
         """Run the graph function for batches of these specs; divided further if it does not fit the memory."""
-        if self.towers.on_oom is None:
+        if self.towers.options.on_oom is None:
             return self._run_watched(batch_specs, source, run)
         if self.steps_per_execution > 1:
             raise NcclSyncError(

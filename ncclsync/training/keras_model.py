@@ -6,7 +6,6 @@ on the one object, by functions that run the model's own step on all towers.
 
 import functools
 import logging
-import os
 import pathlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops.spans import Meter
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
-from ncclsync.semantics.normalization import synchronize_batch_norm
 from ncclsync.semantics.shards import fixed_specs, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
@@ -36,48 +34,39 @@ _BATCH_SIZE = 32  # Keras' own
 _logger = logging.getLogger("ncclsync")
 
 
-def attach(
-    model: keras.Model,
-    towers: Towers,
-    sync_batch_norm: bool = False,
-    emergency_checkpoint: str | os.PathLike[str] | None = None,
-) -> None:
+def attach(model: keras.Model, towers: Towers) -> None:
     """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
 
     Args:
         model: of any class.
         towers: where to.
-        sync_batch_norm: whether every `BatchNormalization` becomes a synchronized one.
-        emergency_checkpoint: where to save the model whenever a collective has failed.
     """
     give_towers(model, towers)
-    if emergency_checkpoint is not None:
-        path = pathlib.Path(emergency_checkpoint)
+    path = towers.options.health.emergency_checkpoint
+    if path is not None:
         # Not by a bound method of the towers' own: they must not keep the model alive.
-        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), path))
+        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), pathlib.Path(path)))
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: keras_compat.paths_of(model))
-    towers.explain_by(functools.partial(_explain, model, towers, sync_batch_norm))
+    towers.explain_by(functools.partial(_explain, model, towers))
     # From here on, and not from the first step: a write must find somebody tracking it. On one tower too,
     # whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
     if is_plain(towers):
         return  # plain Keras: nothing to add, and not a microsecond
-    if sync_batch_norm:
-        synchronize_batch_norm(model)
     for kind in ("train", "test", "predict"):
-        setattr(model, f"make_{kind}_function", maker(model, towers, kind, sync_batch_norm))
+        setattr(model, f"make_{kind}_function", maker(model, towers, kind))
     model.train_function = model.test_function = model.predict_function = None
 
 
 def is_plain(towers: Towers) -> bool:
     """Return whether Keras' own functions train on these towers: one, where Keras would train, and no option."""
-    plain = towers.on_nonfinite.mode is None and towers.on_oom is None and not towers.has_shards
+    plain = towers.on_nonfinite.mode is None and towers.options.on_oom is None and not towers.has_shards
     return plain and len(towers) == 1 and towers.devices[0] == default_device()
 
 
-def maker(model: keras.Model, towers: Towers, kind: str, sync_batch_norm: bool) -> Callable[..., Any]:
+def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
     """Return what takes the place of a model's `make_{kind}_function`.
 
     An override of the model's own is called. Its `super().make_{kind}_function()` then makes that of the towers.
@@ -86,14 +75,13 @@ def maker(model: keras.Model, towers: Towers, kind: str, sync_batch_norm: bool) 
         model: of any class.
         towers: where its steps run.
         kind: "train", "test" or "predict".
-        sync_batch_norm: see `attach`.
     """
     name, attribute = f"make_{kind}_function", f"{kind}_function"
     own = getattr(model, name)
 
     def make(force=False):
         if getattr(model, attribute) is None or force:
-            step = ModelStep(model, towers, f"{kind}_step", sync_batch_norm)
+            step = ModelStep(model, towers, f"{kind}_step")
             setattr(model, attribute, step.run_each if kind == "predict" else step.run)
         return getattr(model, attribute)
 
@@ -120,14 +108,14 @@ def maker(model: keras.Model, towers: Towers, kind: str, sync_batch_norm: bool) 
     return make_theirs
 
 
-def _explain(model: keras.Model, towers: Towers, sync_batch_norm: bool, batch: Any) -> Explanation:
+def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     """Explain a step on `batch`; see `Towers.explain`."""
     if not model.compiled or model.optimizer is None:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
     step = getattr(model.train_function, "__self__", None)
     if not isinstance(step, ModelStep):  # one tower, which runs Keras' own
-        step = ModelStep(model, towers, "train_step", sync_batch_norm)
+        step = ModelStep(model, towers, "train_step")
     if batch is None and (last := step.last()) is not None:
         program, ran = last
         return explain_program(program, towers, rows_of(ran))
@@ -165,19 +153,17 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
 class ModelStep(TowerStep):
     """Run one of a Keras model's steps on all towers."""
 
-    def __init__(self, model: keras.Model, towers: Towers, name: str, sync_batch_norm: bool) -> None:
+    def __init__(self, model: keras.Model, towers: Towers, name: str) -> None:
         """Prepare; nothing is traced before the first batch.
 
         Args:
             model: tower 0.
             towers: where the step runs.
             name: "train_step", "test_step" or "predict_step": the method of the model.
-            sync_batch_norm: see `attach`; here for layers that are made only when the model is built.
         """
         super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
-        self._sync_batch_norm = sync_batch_norm
         self._settings: dict[tuple[Any, ...], int] = {}  # numbers of those that the model has had
         self._seen: dict[str, int] = {}  # by the specs of a batch, the number of those that the model had then
 
@@ -250,7 +236,7 @@ class ModelStep(TowerStep):
             results = self.run_on_batch(batch)
             self.towers.in_flight.settle()  # Keras reads them at once
             return results
-        given = {"on_nonfinite": self.towers.on_nonfinite.mode, "on_oom": self.towers.on_oom}
+        given = {"on_nonfinite": self.towers.on_nonfinite.mode, "on_oom": self.towers.options.on_oom}
         for name, value in given.items():
             if value is not None:
                 raise NcclSyncError(
@@ -276,8 +262,6 @@ class ModelStep(TowerStep):
         """Return the model's method, having built what it needs."""
         model = self._model
         _build_state(model, self._name, specs)
-        if self._sync_batch_norm:
-            synchronize_batch_norm(model)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
         return Source(getattr(model, self._name), results, bool(model.jit_compile))
 
@@ -291,7 +275,7 @@ class ModelStep(TowerStep):
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the model does not train as on one device; some layers are made only when built."""
-        return find_inexact(self._model, batch_invariant_random=self.towers.batch_invariant_random)
+        return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

@@ -4,7 +4,7 @@ import collections
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -16,6 +16,9 @@ from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step import Results, Source, TowerStep, leaves_of, to_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("ncclsync")
 
@@ -39,7 +42,6 @@ class Towers(TowerState):
     Attributes:
         devices: [N] names such as "GPU:0"; several towers may share a CPU.
         backend: "nccl" or "cpu".
-        bucket_bytes: size at which a gradient bucket is closed.
         communicator: the N ranks, owned by this object.
     """
 
@@ -58,7 +60,23 @@ class Towers(TowerState):
         """
         if isinstance(towers, Sequence) and not isinstance(towers, str) and options.get("devices") is None:
             towers, options["devices"] = None, towers
-        super().__init__(TowerOptions.of("Towers", {"towers": towers, **options}))
+        chosen = TowerOptions.of("Towers", {"towers": towers, **options})
+        if chosen.health.emergency_checkpoint is not None:
+            raise ValueError(
+                "Expected no emergency_checkpoint: Towers know of no model to save; one of @nccl_parallel's has it. "
+                f"Received: {str(chosen.health.emergency_checkpoint)!r}"
+            )
+        self._begin(chosen)
+
+    @classmethod
+    def of(cls, options: TowerOptions) -> "Self":
+        """Return towers of options that are checked already."""
+        made = cls.__new__(cls)
+        made._begin(options)
+        return made
+
+    def _begin(self, options: TowerOptions) -> None:
+        super().__init__(options)
         self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
         self._explain: Callable[[Any], Explanation] | None = None

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers, state
 
-from ncclsync import NcclSyncError, NoiseScale
+from ncclsync import Health, NcclSyncError, NoiseScale
 from ncclsync.semantics.shards import shard_sizes
 
 X, Y = data(rows=61)
@@ -166,7 +166,7 @@ def test_all_tapes_of_a_step_are_one_vector():
 
     x = X.copy()
     x[25] = np.nan
-    model = on_towers(factory, 2, on_nonfinite="skip")
+    model = on_towers(factory, 2, health=Health(on_nonfinite="skip"))
     fit(model, x[:40], Y[:40])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     expected = [*moments(factory(), X[:20], Y[:20], 2, loss), 1]

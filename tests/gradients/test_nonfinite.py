@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import NcclSyncError, NonFiniteError, Towers
+from ncclsync import Health, NcclSyncError, NonFiniteError, Towers
 from ncclsync.gradients import nonfinite
 
 
@@ -49,7 +49,7 @@ def state(model):
 
 def test_raise_names_and_saves():
     """Tower, variables and rows, with the rows in a file; all towers are as before the step."""
-    model, alone = on_towers(mlp, 3, on_nonfinite="raise"), mlp()
+    model, alone = on_towers(mlp, 3, health=Health(on_nonfinite="raise")), mlp()
     with pytest.raises(NonFiniteError, match=r"tower 1, rows 7 to 13, for sequential.*/kernel") as caught:
         fit(model, BAD)
     error = caught.value
@@ -120,10 +120,10 @@ def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
 def test_steps_are_undone_where_rows_cannot_be_saved(monkeypatch, tmp_path):
     """ "raise" raises its own error, "skip" skips, as where there is a file."""
     no_folder(monkeypatch, tmp_path)
-    model, alone = on_towers(mlp, 3, on_nonfinite="raise"), mlp()
+    model, alone = on_towers(mlp, 3, health=Health(on_nonfinite="raise")), mlp()
     with pytest.raises(NonFiniteError, match=r"tower 1, rows 7 to 13, .* not saved: FileNotFoundError"):
         fit(model, BAD)
-    skipping = on_towers(mlp, 3, on_nonfinite="skip")
+    skipping = on_towers(mlp, 3, health=Health(on_nonfinite="skip"))
     fit(skipping, BAD)
     fit(alone, last=20)
     assert_close(state(model), state(alone))
@@ -163,7 +163,7 @@ def test_files_are_bounded(monkeypatch, tmp_path):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_skip_is_as_if_the_batch_had_not_been(steps, caplog):
     """Weights, moving averages, slots and `iterations`: one device's without the batch; one warning."""
-    model = on_towers(lambda: normalised(steps_per_execution=steps), 3, on_nonfinite="skip")
+    model = on_towers(lambda: normalised(steps_per_execution=steps), 3, health=Health(on_nonfinite="skip"))
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
         fit(model, BAD)
     found = [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
@@ -185,7 +185,7 @@ def test_accumulated_gradients_are_undone():
     def factory():
         return mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
 
-    model, alone = on_towers(factory, 2, on_nonfinite="skip"), factory()
+    model, alone = on_towers(factory, 2, health=Health(on_nonfinite="skip")), factory()
     fit(model, BAD)
     fit(alone, last=20)
     fit(alone, first=40)
@@ -209,7 +209,7 @@ def test_variables_of_any_dtype_are_undone():
 
     bad = np.ones((4, 2), "float32")
     bad[3, 0] = np.nan
-    with Towers(2, on_nonfinite="skip") as towers:
+    with Towers(2, health=Health(on_nonfinite="skip")) as towers:
         towers.run(step, bad)
         np.testing.assert_array_equal(tf.cast(small, tf.float32), [1.0, 1.0])
         towers.run(step, np.ones((4, 2), "float32"))
@@ -221,7 +221,7 @@ def test_towers_without_samples_are_finite():
     """Idle towers compute on a copy of a row that is not theirs: only the row's own tower is named."""
     x = X[:2].copy()
     x[0] = np.inf
-    model = on_towers(mlp, 4, on_nonfinite="raise")
+    model = on_towers(mlp, 4, health=Health(on_nonfinite="raise"))
     with pytest.raises(NonFiniteError) as caught:
         model.train_on_batch(x, Y[:2])
     assert {tower: rows[:2] for tower, rows in caught.value.towers.items()} == {0: (0, 1)}
@@ -234,7 +234,7 @@ def test_loss_scaling_is_left_alone(caplog):
     def factory():
         return mlp(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0))
 
-    model, alone = on_towers(factory, 2, on_nonfinite="raise"), factory()
+    model, alone = on_towers(factory, 2, health=Health(on_nonfinite="raise")), factory()
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
         fit(model, BAD)
     fit(alone, BAD)
@@ -246,7 +246,7 @@ def test_loss_scaling_is_left_alone(caplog):
 @pytest.mark.slow
 def test_one_tower_and_a_loop():
     """One tower watches too, and so does a loop of one's own, of which a variable's own name is reported."""
-    model = on_towers(mlp, 1, on_nonfinite="raise")
+    model = on_towers(mlp, 1, health=Health(on_nonfinite="raise"))
     with pytest.raises(NonFiniteError, match="tower 0, rows 0 to 19"):
         fit(model, BAD)
     weight = tf.Variable([1.0, 2.0], name="weight")
@@ -256,7 +256,7 @@ def test_one_tower_and_a_loop():
             loss = tf.reduce_mean(x * weight)
         weight.assign_sub(tape.gradient(loss, weight))
 
-    with Towers(2, on_nonfinite="raise") as towers:
+    with Towers(2, health=Health(on_nonfinite="raise")) as towers:
         with pytest.raises(NonFiniteError, match="tower 1, rows 2 to 2, for weight:0"):
             towers.run(step, tf.constant([[1.0, 1.0], [1.0, 1.0], [1.0, np.nan]]))
         assert weight.numpy().tolist() == [1.0, 2.0]
@@ -265,6 +265,6 @@ def test_one_tower_and_a_loop():
 def test_refused():
     """An unknown mode, and a step that is not traced."""
     with pytest.raises(ValueError, match=r"on_nonfinite to be None or one of .*'skip'.*\. Received: 'stop'"):
-        on_towers(mlp, 2, on_nonfinite="stop")
+        on_towers(mlp, 2, health=Health(on_nonfinite="stop"))
     with pytest.raises(NcclSyncError, match="run_eagerly=True"):
-        fit(on_towers(lambda: mlp(run_eagerly=True), 2, on_nonfinite="raise"))
+        fit(on_towers(lambda: mlp(run_eagerly=True), 2, health=Health(on_nonfinite="raise")))

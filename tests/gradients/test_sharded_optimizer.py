@@ -261,7 +261,7 @@ def test_skipped_step_changes_nothing():
     """With on_nonfinite="skip" the parts are undone on the tower that holds them."""
     x = X.copy()
     x[33] = np.nan
-    model, alone = on_towers(mlp, 3, shard_optimizer=True, on_nonfinite="skip"), mlp()
+    model, alone = on_towers(mlp, 3, shard_optimizer=True, health=ncclsync.Health(on_nonfinite="skip")), mlp()
     fit(model, x[:40], Y[:40], epochs=1)
     fit(alone, X[:20], Y[:20], epochs=1)
     assert_close(state(model), state(alone))

@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 from parity import Case, assert_close, check, data, fit, mlp, on_towers, spread, state
 
+import ncclsync
+
 X, Y = data()
 WEIGHTS = np.linspace(0.1, 2.0, len(X)).astype("float32")
 
@@ -184,9 +186,9 @@ EMPTY = {
     "eager": Case(lambda: mlp(run_eagerly=True), empty_among_others),
     "divided_optimizer": Case(mlp, empty_among_others, options={"shard_optimizer": True}),
     "accumulating": Case(lambda: mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), empty_among_others),
-    "watched": Case(mlp, empty_among_others, options={"on_nonfinite": "raise"}),
+    "watched": Case(mlp, empty_among_others, options={"health": ncclsync.Health(on_nonfinite="raise")}),
     # Moments of no rows are NaN, also on one device.
-    "normalised": Case(normalised, empty_among_others, options={"sync_batch_norm": True}),
+    "normalised": Case(normalised, empty_among_others, options={"exact": ("batch_norm",)}),
 }
 
 

@@ -9,6 +9,8 @@ import tensorflow as tf
 from keras import layers
 from parity import Case, assert_close, assert_towers_agree, check, data, fit, on_towers, spread
 
+import ncclsync
+
 X, Y = data()
 IMAGES = np.random.default_rng(1).standard_normal((len(X), 4, 4, 3)).astype("float32") * [1.0, 3.0, 0.2] + 1.0
 STEPS = np.arange(6) < 1 + np.arange(len(X))[:, None] % 6  # masks of 1 to 6 timesteps, uneven per shard
@@ -133,7 +135,7 @@ def fit_quietly(x):
 
 SYNCHRONISED = rows(SYNC)
 # The option sets what SYNC sets by hand: a few rows tell that it does.
-BY_OPTION = dict(list(rows(PLAIN, sync_batch_norm=True).items())[::4])
+BY_OPTION = dict(list(rows(PLAIN, exact=("batch_norm",)).items())[::4])
 
 
 def adapted(model):
@@ -209,6 +211,23 @@ def test_synchronized(name, towers):
 def test_synchronized_by_option(name, towers):
     """Layers that do not say so, in a model whose towers do."""
     check(BY_OPTION[name], towers)
+
+
+def test_exact_is_for_own_steps_too():
+    """The moments of the whole batch, and no layer is changed."""
+
+    def norm_and_step():
+        layer = layers.BatchNormalization()
+        layer.build((None, X.shape[1]))
+        return layer, lambda x: layer(x, training=True)
+
+    (alone, plain), (layer, step) = norm_and_step(), norm_and_step()
+    with ncclsync.Towers(3, exact=True) as towers:
+        np.testing.assert_allclose(towers.run(step, X), plain(X), atol=1e-5)
+        assert towers.divergence() == 0.0
+    for one, other in zip(layer.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert not layer.synchronized
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""With `batch_invariant_random` N towers draw what one device draws; without, they are reproducible."""
+"""With `exact` N towers draw what one device draws; without, they are reproducible."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from parity import Case, check, data, fit, on_towers, spread
 
 import ncclsync
 
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 X, Y = data()
 RNG = np.random.default_rng(3)
 SEQUENCES = RNG.standard_normal((31, 6, 12)).astype("float32")
@@ -452,8 +452,8 @@ def test_shuffles_and_draws_that_do_not_depend_on_the_samples():
 
 def test_a_bad_argument():
     """It is a bool."""
-    with pytest.raises(TypeError, match="Expected batch_invariant_random to be a bool"):
-        ncclsync.nccl_parallel(batch_invariant_random=1)
+    with pytest.raises(TypeError, match="Expected exact to be a bool"):
+        ncclsync.nccl_parallel(exact=1)
 
 
 class DrawsOnly(keras.layers.Layer):

@@ -78,9 +78,7 @@ class ContrastiveModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program(
-    "https://keras.io/examples/vision/semisupervised_simclr/", options={"batch_invariant_random": True}, towers=(4, 3)
-)
+@program("https://keras.io/examples/vision/semisupervised_simclr/", options={"exact": ("random",)}, towers=(4, 3))
 def simclr():
     """NT-Xent; the loss is a vector over the batch, and the gradient is asked of the vector: of its sum."""
 
@@ -295,7 +293,7 @@ def barlow_twins():
     return build, fit(VECTORS, epochs=2)
 
 
-@program("https://keras.io/examples/vision/barlow_twins/", options={"batch_invariant_random": True}, **BARLOW)
+@program("https://keras.io/examples/vision/barlow_twins/", options={"exact": ("random",)}, **BARLOW)
 def barlow_behind_noise():
     """The same behind a random layer, which must not hide that the loss compares samples."""
 

@@ -9,7 +9,7 @@ from keras import layers, ops
 RNG = np.random.default_rng(2)
 IMAGES = RNG.random((23, 6, 6, 1))
 LABELS = RNG.integers(0, 2, 23)
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 
 
 def discriminator(channels=1):

@@ -19,7 +19,7 @@ INDICES = RNG.integers(0, 12, 23)
 CLASSES = RNG.integers(0, 3, 12)
 
 
-@program("https://keras.io/examples/graph/gnn_citations/", options={"batch_invariant_random": True}, towers=(4, 3))
+@program("https://keras.io/examples/graph/gnn_citations/", options={"exact": ("random",)}, towers=(4, 3))
 def node_classification():
     """Every step works on the whole graph, and looks up the batch's nodes in the result."""
 

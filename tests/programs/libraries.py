@@ -85,7 +85,7 @@ def ranking_of_keras_rs():
     return build, fit(X, np.argsort(X, axis=1).astype("float64"), predict=X)
 
 
-@program("https://github.com/philipperemy/keras-tcn", extra="tcn", options={"batch_invariant_random": True})
+@program("https://github.com/philipperemy/keras-tcn", extra="tcn", options={"exact": ("random",)})
 def temporal_convolutions_of_keras_tcn():
     """Dilated causal convolutions with spatial dropout and layer normalisation."""
     from tcn import TCN
@@ -117,7 +117,7 @@ def focal_loss_of_a_library():
     "https://keras.io/guides/keras_hub/transformer_pretraining/",
     extra="keras_hub",
     still="key/bias",
-    options={"batch_invariant_random": True},
+    options={"exact": ("random",)},
 )
 def transformer_of_keras_hub():
     """`TokenAndPositionEmbedding`, a `TransformerEncoder` and a head for masked tokens, tied to the table."""

@@ -10,7 +10,7 @@ RNG = np.random.default_rng(4)
 X = RNG.standard_normal((23, 8))
 Y = RNG.integers(0, 3, 23)
 IMAGES = RNG.random((23, 6, 6, 1))
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 
 
 def classifier(width=6, name=None, dropout=0.0):

@@ -12,7 +12,7 @@ IDS = RNG.integers(0, 6, (23, 3))
 CLICKS = RNG.integers(0, 2, 23).astype("float64")
 PRICES = RNG.random((23, 1))
 WORDS = np.array(["red", "green", "blue", "black"], dtype=object)[RNG.integers(0, 4, (23, 1))]
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 
 
 def embedded(ids, width=3):

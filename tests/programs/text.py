@@ -17,7 +17,7 @@ LABELS = RNG.integers(0, 2, 23)
 CHOSEN = (RNG.random((23, LENGTH)) < 0.4).astype("float64")
 WORDS = RNG.integers(1, 5, (23, 3))
 SPECTRA = RNG.standard_normal((23, 8, 3))
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 
 
 class TokenAndPositionEmbedding(layers.Layer):

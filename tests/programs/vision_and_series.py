@@ -14,7 +14,7 @@ TARGETS = np.sin(SERIES.sum(axis=(1, 2)))[:, None]
 WEIGHTS = 1.0 + RNG.integers(0, 3, (23, 6))
 BOXES = RNG.random((23, 9, 4))
 FILMS = RNG.random((23, 3, 4, 4, 1))
-INVARIANT = {"batch_invariant_random": True}
+INVARIANT = {"exact": ("random",)}
 
 
 def logits_loss():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync import nccl_parallel
+from ncclsync import Health, nccl_parallel
 from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
 from ncclsync.tools.bench.models import MODELS, rows_of
@@ -154,7 +154,7 @@ def test_parts_of_a_step_leave_out_what_they_say():
 
     rng = np.random.default_rng(0)
     batch = tf.constant(rng.random((4, 3), "float32")), tf.constant(rng.random((4, 2), "float32"))
-    model = nccl_parallel(towers=2, check_every=100)(build)()
+    model = nccl_parallel(towers=2, health=Health(check_every=100))(build)()
     with model.towers:
         parts = StepParts(model, batch)
         start = model.get_weights()

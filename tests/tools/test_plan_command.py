@@ -118,7 +118,7 @@ def test_command_line_that_is_not_understood(planned, arguments, message):
 def test_traffic_of_a_traced_program():
     """Small buckets, last layer first; a synchronised normalisation's own stages; rows of an embedding."""
 
-    @nccl_parallel(towers=1, backend="cpu", bucket_bytes=300, sync_batch_norm=True)
+    @nccl_parallel(towers=1, backend="cpu", bucket_bytes=300, exact=("batch_norm",))
     def build():
         inputs = keras.Input((4,), dtype="int32")
         features = keras.layers.Embedding(1000, 8)(inputs)
@@ -131,7 +131,7 @@ def test_traffic_of_a_traced_program():
     model = build()
     data = np.zeros((6, 4), "int32"), np.zeros((6, 4), "float32")
     with model.towers:
-        stages = traced_traffic(model, data, 6, build.nccl_parallel_options).stages
+        stages = traced_traffic(model, data, 6).stages
     assert len(stages) == 4  # to the moments, to their gradients, to the gradients, the update
     assert sum(stage.share for stage in stages) == pytest.approx(1)
     messages = [message for stage in stages for message in stage.messages]

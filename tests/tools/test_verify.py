@@ -129,7 +129,7 @@ def test_batch_normalization():
     plain = check(lambda: sequential(layers.Dense(4), layers.BatchNormalization(name="bn")))
     assert not plain.ok
     assert (plain.first.step, plain.first.kind) == (1, "weight")
-    assert "bn'" in reasons(plain) and "sync_batch_norm" in reasons(plain)
+    assert "bn'" in reasons(plain) and "exact=True" in reasons(plain)
     assert check(lambda: sequential(layers.BatchNormalization(synchronized=True))).ok
 
 
@@ -142,8 +142,8 @@ def test_dropout():
 
     report = check(build)
     assert not report.ok
-    assert "Dropout 'drop'" in reasons(report) and "batch_invariant_random" in reasons(report)
-    assert check(build, batch_invariant_random=True).ok
+    assert "Dropout 'drop'" in reasons(report) and "exact=True" in reasons(report)
+    assert check(build, exact=("random",)).ok
 
 
 class FirstRow(keras.metrics.Metric):
@@ -295,7 +295,7 @@ def test_table():
     assert text.startswith("Different: 3 towers and one device, 3 steps on batches of 12, 12, 11 samples.")
     assert "seven/kernel" in text
     assert "Likely reasons:\n  BatchNormalization 'sequential" in text
-    assert "Remedy: @nccl_parallel(sync_batch_norm=True)" in text
+    assert "Remedy: @nccl_parallel(exact=True)" in text
     assert max(map(len, text.splitlines())) <= 110
     console = rich.console.Console(width=110)
     with console.capture() as captured:
@@ -542,7 +542,7 @@ number = 3
     ("arguments", "code", "out", "err"),
     [
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
-        (["mine:Normalised.build", "--steps", "2", "--sync-batch-norm"], 0, "Equal to 1e-05: 4 towers", ""),
+        (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", ""),
         (["mine:unknown"], 2, "", "Expected a model whose input shapes are known"),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
     ],

@@ -11,7 +11,7 @@ from models import gan, out_of_memory_above
 from parity import data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import AuditError, Throughput, nccl_parallel
+from ncclsync import AuditError, Health, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers import state as state_module
 from ncclsync.towers import step as step_module
@@ -42,15 +42,15 @@ def accumulating():
 
 KINDS = {
     "normalised": (normalised, {}),
-    "synchronised": (normalised, {"sync_batch_norm": True}),
-    "drawn as by one device": (normalised, {"batch_invariant_random": True}),
+    "synchronised": (normalised, {"exact": ("batch_norm",)}),
+    "drawn as by one device": (normalised, {"exact": ("random",)}),
     "accumulating": (accumulating, {}),
     "sharded": (mlp, {"shard_optimizer": True}),
     "compressed": (mlp, {"compression": "bfloat16"}),
-    "undone": (mlp, {"on_nonfinite": "skip"}),
+    "undone": (mlp, {"health": Health(on_nonfinite="skip")}),
     "gan": (gan, {}),
     "shards": (normalised, {"shards": 7}),
-    "shards, synchronised": (normalised, {"shards": 6, "sync_batch_norm": True}),
+    "shards, synchronised": (normalised, {"shards": 6, "exact": ("batch_norm",)}),
     "shards, accumulating": (accumulating, {"shards": 5}),
     "shards, gan": (gan, {"shards": 6}),
     "unequal shares": (normalised, {"shares": [3, 2, 1, 1, 1]}),
@@ -71,7 +71,8 @@ def test_nothing_else_is_different(deterministic, kind, towers):
         options = {"shares": options["shares"][:towers]}
     found = []
     for every in (2, None):
-        model = on_towers(build, towers, audit_every=every, **options)
+        health = dataclasses.replace(options.get("health", Health()), audit_every=every)
+        model = on_towers(build, towers, **{**options, "health": health})
         found.append((fit(model), state(model)))
         assert model.towers.divergence() == 0.0
         model.towers.close()
@@ -138,7 +139,7 @@ def test_python_runs_once_in_an_audited_step(deterministic, caplog, how, towers,
             model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], jit_compile=False)
             return model
 
-        model = on_towers(build, towers, audit_every=every, **options)
+        model = on_towers(build, towers, health=Health(audit_every=every), **options)
         found.append((fit(model), state(model), model.calls))
         model.towers.close()
     assert [leaf.tobytes() for leaf in leaves_of(found[0])] == [leaf.tobytes() for leaf in leaves_of(found[1])]
@@ -200,7 +201,7 @@ def break_calls(deterministic, monkeypatch):
 
 
 def caught(towers, *, shards=None, **options):
-    model = on_towers(mlp, towers, audit_every=3, shards=shards)
+    model = on_towers(mlp, towers, health=Health(audit_every=3), shards=shards)
     if options:
         model.compile(model.optimizer, model.loss, **options)
     with pytest.raises(AuditError) as found:
@@ -262,7 +263,7 @@ def test_an_audited_step_that_does_not_fit(deterministic):
         return model
 
     for every in (1, None):
-        model = on_towers(build, 2, audit_every=every, on_oom="split")
+        model = on_towers(build, 2, health=Health(audit_every=every), on_oom="split")
         seen.append((fit(model), state(model)))
         assert model.towers.shards.total == 4
         model.towers.close()
@@ -278,7 +279,7 @@ def test_every_audit_is_made(deterministic, monkeypatch, callback, length):
     monkeypatch.setattr(Audit, "check", lambda audit, step: steps.append(step) or check(audit, step))
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
     dataset = dataset.filter(lambda *_: True) if length == "unknown" else dataset
-    model = on_towers(mlp, 2, audit_every=6)
+    model = on_towers(mlp, 2, health=Health(audit_every=6))
     model.fit(dataset, epochs=6, verbose=0, callbacks=[callback()] if callback else [])
     assert steps == [6, 12, 18, 24, 30]
     model.towers.close()
@@ -297,7 +298,7 @@ def test_devices_of_other_models(deterministic, monkeypatch):
     """May round otherwise: no false alarm blames one."""
     monkeypatch.setattr(state_module, "device_models", lambda devices: ["NVIDIA A100", "NVIDIA H100"])
     with pytest.raises(ValueError, match=r"Expected devices of one model .*Received: NVIDIA A100, NVIDIA H100"):
-        on_towers(mlp, 2, audit_every=5)
+        on_towers(mlp, 2, health=Health(audit_every=5))
 
 
 @pytest.mark.slow
@@ -315,35 +316,35 @@ def test_the_variable_is_named(break_calls):
 def test_no_false_alarm(deterministic):
     """Over 300 audited steps, or 10,000."""
     steps = some(300, 10_000)
-    model = on_towers(normalised, 3, audit_every=1, sync_batch_norm=True)
+    model = on_towers(normalised, 3, exact=("batch_norm",), health=Health(audit_every=1))
     fit(model, epochs=steps // 5)
     assert model.towers.steps == steps
     model.towers.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("health", "error", "words"),
     [
         ({"audit_every": 0}, ValueError, "Expected audit_every to be at least 1"),
         ({"audit_every": True}, TypeError, "Expected audit_every to be a number of steps"),
     ],
 )
-def test_a_wrong_option_is_an_error(options, error, words):
+def test_a_wrong_option_is_an_error(health, error, words):
     """Before anything is created."""
     with pytest.raises(error, match=words):
-        nccl_parallel(**options)
+        nccl_parallel(health=Health(**health))
 
 
 def test_ops_must_be_deterministic():
     """Else towers may differ, and nothing is wrong."""
     with pytest.raises(ValueError, match=r"Call tf\.config\.experimental\.enable_op_determinism\(\) first"):
-        on_towers(mlp, 2, audit_every=5)
+        on_towers(mlp, 2, health=Health(audit_every=5))
 
 
 def test_one_tower_audits_nobody(deterministic):
     """An error says that it takes two; and hidden random numbers, which no tower draws again, are one."""
     with pytest.raises(ValueError, match="Expected two towers in each process"):
-        on_towers(mlp, 1, audit_every=5)
+        on_towers(mlp, 1, health=Health(audit_every=5))
 
     class Noisy(layers.Layer):
         def call(self, x):
@@ -354,7 +355,7 @@ def test_one_tower_audits_nobody(deterministic):
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
-    model = on_towers(noisy, 2, audit_every=5)
+    model = on_towers(noisy, 2, health=Health(audit_every=5))
     with pytest.raises(Exception, match=r"RandomStandardNormal, whose state TensorFlow hides"):
         fit(model)
     model.towers.close()

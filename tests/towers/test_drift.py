@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import DivergenceError, Towers
+from ncclsync import DivergenceError, Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers.drift import checksum, outliers
 
@@ -85,7 +85,7 @@ def test_outliers(checksums, expected):
 
 def test_flipped_bit_is_named():
     """The lowest bit of one weight on one tower: the error names it, and heals nothing."""
-    model = on_towers(mlp, 3, check_every=2)
+    model = on_towers(mlp, 3, health=Health(check_every=2))
     with pytest.raises(DivergenceError, match=r"after step 4, .*: sequential.*/kernel on tower 2") as caught:
         fit(model, [Flip(2, 3)])
     error = caught.value
@@ -103,7 +103,7 @@ def test_flipped_bit_is_named():
 def test_repair_is_logged(caplog):
     """`on_divergence="repair"`: tower 0's values everywhere, and the same words as a warning, once."""
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
-        model = on_towers(mlp, 3, check_every=1, on_divergence="repair")
+        model = on_towers(mlp, 3, health=Health(check_every=1, on_divergence="repair"))
         fit(model, [Flip(1, 1)])
     told = [r.getMessage() for r in caplog.records if "after step" in r.getMessage()]
     assert len(told) == 1
@@ -124,7 +124,7 @@ def test_healthy_towers_and_what_python_writes():
         model.add(keras.layers.Dropout(0.5))
         return model
 
-    model = on_towers(factory, 2, check_every=1)
+    model = on_towers(factory, 2, health=Health(check_every=1))
     fit(model)
     model.layers[0].kernel.assign(model.layers[0].kernel * np.nan)
     fit(model)
@@ -133,7 +133,7 @@ def test_healthy_towers_and_what_python_writes():
 @pytest.mark.slow
 def test_steps_are_counted_as_they_run():
     """With `steps_per_execution`, where the last call makes fewer, and `train_on_batch`; not `evaluate`."""
-    model = on_towers(lambda: mlp(steps_per_execution=2), 2, check_every=8)
+    model = on_towers(lambda: mlp(steps_per_execution=2), 2, health=Health(check_every=8))
     fit(model)  # 2 epochs of 3 steps
     model.evaluate(X, Y, batch_size=20, verbose=0)
     model.train_on_batch(X, Y)
@@ -145,7 +145,7 @@ def test_steps_are_counted_as_they_run():
 def test_towers_run():
     """Steps of a loop of one's own count; a variable that is no Keras model's has its own name."""
     weight = tf.Variable(1.0, name="weight")
-    with Towers(2, check_every=2) as towers:
+    with Towers(2, health=Health(check_every=2)) as towers:
 
         def step(x):
             weight.assign_add(tf.reduce_mean(x))
@@ -167,4 +167,4 @@ def test_towers_run():
 def test_bad_arguments(arguments, error):
     """Refused where the decorator is applied."""
     with pytest.raises((TypeError, ValueError), match=error):
-        on_towers(None, 2, **arguments)
+        on_towers(None, 2, health=Health(**arguments))

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import BackupAndRestore, NonFiniteError, Shuffled, Throughput, Timeline
+from ncclsync import BackupAndRestore, Health, NonFiniteError, Shuffled, Throughput, Timeline
 from ncclsync.towers import feeding, step
 
 pytestmark = pytest.mark.timeout(120)
@@ -201,7 +201,7 @@ def test_step_that_fails(either):
     """The rows that are named are those of the batch that was trained, not of one fetched ahead."""
     x = X.copy()
     x[45] = np.nan
-    model = on_towers(mlp, 2, on_nonfinite="raise")
+    model = on_towers(mlp, 2, health=Health(on_nonfinite="raise"))
     with pytest.raises(NonFiniteError) as caught:
         model.fit(x, Y, batch_size=10, shuffle=False, verbose=0)
     with np.load(caught.value.file) as file:

@@ -91,7 +91,7 @@ def test_none_as_an_input(steps, eagerly, named, towers):
 @pytest.mark.slow
 def test_none_beside_callbacks_and_verify(tmp_path):
     """`Timeline`, `on_nonfinite`, `Shuffled`, `explain` and `verify` take it as any other batch."""
-    model = on_towers(optional, 2, on_nonfinite="raise")
+    model = on_towers(optional, 2, health=ncclsync.Health(on_nonfinite="raise"))
     watching = [ncclsync.Throughput(), ncclsync.Timeline(tmp_path / "trace.json")]
     pairs = ncclsync.Shuffled(inputs(None), Y, batch_size=8, seed=1)
     assert [[x[1] for x, _ in pairs], pairs.rows] == [[None] * 4, 26]

@@ -15,7 +15,7 @@ from models import gan, out_of_memory_above, step_of
 from parity import assert_close, assert_towers_agree, bits, data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import BackupAndRestore, NcclSyncError, NonFiniteError, Towers, nccl_parallel
+from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.communicator.buffers import CUDA, HOST
 
@@ -127,17 +127,17 @@ def tokens():
 RUNS = {
     "mlp": Run(mlp),
     "cnn": Run(cnn, images(), exact=False),
-    "cnn, synchronized": Run(cnn, images(), {"sync_batch_norm": True}),
+    "cnn, synchronized": Run(cnn, images(), {"exact": ("batch_norm",)}),
     "dropout and augmentation": Run(augmented, images(), exact=False),
-    "dropout and augmentation, invariant": Run(augmented, images(), {"batch_invariant_random": True}),
+    "dropout and augmentation, invariant": Run(augmented, images(), {"exact": ("random",)}),
     "embedding and gru": Run(words, tokens()),
     "adamw, clipnorm": Run(adamw(clipnorm=0.1)),
     "adamw, global clipnorm": Run(adamw(global_clipnorm=0.1)),
     "adamw, accumulation": Run(adamw(gradient_accumulation_steps=2)),
     "adamw, ema": Run(adamw(use_ema=True, ema_overwrite_frequency=2)),
     "compression": Run(mlp, options={"compression": "bfloat16"}, exact=False),
-    "on_nonfinite": Run(mlp, options={"on_nonfinite": "skip"}),
-    "checked": Run(mlp, options={"check_first_step": True, "check_every": 1}),
+    "on_nonfinite": Run(mlp, options={"health": Health(on_nonfinite="skip")}),
+    "checked": Run(mlp, options={"health": Health(check_every=1)}),
     "custom step": Run(custom),
     "sample weights": Run(mlp, (X, Y, np.linspace(0, 1, ROWS, dtype="float32"))),
     "gan": Run(gan, (X, data(ROWS, features=4)[0])),
@@ -402,7 +402,7 @@ def test_explain_tells_of_shards():
         "a tower computes 2 of them, one after another, and keeps of each what it adds to the sums" in explained.order
     )
     model.towers.close()
-    model = on_towers(cnn, 2, shards=4, sync_batch_norm=True)
+    model = on_towers(cnn, 2, shards=4, exact=("batch_norm",))
     assert "since they meet in between" in model.towers.explain(10).order
     model.towers.close()
     model = on_towers(mlp, 2, shards=6, shards_at_once=2)
@@ -465,7 +465,7 @@ def test_a_gradient_that_is_not_finite_is_of_a_tower():
     """And of the rows of its shards that have such."""
     x = X[:16].copy()
     x[[5, 12, 15]] = np.nan
-    model = on_towers(mlp, 2, shards=8, on_nonfinite="raise")
+    model = on_towers(mlp, 2, shards=8, health=Health(on_nonfinite="raise"))
     with pytest.raises(NonFiniteError) as caught:
         model.fit(x, Y[:16], batch_size=16, verbose=0)
     assert {tower: found[:2] for tower, found in caught.value.towers.items()} == {0: (4, 6), 1: (12, 16)}

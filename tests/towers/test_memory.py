@@ -9,6 +9,7 @@ import keras
 import pytest
 from parity import assert_towers_agree, data, mlp, on_towers
 
+from ncclsync import Health
 from ncclsync.compat import tensorflow as tf_compat
 
 X, Y = data(24)
@@ -24,7 +25,7 @@ def copies(model, variable):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip"}, {"check_every": 1}])
+@pytest.mark.parametrize("options", [{}, {"health": Health(on_nonfinite="skip")}, {"health": Health(check_every=1)}])
 def test_deleted_models_leave_nothing(options):
     """Without `close`, a deleted model's variables, their copies and the communicator die with it."""
 
@@ -59,7 +60,7 @@ def test_compile_again_drops_the_old_optimizers_copies():
 MEMORY = """
 import threading, time
 import keras, numpy as np, psutil
-from ncclsync import nccl_parallel
+from ncclsync import Health, nccl_parallel
 
 MB = 1e6
 process = psutil.Process()

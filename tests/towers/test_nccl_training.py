@@ -21,7 +21,16 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from virtual_host import command
 
-from ncclsync import BackupAndRestore, NcclError, NcclSyncError, NcclTimeoutError, Timeline, Towers, nccl_parallel
+from ncclsync import (
+    BackupAndRestore,
+    Health,
+    NcclError,
+    NcclSyncError,
+    NcclTimeoutError,
+    Timeline,
+    Towers,
+    nccl_parallel,
+)
 from ncclsync.communicator import NcclCommunicator, nvls
 from ncclsync.communicator.buffers import CUDA, HOST
 from ncclsync.compat import tensorflow as tf_compat
@@ -128,7 +137,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
     """`fit` raises the collective's own error; tower 0 is as before the step, and saved; the next `fit` goes
     on as if nothing had happened."""
     path = tmp_path / f"emergency{suffix}"
-    model = nccl_parallel(towers=3, backend="nccl", timeout_s=0.3, emergency_checkpoint=str(path))(mlp)()
+    model = nccl_parallel(towers=3, backend="nccl", health=Health(timeout_s=0.3, emergency_checkpoint=str(path)))(mlp)()
     told = TellToFail(nccl, fail)
     with caplog.at_level(logging.WARNING, "ncclsync"), pytest.raises(error) as caught:
         fit(model, callbacks=[told])
@@ -158,7 +167,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
 
 def test_buckets_travel_in_one_group(nccl, tmp_path):
     """All that meets after one part of a step is one NCCL group; an error names the bucket it was in."""
-    emergency = {"emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    emergency = {"health": Health(emergency_checkpoint=tmp_path / "emergency.weights.h5")}
     model = on_towers(mlp, 2, backend="nccl", shard_optimizer=True, **emergency)
     model.train_on_batch(X, Y)
     nccl.count("ncclGroupEnd", "ncclReduceScatter", "cuCtxRecordEvent")
@@ -227,7 +236,7 @@ def test_divided_optimizer(nccl, tmp_path, factory, towers, fails):
     the weights, with two launches. A step in which one of them fails leaves no trace.
     """
     x = np.abs(X).astype("int32") if factory is clipped_embedding else X
-    options = {"timeout_s": 0.5, "emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    options = {"health": Health(timeout_s=0.5, emergency_checkpoint=tmp_path / "emergency.weights.h5")}
     model = on_towers(factory, towers, backend="nccl", shard_optimizer=True, **options)
     alone = factory()
     assert_close(*([fit(one, x=x), arrays(one)] for one in (model, alone)))
@@ -267,7 +276,7 @@ def test_traced_once(nccl):
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
-    model = on_towers(counted, 3, backend="nccl", timeout_s=0.2)
+    model = on_towers(counted, 3, backend="nccl", health=Health(timeout_s=0.2))
     fit(model)
     before = len(traces)
     nccl.fail("stuck:1")
@@ -282,7 +291,7 @@ def test_traced_once(nccl):
 def test_failure_while_weights_are_sent(nccl, tmp_path):
     """What was not sent is sent as soon as it can be; tower 0 is saved there too."""
     path = tmp_path / "emergency.weights.h5"
-    model = nccl_parallel(towers=3, backend="nccl", timeout_s=0.2, emergency_checkpoint=path)(mlp)()
+    model = nccl_parallel(towers=3, backend="nccl", health=Health(timeout_s=0.2, emergency_checkpoint=path))(mlp)()
     fit(model)
     model.set_weights([w + 1 for w in model.get_weights()])
     before = arrays(model)
@@ -303,7 +312,7 @@ def test_failure_while_weights_are_sent(nccl, tmp_path):
 def test_checkpoint_that_cannot_be_saved(nccl, tmp_path, caplog):
     """Is logged; what is raised is why it was to be saved."""
     path = tmp_path / "missing" / "emergency.keras"
-    model = nccl_parallel(towers=2, backend="nccl", timeout_s=0.2, emergency_checkpoint=path)(mlp)()
+    model = nccl_parallel(towers=2, backend="nccl", health=Health(timeout_s=0.2, emergency_checkpoint=path))(mlp)()
     told = TellToFail(nccl, "async:1=3")
     with caplog.at_level(logging.ERROR, "ncclsync"), pytest.raises(NcclError, match="ncclInternalError"):
         fit(model, callbacks=[told])
@@ -323,9 +332,9 @@ def test_checkpoint_that_cannot_be_saved(nccl, tmp_path, caplog):
 def test_bad_options(options, error, message):
     """Refused when the factory is decorated."""
     with pytest.raises(error, match=message):
-        nccl_parallel(towers=2, **options)(mlp)
-    with pytest.raises(ValueError, match="Expected timeout_s"):
-        Towers(2, timeout_s=-1)
+        nccl_parallel(towers=2, health=Health(**options))(mlp)
+    with pytest.raises(ValueError, match="Expected no emergency_checkpoint: Towers know of no model"):
+        Towers(2, health=Health(emergency_checkpoint="it.keras"))
 
 
 def test_own_loop(nccl):
@@ -336,7 +345,7 @@ def test_own_loop(nccl):
 
     from ncclsync import ops
 
-    with Towers(3, backend="nccl", timeout_s=0.2) as towers:
+    with Towers(3, backend="nccl", health=Health(timeout_s=0.2)) as towers:
         batch = tf.reshape(tf.range(30.0), (10, 3))
         assert towers.run(step, batch)["sum"].numpy() == 435.0
         nccl.fail("stuck:0")
@@ -368,13 +377,13 @@ INTERRUPTED = """
 import ctypes, os, keras, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 from parity import data, mlp
-from ncclsync import nccl_parallel
+from ncclsync import Health, nccl_parallel
 from ncclsync.communicator.buffers import CUDA, HOST
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.communicator import NcclCommunicator, nvls
 NcclCommunicator.memory = {**CUDA, **HOST}
 standin = ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"])
-model = nccl_parallel(towers=3, backend="nccl", timeout_s=None)(mlp)()
+model = nccl_parallel(towers=3, backend="nccl", health=Health(timeout_s=None))(mlp)()
 x, y = data(61)
 
 def hang(epoch, logs):
@@ -414,7 +423,7 @@ def test_ctrl_c_within_fit(built_standin, tmp_path):
 @pytest.mark.slow
 def test_random_faults_within_fit(nccl, tmp_path):
     """20 of them: `fit` ends or raises, tower 0's weights are never lost, and the next `fit` goes on."""
-    options = {"timeout_s": 0.1, "emergency_checkpoint": tmp_path / "emergency.weights.h5"}
+    options = {"health": Health(timeout_s=0.1, emergency_checkpoint=tmp_path / "emergency.weights.h5")}
     model = on_towers(mlp, 3, backend="nccl", **options)
     fit(model, epochs=1)
     calls = ("ncclAllReduce", "ncclGroupStart", "ncclGroupEnd", "ncclCommGetAsyncError", "cudaStreamQuery")

@@ -11,7 +11,7 @@ import pytest
 import ncclsync
 from ncclsync import nccl_parallel, parallel
 from ncclsync.parallel import ModelOptions
-from ncclsync.towers.options import TowerOptions
+from ncclsync.towers.options import Health, TowerOptions
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -27,6 +27,7 @@ def test_each_option_is_documented_once():
     """In the order of the fields; a class describes its own."""
     assert documented(TowerOptions.__doc__, 8) == OF_TOWERS
     assert documented(ModelOptions.__doc__, 8) == list(DEFAULTS)[len(OF_TOWERS) :]
+    assert documented(Health.__doc__, 8) == [field.name for field in dataclasses.fields(Health)]
 
 
 def test_help_shows_every_option():
@@ -56,7 +57,8 @@ def test_readme_has_a_row_for_every_option():
     """With its default."""
     section = README.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|")[:2] for line in section.splitlines() if line.startswith("| `")]
-    assert {name.strip(" `"): eval(default.strip(" `")) for name, default in rows} == DEFAULTS
+    found = {name.strip(" `"): eval(default.strip(" `"), {"Health": Health}) for name, default in rows}
+    assert found == {**DEFAULTS, **dataclasses.asdict(Health())}
 
 
 @pytest.mark.parametrize("taker", [nccl_parallel, ncclsync.Towers])
@@ -68,11 +70,56 @@ def test_an_unknown_option_is_the_takers_error(taker):
 
 def test_what_needs_a_model_is_no_option_of_towers():
     """It would have no effect."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sync_batch_norm'"):
-        ncclsync.Towers(2, sync_batch_norm=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'recipe'"):
+        ncclsync.Towers(2, recipe=None)
 
 
-@pytest.mark.parametrize("name", [name for name, default in DEFAULTS.items() if isinstance(default, bool)])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"sync_batch_norm": True}, 'exact=("batch_norm",)'),
+        ({"batch_invariant_random": True}, 'exact=("random",)'),
+        ({"check_first_step": True}, "python -m ncclsync verify"),
+        ({"on_nonfinite": "skip"}, "health=ncclsync.Health(on_nonfinite='skip')"),
+        ({"timeout_s": 5}, "health=ncclsync.Health(timeout_s=5)"),
+    ],
+)
+def test_an_old_name_is_an_error_that_says_the_new_one(old, new):
+    """By the decorator, and by `Towers`."""
+    for taker in (nccl_parallel, ncclsync.Towers):
+        with pytest.raises(
+            TypeError, match=re.escape(f"unexpected keyword argument {next(iter(old))!r}. It is {new} now")
+        ):
+            taker(**old)
+
+
+@pytest.mark.parametrize("exact", ["random", ("dropout",), 1, None])
+def test_exact_is_a_bool_or_some_of_its_words(exact):
+    with pytest.raises(ValueError, match="Expected exact to be a bool or a tuple of some of"):
+        nccl_parallel(exact=exact)
+
+
+@pytest.mark.parametrize(
+    "exact, found", [(True, (1, 1)), (False, (0, 0)), (("random",), (0, 1)), (["batch_norm"], (1, 0))]
+)
+def test_exact_is_of_both_or_of_one(exact, found):
+    options = TowerOptions(exact=exact)
+    assert (options.exact_batch_norm, options.exact_random) == found
+
+
+def test_health_is_a_health():
+    with pytest.raises(TypeError, match=r"Expected health to be a Health\(...\). Received: {'check_every': 2}"):
+        nccl_parallel(health={"check_every": 2})
+
+
+def test_the_decorator_has_few_options():
+    """A newcomer reads all of them."""
+    assert len(DEFAULTS) <= 13
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, default in DEFAULTS.items() if isinstance(default, bool) and name != "exact"]
+)
 def test_flags_are_bools(name):
     """Of the towers too, not of the decorator only."""
     kind = TowerOptions if name in OF_TOWERS else ModelOptions

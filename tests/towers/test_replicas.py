@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers, state
 
-from ncclsync import DivergenceError, Towers
+from ncclsync import DivergenceError, Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers import placement
 
@@ -142,7 +142,7 @@ def flip(variable, bit=12):
 def test_a_flipped_bit_is_seen(program):
     """`divergence` tells it, `check_every` names the tower, and the next step's weights are others."""
     model, alone = on_towers(mlp, 3), mlp()
-    checked = on_towers(mlp, 3, check_every=2)
+    checked = on_towers(mlp, 3, health=Health(check_every=2))
     for one in (model, alone, checked):
         one.train_on_batch(X, Y)
     assert model.towers.divergence() == 0.0

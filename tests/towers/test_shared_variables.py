@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, mlp, state
 
-from ncclsync import NcclSyncError, Towers, nccl_parallel
+from ncclsync import Health, NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers import step
 
@@ -88,7 +88,7 @@ def train_gan(judge, generator, combined):
     ("towers", "options"),
     [
         ((2, 2), {}),
-        ((4, 2), {"check_every": 1}),  # towers that share no memory
+        ((4, 2), {"health": Health(check_every=1)}),  # towers that share no memory
         ((2, 3), {"shard_optimizer": True}),
         ((1, 2), {}),
         ((2, 1), {}),
@@ -103,7 +103,7 @@ def test_gan(towers, options):
 @pytest.mark.slow
 def test_gan_with_dropout():
     """Random state is shared as weights are: the numbers drawn are those of one device."""
-    put = nccl_parallel(towers=3, batch_invariant_random=True)
+    put = nccl_parallel(towers=3, exact=("random",))
     assert_close(train_gan(*gan(put, put, 0.3)), train_gan(*gan(plain, plain, 0.3)))
 
 
@@ -359,7 +359,7 @@ def test_step_that_is_undone(on_nonfinite):
 
     batch = X[:10], Y[:10]
     bad = np.where(np.arange(10)[:, None] == 9, np.nan, X[:10]), Y[:10]
-    with Towers(2, on_nonfinite=on_nonfinite) as one, Towers(3) as other:
+    with Towers(2, health=Health(on_nonfinite=on_nonfinite)) as one, Towers(3) as other:
         for _ in range(2):
             for towers, function in ((one, failing), (other, train)):
                 assert_close(towers.run(function, batch), run_here(expected, batch))

@@ -9,7 +9,7 @@ import tensorflow as tf
 from models import gan
 from parity import Case, assert_close, assert_towers_agree, check, data, fit, mlp, on_towers, state
 
-from ncclsync import NonFiniteError, Timeline, Towers, nccl_parallel
+from ncclsync import Health, NonFiniteError, Timeline, Towers, nccl_parallel
 from ncclsync.ops.spans import Measured, MeasuredStep, Span, TimedSpan
 from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers import shares as module
@@ -56,8 +56,8 @@ TOKENS = np.abs(X * 10).astype("int32") % 30
 NOISE = np.random.default_rng(7).standard_normal((len(X), 4)).astype("float32")
 CASES = {
     "mlp": Case(mlp, everything),
-    "normalised": Case(normalised, everything, 1e-4, {"sync_batch_norm": True}),
-    "embedding_dropout": Case(embedding, fit(TOKENS, Y), options={"batch_invariant_random": True}),
+    "normalised": Case(normalised, everything, 1e-4, {"exact": ("batch_norm",)}),
+    "embedding_dropout": Case(embedding, fit(TOKENS, Y), options={"exact": ("random",)}),
     "gan": Case(gan, fit(X, NOISE, epochs=2)),
     "sharded_optimizer": Case(mlp, everything, options={"shard_optimizer": True}),
 }
@@ -97,7 +97,7 @@ def test_rows_of_a_gradient_that_is_not_finite():
     """They are named by the shares that the batch was split by, also after a tower without rows."""
     x = X[:3].copy()
     x[2] = np.nan
-    model = on_towers(mlp, 3, shares=[10, 1, 10], on_nonfinite="raise")
+    model = on_towers(mlp, 3, shares=[10, 1, 10], health=Health(on_nonfinite="raise"))
     with pytest.raises(NonFiniteError) as caught:
         model.fit(x, Y[:3], batch_size=3, verbose=0)
     assert {tower: found[:2] for tower, found in caught.value.towers.items()} == {2: (2, 3)}

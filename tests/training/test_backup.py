@@ -85,7 +85,7 @@ def interrupt(model, folder, epoch, batch, **options):
 @pytest.fixture(scope="module")
 def whole():
     """The weights of runs that nothing interrupts, on one device and on two towers."""
-    models = alone(), on_towers(build, 2, batch_invariant_random=True)
+    models = alone(), on_towers(build, 2, exact=("random",))
     return dict(enumerate((train(model).get_weights() for model in models), 1))
 
 
@@ -94,7 +94,7 @@ def killed(tmp_path_factory):
     """What a run on two towers has left that was killed behind batch 5 of its second epoch."""
     folder = tmp_path_factory.mktemp("killed")
     code = (
-        "import test_backup as t; model = t.on_towers(t.build, 2, batch_invariant_random=True); "
+        "import test_backup as t; model = t.on_towers(t.build, 2, exact=True); "
         f"t.train(model, {str(folder)!r}, die=t.Die(1, 5, kill=True))"
     )
     # As many threads for an op as here, where TensorFlow may have started before towers could ask for one:
@@ -115,7 +115,7 @@ def test_killed_run_goes_on_at_the_sample(killed, whole, towers, batch_size, tmp
     """Each sample once per epoch; the weights of the run that was not killed, on two towers bit for bit."""
     for file in killed.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    model = on_towers(build, towers, batch_invariant_random=True)
+    model = on_towers(build, towers, exact=("random",))
     steps = model.optimizer.iterations
     train(model, tmp_path, batch_size)
     np.testing.assert_array_equal(model.layers[0].times, np.full(ROWS, EPOCHS))

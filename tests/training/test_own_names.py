@@ -253,7 +253,11 @@ def test_the_readme_lists_all_that_is_set():
         model.predict(X, verbose=0)
         return model
 
-    options = {"towers": 2, "sync_batch_norm": True, "on_nonfinite": "skip", "emergency_checkpoint": "never.keras"}
+    options = {
+        "towers": 2,
+        "exact": ("batch_norm",),
+        "health": ncclsync.Health(on_nonfinite="skip", emergency_checkpoint="never.keras"),
+    }
     model = used(nccl_parallel(**options, recipe=ncclsync.LargeBatch(8, 1))(build)())
     processes.keep_in_step(model, types.SimpleNamespace(is_chief=True))
     plain = members(used(build()))

@@ -34,12 +34,12 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
     from ncclsync.parallel import nccl_parallel
     from ncclsync.training.keras_model import ModelStep
 
-    model = nccl_parallel(towers=given.towers, check_first_step=False)(_dense)()
+    model = nccl_parallel(towers=given.towers)(_dense)()
     batch = (tf.zeros([given.towers * _ROWS, _WIDTH]), tf.zeros([given.towers * _ROWS, 1]))
     data = tf.data.Dataset.from_tensors(batch).repeat()
     with model.towers as towers:
         kept = _Kept(towers, iterator := iter(data))
-        step = ModelStep(model, towers, "train_step", False)
+        step = ModelStep(model, towers, "train_step")
 
         def compute() -> None:
             for _ in range(_STEPS):

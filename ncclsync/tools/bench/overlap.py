@@ -41,7 +41,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     from ncclsync.tools.bench.split import StepParts
 
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # and what the loss sends
-    model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes, check_first_step=False)(_dense)()
+    model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes)(_dense)()
     batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
         parts = StepParts(model, batch)
@@ -95,7 +95,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     batch = tuple(np.zeros([_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes)(_dense)()
     with model.towers:
-        stages = traced_traffic(model, batch, _ROWS, {}).stages
+        stages = traced_traffic(model, batch, _ROWS).stages
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
     cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
     return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _ROWS, cluster)

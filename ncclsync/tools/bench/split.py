@@ -70,7 +70,7 @@ class _Variant(ModelStep):
     """Change a model's train step after it was cut."""
 
     def __init__(self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]) -> None:
-        super().__init__(model, model.towers, "train_step", False)
+        super().__init__(model, model.towers, "train_step")
         self._shared = programs
         self._change = change
 

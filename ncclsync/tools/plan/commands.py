@@ -149,7 +149,7 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
         # One tower needs nothing to join it, so that neither NCCL nor a second GPU must be here.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
         with towers_of(on_tower) or contextlib.nullcontext():
-            traffic = traced_traffic(on_tower, data, batch_size, options)
+            traffic = traced_traffic(on_tower, data, batch_size)
     finally:
         logger.setLevel(level)
     return Found(batch_size, seconds, origin, traffic.stages, traffic.conditional)

@@ -7,7 +7,7 @@ outside a graph, so that the sizes of all it sends are known.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -92,22 +92,20 @@ class Traffic:
     conditional: bool
 
 
-def traced_traffic(model: keras.Model, data: Any, batch: int, options: Mapping[str, Any]) -> Traffic:
+def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
     """Trace a model's train step as for several towers, run it once, and return what it sends.
 
     Args:
         model: on one tower, by `nccl_parallel`; it is trained by a step.
         data: structure of arrays, of at least `batch` rows.
         batch: samples of a tower.
-        options: `nccl_parallel_options` of the factory.
     """
     rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
-    sync_batch_norm = bool(options.get("sync_batch_norm"))
     towers = towers_of(model)
     assert towers is not None
     towers.target = dataclasses.replace(towers.target, passes=())  # packed, as on GPUs
-    program = ModelStep(model, towers, "train_step", sync_batch_norm).program_of(specs)
+    program = ModelStep(model, towers, "train_step").program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
     recorded = dataclasses.replace(
         program, segments=tuple(_recorded(segment, batch, runs) for segment in program.segments)

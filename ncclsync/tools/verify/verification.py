@@ -42,12 +42,11 @@ def verify(
 ) -> Report:
     """Train a model on one device and on N towers from the same start, and compare after every step.
 
-    The first step is checked op by op as well (`check_first_step=True`).
+    The first step is checked op by op as well.
 
     Args:
         build_model: the factory, without arguments, that returns a compiled model; decorated or not. Of a
-            decorated one the original is taken, with the decorator's `bucket_bytes`, `sync_batch_norm` and
-            `batch_invariant_random`.
+            decorated one the original is taken, with the decorator's `bucket_bytes` and `exact`.
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over
             batches, such as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
         towers: how many; `devices=` decides instead if it is given.
@@ -70,7 +69,7 @@ def verify(
         Exception: what a step raises on one device or on the towers. The towers are closed then too.
     """
     factory = undecorated(build_model)
-    options = {**getattr(build_model, "nccl_parallel_options", {}), **options, "check_first_step": True}
+    options = {**getattr(build_model, "nccl_parallel_options", {}), **options}
     devices = options.get("devices")
     count = towers if devices is None else len(devices)
     _check_arguments(factory, count, steps, batch_size, tolerance)
@@ -80,12 +79,13 @@ def verify(
         model = _build(on_towers, seed)
         made = towers_of(model)
         assert made is not None
+        made.checks_first_step = True
         try:
             one_size = fixed_batch_size(model) is not None
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)
             with tf.device(f"/{made.devices[0]}"):
                 run = _Run(factory, batches, seed, tolerance)
-                return run.report(model, made, bool(options.get("batch_invariant_random")))
+                return run.report(model, made)
         finally:
             made.close()
     finally:
@@ -106,7 +106,7 @@ class _Run:
         self._dtype = _least_precise(self._reference)
         self._tolerance = TOLERANCES[self._dtype] if tolerance is None else tolerance
 
-    def report(self, model: keras.Model, towers: Towers, invariant: bool) -> Report:
+    def report(self, model: keras.Model, towers: Towers) -> Report:
         """Train `model` beside one device, and find reasons for what differs."""
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
@@ -114,7 +114,7 @@ class _Run:
         reasons = [*seen_nan(found), *false_step(towers.found_by_check)]
         ok = all(one.ok for one in found) and not towers.found_by_check
         if not ok:
-            reasons += find_inexact(model, batch_invariant_random=invariant)
+            reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
             reasons += self._reasons(model, found, known=bool(reasons))
         sizes = tuple(map(rows_of, self._batches))
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))

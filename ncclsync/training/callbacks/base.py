@@ -38,7 +38,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
         if is_plain(towers):
             self._plain = model.train_function
-            maker(model, towers, "train", sync_batch_norm=False)(force=True)
+            maker(model, towers, "train")(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was."""

@@ -10,7 +10,7 @@ import time
 import keras
 import numpy as np
 
-from ncclsync import Shuffled, nccl_parallel
+from ncclsync import Health, Shuffled, nccl_parallel
 
 WAY = sys.argv[1]
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -82,7 +82,7 @@ def told(call):
     return None
 
 
-model = nccl_parallel(towers=2, timeout_s=60)(build)()
+model = nccl_parallel(towers=2, health=Health(timeout_s=60))(build)()
 fit(model, epochs=1)
 if WAY == "raises":
     error = told(lambda: fit(model, callbacks=[At(2, raise_error)]))

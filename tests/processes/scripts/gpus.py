@@ -75,7 +75,9 @@ def own_loop():
 
 
 def train():
-    model = nccl_parallel(towers=TOWERS, sync_batch_norm=True, timeout_s=60, check_every=2)(build)()
+    model = nccl_parallel(towers=TOWERS, exact=("batch_norm",), health=ncclsync.Health(timeout_s=60, check_every=2))(
+        build
+    )()
     options = {"batch_size": 16, "verbose": 2, "shuffle": False}
     found = {"loss": model.fit(IMAGES, LABELS, epochs=2, validation_split=0.2, **options).history["loss"]}
     found["evaluate"] = model.evaluate(IMAGES, LABELS, batch_size=16, verbose=0)
@@ -106,7 +108,7 @@ def told(call):
 
 
 def fail():
-    model = nccl_parallel(towers=TOWERS, timeout_s=60)(build)()
+    model = nccl_parallel(towers=TOWERS, health=ncclsync.Health(timeout_s=60))(build)()
     options = {"batch_size": 16, "verbose": 0, "shuffle": False}
     model.fit(IMAGES, LABELS, **options)
     way = WAY.removeprefix("first ")
@@ -131,7 +133,7 @@ def fail():
         print(f"[{RANK}] trains", flush=True)
         told(lambda: model.fit(IMAGES, LABELS, epochs=100_000, **options))
     if way == "label":
-        other = nccl_parallel(towers=TOWERS, timeout_s=60)(build)()
+        other = nccl_parallel(towers=TOWERS, health=ncclsync.Health(timeout_s=60))(build)()
         other.compile("sgd", checked_loss)
         labels = LABELS.copy()
         labels[31] = 99  # the last row of the second batch: the last tower's

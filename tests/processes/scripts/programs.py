@@ -132,10 +132,12 @@ def dataset(towers):
 
 
 PROGRAMS = {
-    "convolutional": model_program(convolutional, IMAGES, sync_batch_norm=True),
+    "convolutional": model_program(convolutional, IMAGES, exact=("batch_norm",)),
     "embedding": model_program(embedding, WORDS),
-    "accumulating": model_program(accumulating, IMAGES, compression="bfloat16", on_nonfinite="skip"),
-    "whole random": model_program(embedding, WORDS, batch_invariant_random=True, check_every=2),
+    "accumulating": model_program(
+        accumulating, IMAGES, compression="bfloat16", health=ncclsync.Health(on_nonfinite="skip")
+    ),
+    "whole random": model_program(embedding, WORDS, exact=("random",), health=ncclsync.Health(check_every=2)),
     "own loop": own_loop,
     "dataset": dataset,
 }

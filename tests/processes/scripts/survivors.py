@@ -13,7 +13,7 @@ import sys
 import keras
 import numpy as np
 
-from ncclsync import nccl_parallel
+from ncclsync import Health, nccl_parallel
 from ncclsync.errors import ProcessError
 
 OUT, WHO, WAY = pathlib.Path(sys.argv[1]).absolute(), int(sys.argv[2]), sys.argv[3]
@@ -43,7 +43,7 @@ class End(keras.callbacks.Callback):
 
 os.makedirs(OUT / str(RANK))
 os.chdir(OUT / str(RANK))
-model = nccl_parallel(towers=1, emergency_checkpoint=OUT / "emergency.weights.h5")(build)()
+model = nccl_parallel(towers=1, health=Health(emergency_checkpoint=OUT / "emergency.weights.h5"))(build)()
 try:
     model.fit(X, Y, batch_size=16, verbose=0, callbacks=[End()])
 except ProcessError as error:

@@ -25,7 +25,9 @@ def build():
 
 
 EPOCHS, SHARDS = [*map(int, sys.argv[1:]), *[2, 0][len(sys.argv) - 1 :]]
-model = ncclsync.nccl_parallel(audit_every=3, sync_batch_norm=True, shards=SHARDS or None)(build)()
+model = ncclsync.nccl_parallel(exact=("batch_norm",), health=ncclsync.Health(audit_every=3), shards=SHARDS or None)(
+    build
+)()
 try:
     model.fit(X, Y, batch_size=20, epochs=EPOCHS, verbose=0)
 except ncclsync.AuditError as error:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync import NcclError, NcclSyncError, NcclTimeoutError, Towers, nccl_parallel
+from ncclsync import Health, NcclError, NcclSyncError, NcclTimeoutError, Towers, nccl_parallel
 from ncclsync.communicator.launcher import alive
 
 LIBRARY = ctypes.CDLL(os.environ["NCCLSYNC_CUDART_LIBRARY"])
@@ -62,7 +62,7 @@ def check_fault(name):
     """`fit` raises it, and nobody reads or saves what rests on it; a checkpoint makes all good again."""
     instructions, kind, words = FAULTS[name]
     folder = pathlib.Path(tempfile.mkdtemp())
-    model = nccl_parallel(towers=3, timeout_s=1.0)(build)()
+    model = nccl_parallel(towers=3, health=Health(timeout_s=1.0))(build)()
     fit(model, epochs=1)
     model.save_weights(folder / "good.weights.h5")
     good = state(model)
@@ -95,7 +95,7 @@ def check_keeps_weights():
     scattered = {"shard_optimizer": True}  # which writes its state before the weights are gathered
     for options, instructions in (({}, "stuck:1"), (scattered, "stuck:1"), (scattered, "slow:1:1=300,ncclAllGather=5")):
         path = pathlib.Path(tempfile.mkdtemp(), "emergency.weights.h5")
-        model = nccl_parallel(towers=3, timeout_s=0.5, emergency_checkpoint=path, **options)(build)()
+        model = nccl_parallel(towers=3, health=Health(timeout_s=0.5, emergency_checkpoint=path), **options)(build)()
         fit(model, epochs=1)
         good = state(model)
         fail(instructions)
@@ -118,7 +118,7 @@ def check_own_loop():
         weight = tf.Variable(tf.ones([4]))
     reads_of = {"the next call": None, "a weight": lambda _: weight.numpy(), "its result": lambda mean: mean.numpy()}
     for whose, read in reads_of.items():
-        with Towers(2, timeout_s=0.5) as towers:
+        with Towers(2, health=Health(timeout_s=0.5)) as towers:
 
             def step(batch, towers=towers):
                 from ncclsync import ops

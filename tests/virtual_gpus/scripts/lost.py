@@ -45,7 +45,7 @@ class Fail(keras.callbacks.Callback):
 
 
 options = {"shards": SHARDS[0]} if SHARDS else {}
-model = ncclsync.nccl_parallel(timeout_s=3, **options)(build)()
+model = ncclsync.nccl_parallel(health=ncclsync.Health(timeout_s=3), **options)(build)()
 print("towers", len(model.towers.devices), flush=True)
 data = ncclsync.Shuffled(X, Y, batch_size=8, seed=3)
 backup = ncclsync.BackupAndRestore("backup", save_freq=2, data=data)

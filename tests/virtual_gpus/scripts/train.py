@@ -62,7 +62,9 @@ for what in sys.argv[1:]:
             from ncclsync.ops import device_ops
 
             device_ops.takes = lambda communicator: False
-        model = ncclsync.nccl_parallel(sync_batch_norm=True, bucket_bytes=4096, timeout_s=60)(build)()
+        model = ncclsync.nccl_parallel(exact=("batch_norm",), health=ncclsync.Health(timeout_s=60), bucket_bytes=4096)(
+            build
+        )()
         assert len(model.towers.devices) == len(tf.config.list_logical_devices("GPU"))
         found = trained(model)
     for one, other in zip(found, expected, strict=True):

@@ -22,6 +22,7 @@ from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import auto_control_deps_utils, kernels, op_def_registry
 from tensorflow.python.framework import config as framework_config
+from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
@@ -297,6 +298,26 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     return lambda *given: function(*tf.nest.flatten(given, expand_composites=True))
 
 
+def forget_custom_gradients(graph: tf.Graph) -> None:
+    """Let go of the functions of `tf.custom_gradient` that a graph's ops have, by which no gradient is taken any more.
+
+    TensorFlow registers them for good, and they hold the graph, with the memory of all variables in it. Branches
+    and loops belong to it; functions that it calls do not, since somebody else may call these.
+    """
+    left = [op.node_def for op in graph.get_operations() if op.type == "IdentityN" or calls_functions(op)]
+    entered = {""}
+    while left:
+        node = left.pop()
+        registered = node.attr["_gradient_op_type"].s.decode()
+        if node.op == "IdentityN" and registered.startswith("CustomGradient-"):
+            framework_ops.gradient_registry._registry.pop(registered, None)
+        for value in node.attr.values() if not node.op.endswith("PartitionedCall") else ():
+            for function in (value.func, *value.list.func):
+                if function.name not in entered and (called := graph._get_function(function.name)) is not None:
+                    left += called.cached_definition.node_def
+                entered.add(function.name)
+
+
 def sync_devices() -> None:
     """Wait until all GPUs have done what this process has given them.
 
@@ -406,9 +427,25 @@ def tracker_of(variable: tf.Variable) -> Any:
     return getattr(variable, "_ncclsync_tracker", None)
 
 
+def _method_of(variable: tf.Variable, name: str) -> Callable:
+    """Return a variable's method as a function that does not hold the variable, which is to hold what wraps it.
+
+    Else its memory on a GPU would wait until Python looks for cycles.
+    """
+    if name in vars(variable):
+        return vars(variable)[name]
+    held, method = weakref.ref(variable), getattr(type(variable), name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(held(), *args, **kwargs)
+
+    return call
+
+
 def track_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
     """Call `before` whenever a variable's value is read, however that is done."""
-    read = variable._read_variable_op
+    read = _method_of(variable, "_read_variable_op")
 
     @functools.wraps(read)
     def tracked(*args, **kwargs):
@@ -419,10 +456,10 @@ def track_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
 
 
 def track_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) -> None:
-    """Replace each method by which Python writes a variable by `wrap(method)`."""
+    """Replace each method by which Python writes a variable by `wrap(method)`; `wrap` must not hold the variable."""
     for name in VARIABLE_WRITERS:
         if hasattr(variable, name):
-            setattr(variable, name, wrap(getattr(variable, name)))
+            setattr(variable, name, wrap(_method_of(variable, name)))
 
 
 def untrack(variable: tf.Variable) -> None:

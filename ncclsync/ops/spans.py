@@ -27,6 +27,13 @@ STEP, WAIT = "step", "wait_for_data"  # spans of the first
 SHARD, COPY = "shard", "copy_to_device"  # spans of a tower; of a later batch, where towers are fed ahead
 
 
+class NoBatchLeft(tf.errors.OutOfRangeError):
+    """Say that the iterator of a step's batches has ended, before a step has begun: the end of an epoch."""
+
+    def __init__(self, error: tf.errors.OutOfRangeError) -> None:
+        super().__init__(error.node_def, error.op, error.message)
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
     """Name a part of a step.
@@ -293,7 +300,7 @@ class Meter:
         self._timestamps.listen(self._show if tf_compat.is_profiling() else None)
         try:
             yield
-        except (StopIteration, tf.errors.OutOfRangeError):
+        except NoBatchLeft:
             self.forget()
             raise
         except BaseException:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share, running_in
@@ -121,12 +122,14 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     marking = _Marking()
 
     failures: list[Exception] = []
+    graphs: list[tf.Graph] = []
 
     def traced(batch, share):
         if failures:
             return None
         # tf.function traces again when a step created variables; the last trace is the one that counts.
         marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
+        graphs.append(marking.graph)
         marking.batch = batch
         with running_in(marking), tf.variable_creator_scope(_made_by_itself):
             try:
@@ -141,6 +144,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     try:
         function = tf.function(traced, autograph=False, jit_compile=jit_compile or None).get_concrete_function(*specs)
     finally:
+        for graph in graphs:
+            tf_compat.forget_custom_gradients(graph)
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}

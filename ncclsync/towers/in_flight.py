@@ -150,5 +150,5 @@ class InFlight:
         return frozenset(self._lost)
 
     def forget(self, key: int) -> None:
-        """Forget a variable that was deleted."""
-        self._lost.discard(key)
+        """Forget a variable that was deleted: its id may become another's, that no step has written."""
+        self.before_write(key)

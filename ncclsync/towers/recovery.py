@@ -14,6 +14,7 @@ from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of, packed
+from ncclsync.towers.feeding import feeds
 from ncclsync.towers.state import TowerState
 
 
@@ -90,9 +91,15 @@ class Rollback:
             others = towers.places.ranks[0] > 0
             sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
             self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
-            # Says that a step is under way; also of one that writes nothing, if it may run again.
-            needed = self._saved or self._sums or towers.options.on_oom is not None
+            # Says that a step is under way; also of one that writes nothing, if it may run again, or takes its batch
+            # within the graph: its own iterator may end before that, and another one after it.
+            needed = self._saved or self._sums or towers.options.on_oom is not None or not feeds(towers.devices)
             self._open = tf.Variable(False, trainable=False) if needed else None
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a step has begun that has not ended, as far as that is recorded."""
+        return self._open is not None and bool(self._open.numpy())
 
     def begin(self) -> list[tf.Operation]:
         """Save, in the graph of the step; the step must wait for what is returned."""
@@ -128,7 +135,7 @@ class Rollback:
 
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
-        self.undone = self._open is not None and bool(self._open.numpy())
+        self.undone = self.under_way
         if self._open is not None and self.undone:
             for variable, saved, *_ in (*self._saved, *self._sums):
                 variable.assign(saved)

@@ -761,5 +761,6 @@ def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
     towers = borrowed()
     if towers is not None:
         towers._replicas.pop(key, None)
+        towers._pending.discard(key)
         towers.in_flight.forget(key)
         towers.shared.discard(key)

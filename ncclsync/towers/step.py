@@ -24,7 +24,7 @@ from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
-from ncclsync.ops.spans import STEPS, WAIT, Meter, begin, hold, measured
+from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
@@ -273,7 +273,7 @@ class TowerStep(abc.ABC):
         """Run `steps_per_execution` steps, or as many as there are batches for; return the last results.
 
         Raises:
-            OutOfRangeError: no batch is left.
+            NoBatchLeft: an OutOfRangeError of the iterator.
             NcclSyncError: the towers are closed.
             Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
                 those from before that step or from after it.
@@ -292,8 +292,8 @@ class TowerStep(abc.ABC):
             done, results = self._run(iterator.element_spec, _FED, functools.partial(self._run_fed, feeder))
         else:
             # Its handle, since tf.function looks at whatever else it is called with, in Python.
-            handle = tf.nest.flatten(iterator, expand_composites=True)
-            done, results = self._run(iterator.element_spec, _ITERATED, lambda graph, _: graph(*handle))
+            (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+            done, results = self._run(iterator.element_spec, _ITERATED, functools.partial(_run_iterated, handle))
         self.count(done)
         return results
 
@@ -417,9 +417,9 @@ class TowerStep(abc.ABC):
             try:
                 with measured(setup.meter, STEPS, WAIT):
                     components, parts = feeder.take(setup.staging)
-            except tf.errors.OutOfRangeError:
+            except tf.errors.OutOfRangeError as error:
                 if done == 0:
-                    raise
+                    raise NoBatchLeft(error) from None
                 break
             setup.kept.hold(components)
             results = graph(*parts)
@@ -581,8 +581,8 @@ class TowerStep(abc.ABC):
             if setup is not None and self.towers.in_flight.active:
                 self.towers.in_flight.add(setup.written, results)
             return results
-        except (StopIteration, tf.errors.OutOfRangeError):
-            self.towers.in_flight.settle()  # the end of an epoch
+        except NoBatchLeft:
+            self.towers.in_flight.settle()
             raise
         except BaseException as error:
             self._mend(setup)
@@ -676,6 +676,16 @@ def _collecting_no_garbage() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def _run_iterated(handle: tf.Tensor, graph: Callable, setup: _Setup) -> Any:
+    """Run a graph that takes batches from the iterator of that handle; see whose end it is that it meets."""
+    try:
+        return graph(handle)
+    except tf.errors.OutOfRangeError as error:
+        if setup.rollback.under_way:
+            raise
+        raise NoBatchLeft(error) from None
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:

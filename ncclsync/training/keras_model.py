@@ -4,11 +4,12 @@ A model keeps its class and its loops. Only what makes its train, test and predi
 on the one object, by functions that run the model's own step on all towers.
 """
 
+import contextlib
 import functools
 import logging
 import pathlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops.spans import Meter
+from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, rows_of
@@ -191,12 +192,14 @@ class ModelStep(TowerStep):
 
         Raises:
             StopIteration: no batch is left in a Python iterator.
+            NcclSyncError: data of the step's own have ended, in its midst.
             Exception: see `TowerStep.run_on_iterator`.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
             try:
-                return self.run_on_iterator(iterator)
-            except tf.errors.OutOfRangeError:
+                with _ending_no_epoch():
+                    return self.run_on_iterator(iterator)
+            except NoBatchLeft:
                 self._warn_of_keras_count()
                 raise
         logs = None
@@ -233,7 +236,8 @@ class ModelStep(TowerStep):
         other_libraries.check_outside_strategy()
         batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
         if not self._model.run_eagerly:
-            results = self.run_on_batch(batch)
+            with _ending_no_epoch():
+                results = self.run_on_batch(batch)
             self.towers.in_flight.settle()  # Keras reads them at once
             return results
         given = {"on_nonfinite": self.towers.on_nonfinite.mode, "on_oom": self.towers.options.on_oom}
@@ -242,7 +246,8 @@ class ModelStep(TowerStep):
                 raise NcclSyncError(
                     f"Expected a step that is traced, where {name} is given. Received: run_eagerly=True"
                 )
-        results = self.guarded(functools.partial(self._run_eagerly, batch), None)
+        with _ending_no_epoch():
+            results = self.guarded(functools.partial(self._run_eagerly, batch), None)
         self.count(None)
         return results
 
@@ -276,6 +281,25 @@ class ModelStep(TowerStep):
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the model does not train as on one device; some layers are made only when built."""
         return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
+
+
+@contextlib.contextmanager
+def _ending_no_epoch() -> Iterator[None]:
+    """Let Keras take no error of a step for the end of its data.
+
+    Raises:
+        NcclSyncError: a step has raised an error that Keras would take for it.
+    """
+    try:
+        yield
+    except NoBatchLeft:
+        raise
+    except (StopIteration, tf.errors.OutOfRangeError) as error:
+        raise NcclSyncError(
+            f"Expected the data alone to end an epoch. Received: {type(error).__name__} within a step, as of an "
+            "iterator of the step's own that has ended. The step is undone; plain Keras would end the epoch there, and "
+            "keep what the step had written. Let such an iterator be of a dataset that repeats, or the data be as short"
+        ) from error
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -474,6 +475,53 @@ def test_call_after_read(read):
     tf_compat.call_after_read(tensor, fail)
     with pytest.raises(ValueError, match="asked to"):
         read(tensor)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_tracked_variable_is_let_go(writes):
+    """As soon as nobody has it, as a watched tensor."""
+    variable = tf.Variable(1.5)
+    if writes:
+        tf_compat.track_writes(variable, lambda write: functools.wraps(write)(lambda *args: write(*args)))
+        variable.assign(2.5)
+    else:
+        tf_compat.track_reads(variable, lambda: None)
+        assert float(variable) == 1.5
+    held = weakref.ref(variable)
+    del variable
+    assert held() is None
+
+
+@pytest.mark.parametrize("where", ["graph", "branch", "function"])
+def test_custom_gradients_are_forgotten(where):
+    """Those of a graph's own ops, with the graph; not those of a function that it calls, which others may call."""
+
+    @tf.custom_gradient
+    def doubled(x):
+        return 2.0 * x, lambda upstream: 2.0 * upstream
+
+    called = tf.function(doubled)
+
+    def looped(x):
+        return tf.while_loop(lambda y: y < 9.0, lambda y: (doubled(y),), (x,))
+
+    def within(x):
+        if where == "branch":
+            return tf.cond(x > 0.0, lambda: looped(x), lambda: (x,))
+        return (doubled if where == "graph" else called)(x)
+
+    with tf.Graph().as_default() as graph:
+        within(tf.compat.v1.placeholder(tf.float32, []))
+    tf_compat.forget_custom_gradients(graph)
+    held = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert where == "function" or held() is None
+    if where == "function":
+        with tf.GradientTape() as tape:
+            x = tf.Variable(1.0)
+            y = called(x)
+        assert float(tape.gradient(y, x)) == 2.0
 
 
 def test_a_watched_tensor_is_let_go():

@@ -3,14 +3,17 @@
 import gc
 import subprocess
 import sys
+import types
 import weakref
 
 import keras
 import pytest
+import tensorflow as tf
 from parity import assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import Health
+from ncclsync import Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.towers.in_flight import InFlight
 
 X, Y = data(24)
 
@@ -39,9 +42,35 @@ def test_deleted_models_leave_nothing(options):
 
     references = use()
     gc.collect()
-    gc.collect()
     left = [reference() for reference in references if reference() is not None]
     assert not left, f"{len(left)} of {len(references)} are left: {left[:3]}"
+
+
+def test_a_deleted_variable_is_forgotten():
+    """At once, with its copies and what was to be sent, though nobody looks for cycles."""
+    gc.disable()
+    try:
+        with Towers(2) as towers:
+            variable = tf.Variable([1.0])
+            copy = weakref.ref(towers.copies(variable)[1])
+            variable.assign([2.0])
+            del variable
+            assert copy() is None
+            assert (towers._replicas, towers._pending) == ({}, set())
+            towers.sync()
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_variable_rests_on_no_step():
+    """Whoever has its id next is read without a wait."""
+    communicator = types.SimpleNamespace(enqueues=True, groups=lambda: (2, 1), wait=lambda: pytest.fail("waited"))
+    in_flight = InFlight(communicator)
+    in_flight.add(frozenset({1, 2}), ())
+    in_flight.forget(1)
+    in_flight.before_read(1)
+    with pytest.raises(pytest.fail.Exception, match="waited"):
+        in_flight.before_read(2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from models import two_parts
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from virtual_host import command
 
-from ncclsync import NcclSyncError, ops
+from ncclsync import NcclSyncError, Towers, ops
 from ncclsync.compat import keras as keras_compat
 
 X, Y = data(rows=60)
@@ -235,6 +235,74 @@ def test_error_of_the_data(factory, steps):
     fit(alone, dataset(Y, last=40))
     assert_close(model.get_weights(), alone.get_weights())
     assert_towers_agree(model)
+
+
+class EndsWithin(keras.Sequential):
+    """A step that has written weights when it takes from an iterator of its own, which is shorter than the data."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.own = iter(tf.data.Dataset.range(2))
+
+    def taken(self, after):
+        if self.run_eagerly:
+            return next(self.own)
+        with tf.control_dependencies([after]):
+            return self.own.get_next()
+
+    def train_step(self, batch):
+        logs = super().train_step(batch)
+        return {**logs, "own": self.taken(self.layers[0].kernel + 0.0)}
+
+    def test_step(self, batch):
+        return {**super().test_step(batch), "own": self.taken(batch[0])}
+
+    def predict_step(self, batch):
+        return super().predict_step(batch) + tf.cast(self.taken(batch[0]), tf.float32)
+
+
+def ends_within(**options):
+    keras.utils.set_random_seed(1)
+    model = EndsWithin([keras.Input((12,)), keras.layers.Dense(5)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, **options)
+    return model
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 3}, {"run_eagerly": True}, {"on_oom": "split"}])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_data_of_the_step_s_own_that_end(options, method):
+    """Are an error, and no end of the epoch: the third step leaves no trace on any tower, and those before stay."""
+    decorated = {name: options[name] for name in ("on_oom",) if name in options}
+    compiled = {name: value for name, value in options.items() if name not in decorated}
+    model, alone = on_towers(lambda: ends_within(**compiled), 3, **decorated), ends_within(run_eagerly=True)
+    for _ in range(2):  # the second finds nothing at all
+        with pytest.raises(NcclSyncError, match=r"Received: (OutOfRangeError|StopIteration) within a step"):
+            getattr(model, method)(dataset(Y), verbose=0)
+    if method == "fit":
+        alone.fit(dataset(Y, last=40), verbose=0)
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+def test_data_of_a_function_s_own_that_end():
+    """`Towers.run` raises what the step has raised, as one device does; nothing is left of the step."""
+    weight = tf.Variable(tf.zeros([12]))
+
+    def ends(_):
+        raise StopIteration
+
+    def step(x):
+        weight.assign_add(ops.all_reduce(tf.reduce_sum(x, 0)))
+        with tf.control_dependencies([weight.read_value()]):
+            return tf.py_function(ends, [x], tf.float32)
+
+    with Towers(3) as towers:
+        with pytest.raises(tf.errors.OutOfRangeError):
+            towers.run(step, X[:20])
+        towers.sync()
+        assert all(not copy.numpy().any() for copy in towers.copies(weight))
 
 
 @pytest.mark.parametrize("rows", [20, 2])

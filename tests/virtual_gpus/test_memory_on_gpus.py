@@ -9,6 +9,7 @@ import pytest
 from virtual_host import PATH, run
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
+MODELS = SCRIPT.parent / "models.py"
 
 
 def on_gpus_of(memory, *arguments):
@@ -16,7 +17,7 @@ def on_gpus_of(memory, *arguments):
     if run.CXX is None or run.COMPILER is None:
         pytest.skip(run.MISSING)
     command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,3 +43,11 @@ def test_a_row_that_does_not_fit_is_the_error(options):
     printed = on_gpus_of(70, *options, SCRIPT, "row")
     for rows in (8, 1):
         assert f"{rows} rows: exhausted same divergence 0.0" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_models_in_a_row_leave_nothing():
+    """Of 200, each trained and deleted, with one call of the garbage collector, no GPU holds more than of five."""
+    printed = on_gpus_of(100, MODELS, 200)
+    assert re.search(r"after 200: as after 5", printed), printed

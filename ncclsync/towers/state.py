@@ -255,6 +255,12 @@ class TowerState:
         return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
 
     def __enter__(self) -> "TowerState":
+        """Return these towers, which are closed where the `with` ends.
+
+        Raises:
+            NcclSyncError: an earlier `with` has closed them.
+        """
+        self.require_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -458,8 +464,9 @@ class TowerState:
         """Raise NcclSyncError if the towers are closed."""
         if self._closed:
             raise NcclSyncError(
-                "Expected open towers. Received: towers that were closed. Build the model again to train "
-                "on towers; saving and calling it still work."
+                "Expected open towers. Received: towers that were closed, as `with towers:` does where it ends. Keep "
+                "all epochs within one `with`, or make new Towers. To train a model of a factory on towers, build it "
+                "again; saving and calling it still work."
             )
 
     def require_eager(self, what: str) -> None:

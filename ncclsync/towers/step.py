@@ -576,8 +576,18 @@ class TowerStep(abc.ABC):
     def guarded(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
         """Send tower 0's state to all towers, run a step, and mend the towers if it fails.
 
-        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
+        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself. So is what
+        an op of ncclsync's says.
         """
+        try:
+            return self._run_or_mend(run, setup)
+        except tf.errors.OpError as error:
+            sentence = tf_compat.own_sentence(error)
+            if sentence is None:
+                raise
+            raise NcclSyncError(f"{sentence}\n\nTensorFlow: {error.message}") from error
+
+    def _run_or_mend(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
         if setup is not None:
             self._ran, setup.rollback.undone = setup, False
         try:

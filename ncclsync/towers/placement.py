@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
 from ncclsync.communicator.peers import HEARTBEAT_S, Peers, ServicePeers, end_with_process
-from ncclsync.communicator.processes import Process
-from ncclsync.compat import host_gpus
+from ncclsync.communicator.processes import Process, find_process
+from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.coordination import CoordinationService
 from ncclsync.errors import NcclSyncError
@@ -39,6 +39,21 @@ class Placement:
     devices: tuple[str, ...]
     backend: str
     reason: str
+
+
+def own_process(devices: Sequence[str] | None) -> Process | None:
+    """Return which of several processes this one is; None: it trains by itself.
+
+    Args:
+        devices: see `TowerOptions`; if they are named, it may have been started beside others.
+
+    Raises:
+        NcclSyncError: what a launcher has set contradicts itself, or is of one whose processes cannot be joined.
+    """
+    process = find_process()
+    if process is None and devices is None:
+        other_libraries.check_one_process()
+    return process
 
 
 def choose_placement(

@@ -16,9 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.communicator.processes import find_process
 from ncclsync.communicator.timeouts import interruptible
-from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import DivergenceError, NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -36,7 +34,15 @@ from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distanc
 from ncclsync.towers.feeding import Feeder, Places
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
-from ncclsync.towers.placement import choose_placement, connect, device_models, keep_quiet, make_target, share_cores
+from ncclsync.towers.placement import (
+    choose_placement,
+    connect,
+    device_models,
+    keep_quiet,
+    make_target,
+    own_process,
+    share_cores,
+)
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.shares import Shares
 
@@ -83,9 +89,7 @@ class TowerState:
         self._sentinel = Sentinel(options.check_every, options.on_divergence, options.audit_every)
         self.audits = options.audit_every is not None
         self.on_nonfinite = OnNonFinite(options.on_nonfinite)
-        process = find_process() if options.processes else None
-        if options.processes and process is None and options.devices is None:
-            other_libraries.check_one_process()
+        process = own_process(options.devices) if options.processes else None
         if process is not None:
             keep_quiet(process)
         alone = ("shards", "shares", "on_oom")

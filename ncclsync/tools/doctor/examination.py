@@ -185,7 +185,9 @@ def _versions(host: Host) -> list[Version]:
                 else "",
             ),
         ),
-        Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
+        Version("NCCL", None, _place(nccl, f"another library with its calls, version {nccl.version}"))
+        if libraries.is_other_nccl
+        else Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
     ]
 
 

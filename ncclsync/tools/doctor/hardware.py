@@ -28,7 +28,7 @@ def _driver(host: Host) -> Iterator[Problem]:
                 "There are NVIDIA GPUs, but nvidia-ml-py is not installed: memory and links are unknown.",
                 "pip install nvidia-ml-py",
             )
-    elif error in ("LibraryNotFound", "DriverNotLoaded"):
+    elif error in ("LibraryNotFound", "DriverNotLoaded") and not host.frameworks.gpus:
         if seen or error == "DriverNotLoaded":
             gpus = f"{host.present} NVIDIA GPU(s) are" if host.present else "NVIDIA software is"
             yield Problem(

@@ -1,6 +1,8 @@
 /* Shared by kernels: TensorFlow's functions, and how a kernel reads its inputs and makes its outputs by them. */
 #include "tf/api.h"
 
+#include <stdio.h>
+
 ncs_tf_library ncs_tf;
 
 int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen, TF_Status* status) {
@@ -45,7 +47,11 @@ void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const
   return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
 }
 
-void ncs_tf_fail(TF_Status* status, int code, const char* message) { ncs_tf.TF_SetStatus(status, code, message); }
+void ncs_tf_fail(TF_Status* status, int code, const char* message) {
+  char words[1024];
+  snprintf(words, sizeof(words), "ncclsync: %s", message);
+  ncs_tf.TF_SetStatus(status, code, code == TF_RESOURCE_EXHAUSTED ? message : words);
+}
 
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status) {
   int64_t value = 0;

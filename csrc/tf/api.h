@@ -110,6 +110,8 @@ void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
 
+/* Fails with a sentence, after the words by which Python knows it (compat/tensorflow.py); without them for want of
+ * memory, which is TensorFlow's own kind of failure. */
 void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
 /* NCCL's number of a dtype of TensorFlow's; -1: NCCL has none. */

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 _UNKNOWN = "a line that could not be found"
 _OWN = str(pathlib.Path(__file__).parent.parent)
+_PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
 
 
 def user_line(traceback: Any = None) -> str:
@@ -19,7 +20,7 @@ def user_line(traceback: Any = None) -> str:
     Args:
         traceback: of an op; None: of the caller.
     """
-    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN)
+    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN, _PLUGINS)
     if traceback is None:
         # An op's own, in a graph: there TensorFlow maps what autograph has generated back to its source.
         traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback

@@ -7,6 +7,7 @@ that an upgrade that breaks an assumption fails under that assumption's name.
 
 import contextlib
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,13 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
+
+from ncclsync import errors
+
+# Sentences of ncclsync's ops that fail begin so, in C, too; of its Python functions TensorFlow tells the class.
+OWN_WORDS = "ncclsync: "
+_OWN_CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+_OWN_SENTENCE = re.compile(rf"(?:{OWN_WORDS}|\b(?:{'|'.join(_OWN_CLASSES)}): )([^\n]+)")
 
 # Every method by which Python writes a tf.Variable: the last two are `variable[1:2].assign` and how a
 # checkpoint does.
@@ -532,6 +540,13 @@ def shared_function(
             jit_compile=jit_compile or None,
             experimental_attributes=attributes,
         ).get_concrete_function()
+
+
+def own_sentence(error: tf.errors.OpError) -> str | None:
+    """Return what an op, or a Python function, of ncclsync's has said when it failed, of all that TensorFlow tells."""
+    found = _OWN_SENTENCE.search(error.message)
+    # An assertion's message has each of its tensors in brackets.
+    return None if found is None else re.sub(r"\]+ \[+", " ", found[1]).rstrip("]' ")
 
 
 def autograph_converted(function: Callable) -> Callable:

@@ -1,9 +1,9 @@
-"""Change what optimizers, functions and summaries do while a step is traced for towers.
+"""Change what optimizers, functions and tapes do while a step is traced for towers.
 
 Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers
 right: that is `semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once
 and in buckets, compressed or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be
-placed op by op; a summary is written once, not once for each tower.
+placed op by op.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _nested = threading.local()
 @contextlib.contextmanager
 def step_hooks(compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None) -> Iterator[None]:
     """Let all hooks of this module hold while a step is traced."""
-    with gradients_reduced(compression, sharding), functions_inlined(), summaries_written_once(), tapes_checked():
+    with gradients_reduced(compression, sharding), functions_inlined(), tapes_checked():
         yield
 
 
@@ -151,26 +151,6 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         return inlined
 
     return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
-
-
-def summaries_written_once() -> contextlib.AbstractContextManager[None]:
-    """Let a summary within a step be written by tower 0 alone, with the batch's value."""
-
-    def writing(write: Callable) -> Callable:
-        @functools.wraps(write)
-        def written_once(tag, tensor, *args, **kwargs):
-            context = ops.current_context()
-            if context is None or not context.can_exchange():
-                return write(tag, tensor, *args, **kwargs)
-            value = tf.convert_to_tensor(tensor() if callable(tensor) else tensor)
-            (value,) = context.mark([value], "whole")
-            return tf.cond(
-                tf.equal(context.share.tower, 0), lambda: write(tag, value, *args, **kwargs), lambda: tf.constant(False)
-            )
-
-        return written_once
-
-    return tf_compat.methods_wrapped([tf.summary], "write", writing)
 
 
 def _is_nested(what: str) -> bool:

@@ -26,7 +26,7 @@ from ncclsync.program.program import Exchange, Results, Whole
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Axes, given_rows
-from ncclsync.semantics.functions import BRANCHES, Functions
+from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, is_zero, serves
 from ncclsync.semantics.roles import Role
@@ -161,9 +161,7 @@ class Partition(Placer):
             self._assert(call)
             return []
         hidden = self._hides(op, REPEATABLE | rules.DRAWS)
-        # A branch on the tower's number is local: it may do something on one tower alone.
-        chosen = op.type in BRANCHES and call.inputs[0].kind is Kind.LOCAL
-        if (hidden or op.type in PRINTS) and not chosen:
+        if hidden or op.type in PRINTS:
             return self._hidden(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
@@ -514,17 +512,19 @@ class Partition(Placer):
             graph.controls[read.op.name] = [op.name]
 
     def _hidden(self, call: Call) -> list[Placement]:
-        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a printed line.
+        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a summary, a printed line.
 
-        The other towers receive its results, of any shape.
+        The other towers receive its results, of any shape. So it is with a loop or a branch that writes no variable.
         """
         op, graph = call.op, self.graph
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
+        others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
-        if len(outputs) < len(op.outputs) or self.is_function(op) or lazy:
-            # It may write variables, which every tower must: all run it, and what it does besides it does N
+        # A loop gives back the handles that it has been given.
+        if (others and op.type not in LOOPS) or graph.writes[op.name] or lazy:
+            # It writes variables, or may, which every tower must: all run it, and what it does besides it does N
             # times.
             self.warned.append(
                 f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
@@ -539,7 +539,8 @@ class Partition(Placer):
             if not outputs:
                 with tf.control_dependencies([made]):
                     return [tf.constant(0)]
-            return [part for one in made.outputs for part in (tf.reshape(one, [-1]), tf.shape(one))]
+            given = [made.outputs[output.value_index] for output in outputs]
+            return [part for one in given for part in (tf.reshape(one, [-1]), tf.shape(one))]
 
         def receive():
             if not outputs:
@@ -557,9 +558,9 @@ class Partition(Placer):
         graph.must_run.add(done.op.name)
         graph.stands_for(op.name, done.op.name)
         self._appended.add(op.name)  # it is run there
-        if not outputs:
-            return []
-        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
+        for output in others:
+            self._put(output, call.tensors[output.value_index], REPLICATE)
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=False):
             self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
 

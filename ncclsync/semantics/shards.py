@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat.tensorflow import OWN_WORDS
 from ncclsync.ops import Share
 
 _SAME_ROWS = "Expected every tensor of a batch to have the same number of rows. Received:"
@@ -98,7 +99,8 @@ def shard_batch(
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
         counts = [count_rows(leaf) for leaf in rowed]
         same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
-        checks.append(tf.debugging.Assert(same, [_SAME_ROWS, counts, _FIRST_AXIS, _MERGED], summarize=len(counts)))
+        told = [OWN_WORDS + _SAME_ROWS, counts, f"rows. {_FIRST_AXIS} {_MERGED}"]
+        checks.append(tf.debugging.Assert(same, told, summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     sizes = _sizes(rows, towers, weights)

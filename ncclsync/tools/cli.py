@@ -147,12 +147,12 @@ def _examine(timeout_s: float) -> Any:
         from ncclsync.communicator.processes import find_process
     except (ImportError, NcclSyncError):  # without the compiled part, as the report will say
         return examine(timeout_s)
-    from ncclsync.tools.doctor.processes import examine_all, without_processes
+    from ncclsync.tools.doctor.processes import examine_all
 
     try:
         process = find_process()
-    except NcclSyncError as error:
-        return without_processes(error, timeout_s)
+    except NcclSyncError:  # as training finds out, too, and the report says
+        return examine(timeout_s)
     # A cluster for tf.distribute is described to each process by itself: nobody prints for the others.
     if process is None or process.launcher == "TF_CONFIG":
         return examine(timeout_s)

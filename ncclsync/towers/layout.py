@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.group_ops import Turns
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Segment
@@ -180,12 +181,14 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
         return []
     with tf.device("/CPU:0"):
         checks = [
-            tf.debugging.assert_equal(
-                total,
-                rows,
-                f"Expected the global batch size that the step declares, {rows}, by a stateful RNN or by "
-                "a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit (for Horovod, each "
-                "process has its own).",
+            tf.debugging.Assert(
+                tf.equal(total, rows),
+                [
+                    f"{tf_compat.OWN_WORDS}Expected the global batch size that the step declares, {rows}, by a "
+                    "stateful RNN or by a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit "
+                    "(for Horovod, each process has its own). Received:",
+                    total,
+                ],
             )
             for rows in program.declared
         ]

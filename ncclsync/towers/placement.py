@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
 from ncclsync.communicator.peers import HEARTBEAT_S, Peers, ServicePeers, end_with_process
-from ncclsync.communicator.processes import Process
+from ncclsync.communicator.processes import Process, find_process
+from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.coordination import CoordinationService
 from ncclsync.errors import NcclSyncError
@@ -38,6 +39,21 @@ class Placement:
     devices: tuple[str, ...]
     backend: str
     reason: str
+
+
+def own_process(devices: Sequence[str] | None) -> Process | None:
+    """Return which of several processes this one is; None: it trains by itself.
+
+    Args:
+        devices: see `TowerOptions`; if they are named, it may have been started beside others.
+
+    Raises:
+        NcclSyncError: what a launcher has set contradicts itself, or is of one whose processes cannot be joined.
+    """
+    process = find_process()
+    if process is None and devices is None:
+        other_libraries.check_one_process()
+    return process
 
 
 def choose_placement(
@@ -70,6 +86,8 @@ def choose_placement(
     if process is not None:
         choice += f"; process {process.rank} of {process.size}, by {process.launcher} ({process.reason})"
     _logger.info("%s", choice)
+    if devices is None and not gpus and (cause := _why_no_gpu()):
+        _logger.warning("%s. Towers stand on the CPU; `python -m ncclsync doctor` tells more", cause)
     return Placement(tuple(chosen), backend, choice)
 
 
@@ -293,6 +311,31 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
+def _why_no_gpu() -> str:
+    """Return why TensorFlow sees none of the host's GPUs; "" where there are none, or somebody hides them for good."""
+    count, value = host_gpus.count_gpus(), os.environ.get(host_gpus.VISIBLE)
+    if not count or value in ("", "-1") or tf.config.list_physical_devices("GPU"):
+        return ""
+    left = host_gpus.left_by(value, host_gpus.read_uuids() or [None] * count)
+    if not tf.sysconfig.get_build_info().get("is_cuda_build"):
+        cause = "it was built without CUDA: pip install 'ncclsync[cuda]'"
+    elif host_gpus.kernel_driver() is None:
+        cause = "no driver is loaded, or this is a container that was not started with --gpus all"
+    elif value is not None and (not left or any(map(str.isspace, value))):
+        cause = f"{host_gpus.VISIBLE}={value!r} names none that CUDA knows: write numbers, such as 0,1, or unset it"
+    else:
+        cause = "it does not find its CUDA libraries, or the driver does not serve them: pip install 'ncclsync[cuda]'"
+    return f"TensorFlow sees none of the {count} NVIDIA GPU(s) of this host: {cause}"
+
+
+def _hiding() -> str:
+    """Return, for an error, the variable that leaves a process a part of the host's GPUs; "" if none is set."""
+    for name in (host_gpus.VISIBLE, "NVIDIA_VISIBLE_DEVICES"):
+        if os.environ.get(name) not in (None, "", "all"):
+            return f" {name}={os.environ[name]!r} hides all others."
+    return ""
+
+
 def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str]:
     """Return the GPUs of this process, of those that it sees: all, unless others on the host see the same."""
     alone = process.local_size == 1 or len(gpus) <= 1
@@ -303,7 +346,8 @@ def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str
     if len(own) < count:
         raise ValueError(
             f"Expected a GPU for each tower of each process on this host. Received: {len(gpus)} GPUs, for process "
-            f"{process.local_rank} on this host with {count} tower(s). Start fewer processes, or name devices="
+            f"{process.local_rank} on this host with {count} tower(s). Start fewer processes, or name devices=."
+            f"{_hiding()}"
         )
     return own
 
@@ -315,7 +359,7 @@ def _first_devices(towers: int | None, gpus: list[str]) -> tuple[list[str], str]
         return ["CPU:0"] * towers, "no GPU is visible"
     if towers > len(gpus):
         raise ValueError(
-            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}. "
+            f"Expected at most as many towers as there are GPUs, {len(gpus)}. Received: towers={towers}.{_hiding()} "
             "They are the GPUs of this host; hvd.size() counts those of all hosts."
         )
     return gpus[:towers], "the first GPUs"

@@ -16,9 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.communicator.processes import find_process
 from ncclsync.communicator.timeouts import interruptible
-from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import DivergenceError, NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -36,7 +34,15 @@ from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distanc
 from ncclsync.towers.feeding import Feeder, Places
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
-from ncclsync.towers.placement import choose_placement, connect, device_models, keep_quiet, make_target, share_cores
+from ncclsync.towers.placement import (
+    choose_placement,
+    connect,
+    device_models,
+    keep_quiet,
+    make_target,
+    own_process,
+    share_cores,
+)
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.shares import Shares
 
@@ -82,9 +88,7 @@ class TowerState:
         self._sentinel = Sentinel(health.check_every, health.on_divergence, health.audit_every)
         self.audits = health.audit_every is not None
         self.on_nonfinite = OnNonFinite(health.on_nonfinite)
-        process = find_process() if options.processes else None
-        if options.processes and process is None and options.devices is None:
-            other_libraries.check_one_process()
+        process = own_process(options.devices) if options.processes else None
         if process is not None:
             keep_quiet(process)
         alone = ("shards", "shares", "on_oom")
@@ -251,6 +255,12 @@ class TowerState:
         return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
 
     def __enter__(self) -> "TowerState":
+        """Return these towers, which are closed where the `with` ends.
+
+        Raises:
+            NcclSyncError: an earlier `with` has closed them.
+        """
+        self.require_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -454,8 +464,9 @@ class TowerState:
         """Raise NcclSyncError if the towers are closed."""
         if self._closed:
             raise NcclSyncError(
-                "Expected open towers. Received: towers that were closed. Build the model again to train "
-                "on towers; saving and calling it still work."
+                "Expected open towers. Received: towers that were closed, as `with towers:` does where it ends. Keep "
+                "all epochs within one `with`, or make new Towers. To train a model of a factory on towers, build it "
+                "again; saving and calling it still work."
             )
 
     def require_eager(self, what: str) -> None:

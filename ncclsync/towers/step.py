@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -113,6 +114,7 @@ class TowerStep(abc.ABC):
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
+        self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
         self._shards = towers.shards.total, towers.shards_at_once  # for which these are
         self._ran: _Setup | None = None  # what was run last
@@ -136,12 +138,17 @@ class TowerStep(abc.ABC):
         source = self.source(specs)
         try:
             program = self._trace_and_cut(source, specs, meter)
-        except tf.errors.OperatorNotAllowedInGraphError:  # Python's `if` or `for` of a tensor
-            if not source.autograph:
+        except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
+            if not source.autograph or self._traced:
                 raise
             logger.info("%s is traced through autograph, as tf.function does", source.function)
             converted = tf_compat.autograph_converted(source.function)
-            program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
+            try:
+                program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
+            except TypeError as other:
+                if not self._traced and str(error) in str(other):  # autograph changes nothing about it
+                    raise error from None
+                raise
         lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
         if self.towers.options.on_oom is not None and lines:
             self.towers.warn_once(
@@ -168,6 +175,7 @@ class TowerStep(abc.ABC):
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile)
+        self._traced = True
         divides = self.towers.has_shards or self.towers.options.on_oom is not None
         repeats = self.towers.options.exact_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
@@ -538,12 +546,14 @@ class TowerStep(abc.ABC):
         other = self._programs.get((name, meter is None))
         if other is not None and not other.packs:  # its segments have no timestamps, watched or not
             return other
+        self._traced = False
         try:
             program = self.make_program(shard, meter)
         except (TypeError, ValueError, RuntimeError) as error:
             line, cause = innermost(error)
             misses_rows = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
-            if repr(specs) == repr(shard) or not misses_rows:  # Keras wraps what a model raises in a RuntimeError
+            # Keras wraps what a model raises in a RuntimeError.
+            if self._traced or repr(specs) == repr(shard) or not misses_rows:
                 raise
             self._fixed_rows.add(repr(shard))
             try:
@@ -570,8 +580,18 @@ class TowerStep(abc.ABC):
     def guarded(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
         """Send tower 0's state to all towers, run a step, and mend the towers if it fails.
 
-        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself.
+        TensorFlow wraps what a collective raises, or reports what that cancelled; here it is raised itself. So is what
+        an op of ncclsync's says.
         """
+        try:
+            return self._run_or_mend(run, setup)
+        except tf.errors.OpError as error:
+            sentence = tf_compat.own_sentence(error)
+            if sentence is None:
+                raise
+            raise NcclSyncError(f"{sentence}\n\nTensorFlow: {error.message}") from error
+
+    def _run_or_mend(self, run: Callable[[], Any], setup: "_Setup | None") -> Any:
         if setup is not None:
             self._ran, setup.rollback.undone = setup, False
         try:
@@ -737,9 +757,14 @@ def to_tensor(leaf: Any) -> Any:
     """Return a leaf of a batch as a tensor; None stays None.
 
     Raises:
-        TypeError: it is a value of `tf.distribute`.
+        TypeError: it is a value of `tf.distribute`, a dataset, or an iterator.
     """
     other_libraries.check_undistributed(leaf)
+    if isinstance(leaf, (tf.data.Dataset, keras.utils.PyDataset, Iterator)):
+        raise TypeError(
+            f"Expected tensors or arrays, of one batch. Received: {leaf!r}, which gives many. Write "
+            "`for batch in dataset: towers.run(step, batch)`, or model.fit(dataset)"
+        )
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
     with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back

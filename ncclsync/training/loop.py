@@ -103,7 +103,7 @@ class Towers(TowerState):
             that is another process'. With `shards=`, and where `on_oom` has divided a batch, what each shard has.
 
         Raises:
-            TypeError: `step` cannot be called.
+            TypeError: `step` cannot be called; or `batch` is a dataset or an iterator, which gives many.
             ValueError: the batch has no tensor with a first axis, or not as many rows in each.
             NcclSyncError: the towers are closed, the call is inside a `tf.function`, or the step calls a
                 collective inside a loop or a branch.

@@ -15,9 +15,11 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops import gen_sendrecv_ops
 
+from ncclsync import NcclSyncError
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import host_ops
 
 
 def ops_of(function, *arguments):
@@ -299,6 +301,41 @@ def test_autograph_converted_with_and_without_source():
     namespace = {}
     exec("def double(x):\n    return x * 2", namespace)
     assert float(tf_compat.autograph_converted(namespace["double"])(tf.constant(2.0))) == 4.0
+
+
+def test_own_sentence():
+    """It is found in TensorFlow's words: of an assertion, an op in C and Python, in a graph and outside."""
+    assert host_ops.available()
+
+    def asserting(x):
+        said = [f"{tf_compat.OWN_WORDS}Expected equal rows. Received:", tf.stack([x, x]), "rows. Write others"]
+        tf.debugging.Assert(x < 0, said)
+
+    def raising(x):
+        tf.numpy_function(complain, [x], [])
+
+    def complain(x):
+        raise NcclSyncError(f"Expected less. Received: {x}")
+
+    def in_c(x):
+        return host_ops.all_reduce([[tf.zeros([x])], [tf.zeros([x + 1])]], [tf.constant(1.0, tf.float64)] * 2, "sum")
+
+    def anothers(x):
+        tf.debugging.Assert(x < 0, ["Expected less. Received:", x])
+
+    expected = {
+        asserting: "Expected equal rows. Received: 3 3 rows. Write others",
+        raising: "Expected less. Received: 3",
+        in_c: "Expected the towers' tensors to be of one size. Received: 3 elements on tower 0, 4 on tower 1",
+        anothers: None,
+    }
+    for function, words in expected.items():
+        with pytest.raises(tf.errors.OpError) as caught:
+            tf.function(function)(tf.constant(3))
+        assert tf_compat.own_sentence(caught.value) == words
+    with pytest.raises(tf.errors.OpError) as caught:
+        asserting(tf.constant(3))
+    assert tf_compat.own_sentence(caught.value).startswith("Expected equal rows. Received:")
 
 
 def test_layers_of():

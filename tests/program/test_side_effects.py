@@ -222,3 +222,44 @@ def test_a_costly_line_is_warned_of_once(caplog):
     model.fit(X, X[:, :2], batch_size=3, verbose=0)
     assert len([one for one in caplog.records if "Exact, but" in one.getMessage()]) == 1
     model.towers.close()
+
+
+@pytest.mark.parametrize("how", ["branch", "callable", "loop"])
+def test_effects_within_a_loop_or_a_branch_happen_once(tmp_path, how, caplog):
+    """`tf.summary` under `record_if`, and Python in a loop: as often as on one device, with its results; no warning."""
+    steps = tf.Variable(0, dtype=tf.int64)
+    calls = []
+
+    def count(v):
+        calls.append(float(v))
+        return v + 1.0
+
+    def step(x):
+        steps.assign_add(1)
+        total = tf.reduce_sum(x)
+        if how == "loop":
+            for _ in tf.range(2):
+                tf.summary.scalar("total", total, step=steps)
+                total = tf.ensure_shape(tf.numpy_function(count, [total], tf.float32), [])
+            return total
+        due = tf.equal(steps % 2, 0)
+        with tf.summary.record_if((lambda: due) if how == "callable" else due):
+            tf.summary.scalar("total", total, step=steps)
+            tf.summary.histogram("rows", x, step=steps)
+        return total
+
+    def seen(run, folder):
+        steps.assign(0)
+        calls.clear()
+        with tf.summary.create_file_writer(str(folder)).as_default() as writer:
+            results = [run(x) for x in (X, X[:5], X, X)]
+            writer.flush()
+        events = [one for path in folder.glob("events*") for one in tf.compat.v1.train.summary_iterator(str(path))]
+        return results, [(event.step, value.tag) for event in events for value in event.summary.value], list(calls)
+
+    alone = seen(tf.function(step), tmp_path / "one")
+    with ncclsync.Towers(3) as towers:
+        found = seen(lambda x: towers.run(step, x), tmp_path / "many")
+    assert found[1] == alone[1] and len(alone[1]) == (8 if how == "loop" else 4)
+    assert_close(found[::2], alone[::2], 1e-6, "results, and what Python was called with")
+    assert "every tower does it" not in caplog.text and "summary_v2.py" not in caplog.text

@@ -65,6 +65,20 @@ def test_machine_without_gpu():
     assert reduced["seconds"] > 0
 
 
+@needs_no_gpu
+def test_processes_that_training_refuses():
+    """Of a launcher that joins none, or one whose variables contradict each other: an error, as training says it."""
+    given = ({"PMI_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    for environ, words in zip(given, ("Received: PMI_SIZE=2.", "RANK=3, WORLD_SIZE=2"), strict=True):
+        done = run_doctor("--json", PYTHONPATH=first_on_path(FAKES), FAKE_NVML="no library", **environ)
+        assert (done.returncode, done.stderr) == (1, ""), done.stdout
+        report = json.loads(done.stdout)
+        (problem,) = report["problems"]
+        assert problem["code"] == "processes-apart" and words in problem["text"], problem
+        assert "write processes=False" in problem["text"] + problem["remedy"]
+        assert report["summary"] == "Training would fail: 1 error. No GPU on this machine."
+
+
 @pytest.mark.slow
 @needs_no_gpu
 def test_gpus_that_tensorflow_cannot_use():
@@ -173,16 +187,23 @@ def serious(report):
     return [problem.code for problem in report.problems if problem.severity == "error"]
 
 
-def test_healthy_gpus(gpu_host):
-    """NCCL joins all GPUs and the sums are right; versions come from the libraries themselves."""
+def test_healthy_gpus(gpu_host, built_standin):
+    """All GPUs are joined and the sums are right; versions come from the libraries themselves.
+
+    The stand-in, which has NCCL's calls, is not called NCCL.
+    """
     report = gpu_host()
     assert report.healthy, report.problems
     reduced = report.host.all_reduce
     assert (reduced.backend, reduced.ranks, reduced.ok, reduced.error) == ("nccl", 4, True, "")
-    assert report.summary.endswith("4 GPUs on this machine: towers stand on 4 of them, joined by NCCL.")
+    stands = "4 GPUs on this machine: towers stand on 4 of them, joined by"
+    assert report.summary.endswith(f"{stands} {built_standin.nccl}, which is not NCCL.")
     versions = {one.component: one for one in report.versions}
-    assert versions["NCCL"].version == "2.32.3"
-    assert "libcudart.so" in versions["CUDA"].source and "libnccl.so" in versions["NCCL"].source
+    assert versions["NCCL"].version is None
+    assert versions["NCCL"].source == f"{built_standin.nccl}, another library with its calls, version 2.32.3"
+    assert "libcudart.so" in versions["CUDA"].source
+    (other,) = (one for one in report.problems if one.code == "nccl-other")
+    assert (other.severity, other.remedy) == ("warning", "Unset NCCLSYNC_NCCL_LIBRARY.")
 
 
 def test_gpus_without_tensorflow(gpu_host):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hosts import CPU, GIB, GPUS, changed, check_row, given, gpu, links, unseen, with_gpus
 
+from ncclsync.compat import host_gpus
 from ncclsync.tools.doctor import environment
 from ncclsync.tools.doctor.facts import Gpu
 from ncclsync.tools.doctor.hardware import visible_gpus
@@ -245,8 +246,12 @@ def test_devices_of_the_kernel(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
         (tmp_path / name / "class").write_text(f"{kind}\n")
-    assert environment.count_gpus(tmp_path) == 2
-    assert environment.count_gpus(tmp_path / "none") == 0
+    assert host_gpus.count_gpus(tmp_path, tmp_path / "dev") == 2
+    assert host_gpus.count_gpus(tmp_path / "none", tmp_path / "dev") == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev" / name).touch()
+    assert host_gpus.count_gpus(tmp_path, tmp_path / "dev") == 3
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ def test_version_of_the_kernel_module(tmp_path, text, version):
     file = tmp_path / "version"
     if text is not None:
         file.write_text(text)
-    assert environment.kernel_driver(file) == version
+    assert host_gpus.kernel_driver(file) == version
 
 
 def test_shared_memory():

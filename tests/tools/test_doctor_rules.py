@@ -141,13 +141,25 @@ ROWS = {
         "--upgrade nvidia-nccl-cu12",
     ),
     "NCCL older than TensorFlow's": (
-        changed(GPUS, "libraries", nccl=Library("2.21.5", "/old.so")),
+        changed(GPUS, "libraries", nccl=Library("2.21.5", "/old.so", "12.9")),
         "warning nccl-older-than-tensorflow",
         "2.21.5",
         "--upgrade nvidia-nccl-cu12",
     ),
+    "another library as NCCL": (
+        changed(GPUS, "libraries", nccl=Library("2.32.3", "/other.so"), nccl_copies=(Library("2.32.3", "/other.so"),)),
+        "warning nccl-other",
+        "Expected NCCL. Received: /other.so, another library",
+        "pip install nvidia-nccl-cu12",
+    ),
+    "a process of a launcher that joins none": (
+        changed(CPU, "frameworks", refused="Expected one process. Received: PMI_SIZE=2. Write processes=False."),
+        "error processes-apart",
+        "The processes cannot be joined: Expected one process. Received: PMI_SIZE=2.",
+        "Write processes=False.",
+    ),
     "NCCL twice": (
-        changed(GPUS, "libraries", nccl_copies=(Library("2.32.3", "/nccl.so"), Library("2.18.3", "/b.so"))),
+        changed(GPUS, "libraries", nccl_copies=(GPUS.libraries.nccl, Library("2.18.3", "/b.so", "12.1"))),
         "warning nccl-twice",
         "2.18.3 in /b.so",
         "NCCLSYNC_NCCL_LIBRARY",

@@ -12,6 +12,7 @@ import tensorflow as tf
 from parity import data, mlp, on_towers
 
 from ncclsync import NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
 from ncclsync.towers.placement import choose_placement
 
@@ -233,10 +234,67 @@ def two_gpus(monkeypatch):
     )
 
 
-def test_more_towers_than_gpus(two_gpus):
-    """On a GPU host a tower is a GPU: three towers on two GPUs are refused, not put on CPUs."""
-    with pytest.raises(ValueError, match=r"Expected at most as many towers as there are GPUs, 2. Received: towers=3"):
+@pytest.mark.parametrize("value", [None, "1,0"])
+def test_more_towers_than_gpus(two_gpus, monkeypatch, value):
+    """On a GPU host a tower is a GPU: three on two GPUs are refused, not put on CPUs; what hides more is named."""
+    monkeypatch.delenv("NVIDIA_VISIBLE_DEVICES", raising=False)
+    hides = ""
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        hides = f"CUDA_VISIBLE_DEVICES='{value}' hides all others. "
+    expected = f"Expected at most as many towers as there are GPUs, 2. Received: towers=3. {hides}They are the GPUs"
+    with pytest.raises(ValueError, match=re.escape(expected)):
         nccl_parallel(towers=3)(plain_model)()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")
+@pytest.mark.parametrize(
+    ("value", "changes", "cause"),
+    [
+        ("all", {}, "CUDA_VISIBLE_DEVICES='all' names none that CUDA knows"),
+        ("none", {}, "CUDA_VISIBLE_DEVICES='none' names none"),
+        (" 1, 2", {}, "CUDA_VISIBLE_DEVICES=' 1, 2' names none"),
+        ("2", {}, "CUDA_VISIBLE_DEVICES='2' names none"),
+        ("GPU-4", {}, "CUDA_VISIBLE_DEVICES='GPU-4' names none"),
+        ("GPU-3b", {}, "it does not find its CUDA libraries, .*: pip install 'ncclsync\\[cuda\\]'"),
+        (None, {}, "it does not find its CUDA libraries"),
+        (None, {"kernel_driver": None}, "no driver is loaded, .* --gpus all"),
+        (None, {"cuda": False}, "it was built without CUDA: pip install"),
+        ("", {}, None),
+        ("-1", {}, None),
+        ("all", {"count_gpus": 0}, None),
+        (None, {"count_gpus": 0}, None),
+    ],
+)
+def test_a_fall_back_to_the_cpu_is_a_warning(monkeypatch, caplog, value, changes, cause):
+    """Where the host has GPUs that nobody hides for good: with the cause, and with `doctor`, which tells more."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    facts = {"count_gpus": 2, "kernel_driver": "570.1", "read_uuids": ["GPU-3a", "GPU-3b"], "cuda": True, **changes}
+    build = {"is_cuda_build": facts.pop("cuda")}
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
+    for name, fact in facts.items():
+        monkeypatch.setattr(placement.host_gpus, name, lambda fact=fact: fact)
+    for towers in (None, 2):
+        caplog.clear()
+        assert set(choose_placement(towers, None, None).devices) == {"CPU:0"}
+        warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        if cause is None:
+            assert warnings == []
+            continue
+        (warning,) = warnings
+        assert re.match(f"TensorFlow sees none of the 2 NVIDIA GPU\\(s\\) of this host: {cause}", warning)
+        assert "`python -m ncclsync doctor` tells more" in warning
+
+
+def test_uuids_of_the_kernel(tmp_path):
+    """As the driver writes them; none where it is not loaded."""
+    for name, uuid in (("0000:3b:00.0", "GPU-aa-1"), ("0000:0a:00.0", "GPU-bb-2"), ("0000:5e:00.0", "unknown")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Type: PCIe\n")
+    assert host_gpus.read_uuids(tmp_path) == ["GPU-bb-2", "GPU-aa-1"]
+    assert host_gpus.read_uuids(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("again", ["GPU:1", "/GPU:1", "gpu:1", "/device:GPU:1"])
@@ -342,11 +400,11 @@ def test_inputs_of_different_length_known_while_tracing():
 
 @pytest.mark.slow
 def test_inputs_of_different_length_known_while_running():
-    """Only the data tell: an InvalidArgumentError with the numbers, and a model that stays usable."""
+    """Only the data tell: our sentence first, with the numbers; and a model that stays usable."""
     model = on_towers(join, 4)
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+    with pytest.raises(NcclSyncError) as caught:
         model.fit(uneven(static=False), verbose=0)
-    words = r"the same number of rows. Received:\] \[20 19 20\] \[Towers divide a batch .* as tf.RaggedTensor"
+    words = r"^Expected every tensor .* of rows. Received: 20 19 20 rows. Towers divide a batch .* as tf.RaggedTensor"
     assert re.search(words, str(caught.value))
     before = model.get_weights()
     loss = model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:20, :1])

@@ -262,3 +262,59 @@ def test_python_that_reads_the_number_of_rows(kind, entry, caplog):
     assert_close([found, model.get_weights()], [ENTRIES[entry](alone := build()), alone.get_weights()])
     (warning,) = [r.getMessage() for r in caplog.records if "a fixed number of rows" in r.getMessage()]
     assert "test_inputs.py:" in warning and "x.shape[0] // 2" in warning and "tf.shape(x)[0]" in warning
+
+
+def test_len_of_a_tensor_in_a_step_of_ones_own():
+    """As `tf.function` gives it, for any batch; what autograph cannot mend is raised as it is."""
+
+    def step(x):
+        total = 0.0
+        for row in range(len(x)):
+            total += x[row, 0]
+        return total / tf.cast(len(x), tf.float32)
+
+    with Towers(2) as towers:
+        for rows in (6, 5):
+            assert_close(towers.run(step, X[:rows]), X[:rows, 0].mean())
+        with pytest.raises(TypeError, match=r"^unsupported operand"):
+            towers.run(lambda x: x + "a" / 3, X)
+
+
+def test_what_placing_raises_is_no_want_of_rows(monkeypatch, caplog):
+    """A ValueError of the placing of a step is raised, by whatever entry, and no line of the user's is blamed."""
+    calls = []
+
+    def refuse(*_, **__):
+        calls.append(1)
+        raise ValueError("no placement")
+
+    monkeypatch.setattr("ncclsync.towers.step.cut", refuse)
+    model = on_towers(regression, 2)
+    with Towers(2) as towers:
+        entries = (lambda: towers.run(lambda x: 2 * x, X), lambda: model.fit(X, Y, verbose=0), lambda: model.predict(X))
+        for run in entries:
+            with pytest.raises(ValueError, match=r"^no placement$"):
+                run()
+    assert len(calls) == len(entries) and "fixed number of rows" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterator", "generator", "Shuffled"])
+def test_a_dataset_in_place_of_a_batch(kind):
+    """One sentence refuses it, before anything is traced."""
+    batches = tf.data.Dataset.from_tensor_slices(X).batch(4)
+    given = {
+        "dataset": batches,
+        "iterator": iter(batches),
+        "generator": (batch for batch in batches),
+        "Shuffled": ncclsync.Shuffled(X, batch_size=4, seed=1),
+    }
+    with Towers(2) as towers, pytest.raises(TypeError, match=r"of one batch. Received: .* `for batch in dataset"):
+        towers.run(lambda x: x, given[kind])
+
+
+def test_towers_entered_again():
+    """As users of `strategy.scope()` do, in each epoch: refused where the second `with` begins."""
+    with Towers(2) as towers:
+        towers.run(lambda x: x, X)
+    with pytest.raises(ncclsync.NcclSyncError, match="all epochs within one `with`, or make new Towers"), towers:
+        pass

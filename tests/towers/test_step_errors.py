@@ -15,6 +15,7 @@ from virtual_host import command
 
 from ncclsync import NcclSyncError, Towers, ops
 from ncclsync.compat import keras as keras_compat
+from ncclsync.ops import host_ops
 
 X, Y = data(rows=60)
 BAD = Y.copy()
@@ -434,3 +435,54 @@ def test_ctrl_c_ends_fit_within_seconds(tmp_path):
         process.kill()
     assert process.returncode in (130, -signal.SIGINT), errors
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+
+
+class Failing(keras.layers.Layer):
+    """Fails while it runs, by an op of ncclsync's in C or by Python in the graph, where a batch has 13 rows."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+    def call(self, x):
+        more = tf.cast(tf.equal(tf.shape(x)[0], 13), tf.int32)
+        if self.way == "C":
+            sums = host_ops.all_reduce([[tf.zeros([1])], [tf.zeros([1 + more])]], [tf.ones([], tf.float64)] * 2, "sum")
+        else:
+            sums = [tf.numpy_function(self.complain, [more], tf.float32)]
+        return x + tf.reshape(sums[0], [1])
+
+    def complain(self, more):
+        if more:
+            raise NcclSyncError("Expected no unlucky number. Received: 13")
+        return np.zeros([1], np.float32)
+
+
+ENTRIES = {
+    "fit": lambda model, x, y: model.fit(x, y, batch_size=13, verbose=0),
+    "evaluate": lambda model, x, y: model.evaluate(x, y, batch_size=13, verbose=0),
+    "predict": lambda model, x, y: model.predict(x, batch_size=13, verbose=0),
+    "train_on_batch": lambda model, x, y: model.train_on_batch(x, y),
+    "test_on_batch": lambda model, x, y: model.test_on_batch(x, y),
+    "predict_on_batch": lambda model, x, y: model.predict_on_batch(x),
+}
+
+
+@pytest.mark.parametrize(("way", "words"), [("C", "Expected the towers' tensors"), ("Python", "Expected no unlucky")])
+def test_our_sentence_comes_first(way, words):
+    """By whatever entry a graph runs: ours is raised, TensorFlow's text is below it, and the model trains on."""
+    model = on_towers(lambda: linear(Failing(way)), 2)
+    for run in ENTRIES.values():
+        with pytest.raises(NcclSyncError) as caught:
+            run(model, X[:13], Y[:13])
+        first, *below = str(caught.value).splitlines()
+        assert first.startswith(words) and "Received: " in first and "\n\nTensorFlow: " in str(caught.value), first
+        assert any("{{node" in line for line in below)
+    fit(model, dataset(Y, last=20))
+    assert_towers_agree(model)
+    layer = Failing(way)
+    with Towers(2) as towers, pytest.raises(NcclSyncError, match=f"^{words}"):
+        towers.run(lambda x: layer(x), X[:13])

@@ -203,10 +203,11 @@ def test_batch_size_of_one_process():
     x, y = np.ones((8, 3, 2), "float32"), np.ones((8, 2), "float32")
     before = model.get_weights()
     for rows in (8, 2):
-        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        with pytest.raises(NcclSyncError) as caught:
             model.train_on_batch(x[:rows], y[:rows])
         words = "Expected the global batch size that the step declares, 4, by a stateful RNN or"
-        assert words in str(caught.value) and "for Horovod, each process has its own" in str(caught.value)
+        assert str(caught.value).startswith(words)
+        assert f"for Horovod, each process has its own). Received: {rows}\n\nTensorFlow: " in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     model.train_on_batch(x[:4], y[:4])

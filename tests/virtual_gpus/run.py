@@ -126,9 +126,8 @@ def load(folder, options):
     os.environ.update({name: str(value) for name, value in told.items() if value is not None})
     # Grappler asks CUDA for what it does not find, at the level of errors, four lines for each function.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from tensorflow.python.framework import load_library
-
-    load_library.load_pluggable_device_library(str(folder / "libvirtual_gpus.so"))
+    # TensorFlow loads it wherever it is imported: in the processes that doctor starts, too.
+    os.environ["TF_PLUGGABLE_DEVICE_LIBRARY_PATH"] = str(folder / "libvirtual_gpus.so")
     from keras.src.trainers import trainer
 
     # Keras has a question for each: whether XLA compiles a model, and whether there is cuDNN.

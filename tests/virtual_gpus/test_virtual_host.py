@@ -40,6 +40,14 @@ def test_devices_copies_and_kernels(on_virtual_gpus, options):
 
 
 @pytest.mark.slow
+def test_doctor_sees_what_training_sees(on_virtual_gpus):
+    """The GPUs of the virtual host, by TensorFlow; NCCL's place is the stand-in's, which is not called NCCL."""
+    report = json.loads(on_virtual_gpus("--gpus", "2", "-m", "ncclsync", "doctor", "--json"))
+    assert report["backend"]["devices"] == ["GPU:0", "GPU:1"] and report["all_reduce"]["ok"]
+    assert "2 GPUs on this machine: towers stand on 2 of them, joined by /" in report["summary"]
+    assert {one["code"] for one in report["problems"]} == {"nccl-other", "nvml-error"}
+
+
 def test_host_runs_ahead(on_virtual_gpus):
     """A call returns before its kernels have run, and a buffer that is let go too early is read as another one."""
     options = ["--ahead", "--kernel-ms", "20", "--gpus", "1"]

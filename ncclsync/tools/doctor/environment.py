@@ -1,4 +1,4 @@
-"""Read what surrounds the process: variables that matter, NVIDIA devices of the kernel, shared memory."""
+"""Read what surrounds the process: variables that matter, shared memory."""
 
 import os
 import pathlib
@@ -119,29 +119,6 @@ def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
         name, equals, value = line.partition("=")
         if equals and not line.lstrip().startswith("#"):
             yield name.strip(), value.strip()
-
-
-def count_gpus(pci: pathlib.Path = pathlib.Path("/sys/bus/pci/devices")) -> int:
-    """Return how many NVIDIA GPUs the kernel has on the PCI bus, with or without a driver."""
-
-    def number(file: pathlib.Path) -> int:
-        try:
-            return int(file.read_text(), 16)
-        except (OSError, ValueError):
-            return 0
-
-    devices = pci.iterdir() if pci.is_dir() else ()
-    # 0x03: a display controller; NVIDIA's network cards and switches have other classes.
-    return sum(number(one / "vendor") == 0x10DE and number(one / "class") >> 16 == 3 for one in devices)
-
-
-def kernel_driver(file: pathlib.Path = pathlib.Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of the NVIDIA kernel module that is loaded, such as "550.54.15"."""
-    try:
-        words = file.read_text(errors="replace").split()
-    except OSError:
-        return None
-    return next((word for word in words if word[0].isdigit() and word.count(".") in (1, 2)), None)
 
 
 def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:

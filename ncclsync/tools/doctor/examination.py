@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ncclsync.compat import host_gpus
 from ncclsync.tools.doctor import environment, probes
 from ncclsync.tools.doctor.facts import (
     AllReduce,
@@ -52,8 +53,8 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
         ncclsync=importlib.import_module("ncclsync").__version__,
         ncclsync_path=str(pathlib.Path(__file__).parents[2]),
         variables=environment.read_variables(environ, environment.nccl_files(environ)),
-        present=environment.count_gpus(),
-        kernel_driver=environment.kernel_driver(),
+        present=host_gpus.count_gpus(),
+        kernel_driver=host_gpus.kernel_driver(),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
         cores=len(os.sched_getaffinity(0)),
@@ -184,7 +185,9 @@ def _versions(host: Host) -> list[Version]:
                 else "",
             ),
         ),
-        Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
+        Version("NCCL", None, _place(nccl, f"another library with its calls, version {nccl.version}"))
+        if libraries.is_other_nccl
+        else Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
     ]
 
 

@@ -109,6 +109,11 @@ class Libraries:
     missing: tuple[str, ...] = ()
     driver_cuda: str | None = None
 
+    @property
+    def is_other_nccl(self) -> bool:
+        """Return whether what would be used for NCCL is another library with its calls: each NCCL names its CUDA."""
+        return self.nccl.version is not None and self.nccl.cuda is None
+
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks:
@@ -119,6 +124,7 @@ class Frameworks:
         tensorflow_path, keras_path: the folder each comes from.
         tensorflow_error, keras_error: why the import failed; "" if it did not.
         ncclsync_error: why ncclsync itself cannot be imported with them.
+        refused: why training would not begin in this process, one of several; "" if it would.
         keras_backend: "tensorflow" or another.
         cuda_build: whether TensorFlow was built for CUDA.
         build_cuda, build_cudnn: for which.
@@ -138,6 +144,7 @@ class Frameworks:
     keras_error: str = ""
     keras_backend: str | None = None
     ncclsync_error: str = ""
+    refused: str = ""
     cuda_build: bool | None = None
     build_cuda: str | None = None
     build_cudnn: str | None = None

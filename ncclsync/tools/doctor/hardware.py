@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from ncclsync.compat.host_gpus import VISIBLE, left_by
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
@@ -9,26 +10,10 @@ _BUSY = 0.5  # of a GPU's memory in use by others
 
 
 def visible_gpus(host: Host) -> tuple[Gpu, ...]:
-    """Return the driver's GPUs that CUDA_VISIBLE_DEVICES leaves.
-
-    As CUDA reads it: numbers or beginnings of UUIDs up to the first that names no GPU. The numbers are
-    CUDA's own, so of GPUs that differ it may be others than these; how many is right.
-    """
-    gpus, value = host.driver.gpus, host.variable("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return gpus
-    found: list[Gpu] = []
-    for name in map(str.strip, value.split(",")):
-        if name.isdecimal():
-            named = [gpu for gpu in gpus if gpu.index == int(name)]
-        else:
-            named = [gpu for gpu in gpus if name and (gpu.uuid or "").lower().startswith(name.lower())]
-        if name.startswith("MIG-"):
-            named = [gpu for gpu in gpus if gpu.mig][:1]
-        if not named:
-            break
-        found += named[:1]
-    return tuple(found)
+    """Return the driver's GPUs that CUDA_VISIBLE_DEVICES leaves; see `left_by`."""
+    gpus = host.driver.gpus
+    divided = [i for i, gpu in enumerate(gpus) if gpu.mig]
+    return tuple(gpus[i] for i in left_by(host.variable(VISIBLE), [gpu.uuid for gpu in gpus], divided))
 
 
 def _driver(host: Host) -> Iterator[Problem]:
@@ -43,7 +28,7 @@ def _driver(host: Host) -> Iterator[Problem]:
                 "There are NVIDIA GPUs, but nvidia-ml-py is not installed: memory and links are unknown.",
                 "pip install nvidia-ml-py",
             )
-    elif error in ("LibraryNotFound", "DriverNotLoaded"):
+    elif error in ("LibraryNotFound", "DriverNotLoaded") and not host.frameworks.gpus:
         if seen or error == "DriverNotLoaded":
             gpus = f"{host.present} NVIDIA GPU(s) are" if host.present else "NVIDIA software is"
             yield Problem(

@@ -156,19 +156,19 @@ def _frameworks(facts: _Facts, _: Any) -> None:
     facts.add(stage="importing ncclsync")
     try:
         from ncclsync.communicator import nvls
-        from ncclsync.communicator.processes import find_process
         from ncclsync.compat import tensorflow as tf_compat
         from ncclsync.errors import NcclSyncError
-        from ncclsync.towers.placement import choose_placement
+        from ncclsync.towers.placement import choose_placement, own_process
 
         found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
         words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
         facts.add(nvls=words, nvls_variable=found.variable)
         facts.add(stage="choosing devices")
         try:
-            process = find_process()
-        except NcclSyncError:  # reported by itself
+            process = own_process(None)
+        except NcclSyncError as error:
             process = None
+            facts.add(refused=str(error))
         chosen = choose_placement(None, None, None, process)
         facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
     except Exception as error:  # a broken package may raise anything

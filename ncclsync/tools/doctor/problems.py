@@ -38,7 +38,8 @@ def summarize(host: Host, problems: tuple[Problem, ...]) -> str:
         return f"Training would fail: {counted}. {gpus} on this machine."
     by_nccl = host.choice.backend == "nccl"
     count = len(host.choice.devices)
-    where = f"{count} of them, joined by NCCL" if by_nccl else "the CPU, joined by ncclsync"
+    library = f"{host.libraries.nccl.path}, which is not NCCL" if host.libraries.is_other_nccl else "NCCL"
+    where = f"{count} of them, joined by {library}" if by_nccl else "the CPU, joined by ncclsync"
     unused = ", unused" if host.gpu_count and not by_nccl else ""
     verdict = f"Training would run, with {counted}" if counted else "Healthy"
     return f"{verdict}. {gpus} on this machine{unused}: towers stand on {where}."
@@ -97,6 +98,17 @@ def _ncclsync(host: Host) -> Iterator[Problem]:
         )
 
 
+def apart(words: str) -> Problem:
+    """Return the problem that this process cannot be joined with others; the last sentence says what mends it."""
+    words, _, remedy = words.rpartition(". ")
+    return Problem(ERROR, "processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.")
+
+
+def _apart(host: Host) -> Iterator[Problem]:
+    if host.frameworks.refused:
+        yield apart(host.frameworks.refused)
+
+
 def _troubles(host: Host) -> Iterator[Problem]:
     remedies = {
         "driver": "Look whether nvidia-smi answers, and into dmesg for Xid errors; restart the machine.",
@@ -130,6 +142,11 @@ def _nccl(host: Host) -> Iterator[Problem]:
             remedy = "pip install --upgrade nvidia-nccl-cu12"
         code = "nccl-old" if "or newer. Received: NCCL" in nccl.error else "nccl-unusable"
         yield Problem(severity, code, text, remedy)
+    elif host.libraries.is_other_nccl:
+        if needed or chosen:
+            text = f"Expected NCCL. Received: {nccl.path}, another library with its calls, version {nccl.version}."
+            remedy = "Unset NCCLSYNC_NCCL_LIBRARY." if chosen else "pip install nvidia-nccl-cu12"
+            yield Problem(WARNING, "nccl-other", text, remedy)
     elif nccl.version and asked_for and _below(nccl.version, _numbers(asked_for)):
         text = (
             f"NCCL {nccl.version} from {nccl.path} is older than {asked_for}, "
@@ -139,7 +156,7 @@ def _nccl(host: Host) -> Iterator[Problem]:
 
 
 def _nccl_twice(host: Host) -> Iterator[Problem]:
-    copies, packages = host.libraries.nccl_copies, host.libraries.nccl_packages
+    copies, packages = [copy for copy in host.libraries.nccl_copies if copy.cuda], host.libraries.nccl_packages
     if len(copies) > 1:
         listed = "; ".join(f"{copy.version or 'of unknown version'} in {copy.path}" for copy in copies)
         taken = host.libraries.nccl.path or "none of them"
@@ -250,6 +267,7 @@ _RULES: tuple[Callable[[Host], Iterator[Problem]], ...] = (
     _tensorflow,
     _keras,
     _ncclsync,
+    _apart,
     _troubles,
     _nccl,
     _nccl_twice,

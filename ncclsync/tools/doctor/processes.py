@@ -18,7 +18,7 @@ from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableErro
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
 from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report
-from ncclsync.tools.doctor.problems import by_severity, summarize
+from ncclsync.tools.doctor.problems import apart, by_severity, summarize
 from ncclsync.tools.processes import join, mpi_versions, tell_of
 
 _NAMED = 3  # processes that a message names
@@ -130,13 +130,11 @@ def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
     """Examine this process alone, since it cannot be joined with the others.
 
     Args:
-        error: why; its last sentence says what mends it.
+        error: why; see `apart`.
         timeout_s: see `examine`.
     """
     report = examine(timeout_s)
-    words, _, remedy = str(error).rpartition(". ")
-    problem = Problem(ERROR, "processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.")
-    problems = tuple(by_severity([*report.problems, problem]))
+    problems = tuple(by_severity([*report.problems, apart(str(error))]))
     return dataclasses.replace(report, problems=problems, summary=summarize(report.host, problems))
 
 

@@ -1,0 +1,69 @@
+"""Tell which GPUs a host has, by its kernel's files, and which of them CUDA leaves to a process; without a hang."""
+
+import pathlib
+import re
+from collections.abc import Collection, Sequence
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-fA-F-]+)")
+
+
+def count_gpus(
+    pci: pathlib.Path = pathlib.Path("/sys/bus/pci/devices"), dev: pathlib.Path = pathlib.Path("/dev")
+) -> int:
+    """Return how many NVIDIA GPUs the kernel has, on the PCI bus or as devices, with or without a driver."""
+
+    def number(file: pathlib.Path) -> int:
+        try:
+            return int(file.read_text(), 16)
+        except (OSError, ValueError):
+            return 0
+
+    devices = pci.iterdir() if pci.is_dir() else ()
+    # 0x03: a display controller; NVIDIA's network cards and switches have other classes.
+    on_bus = sum(number(one / "vendor") == 0x10DE and number(one / "class") >> 16 == 3 for one in devices)
+    return max(on_bus, sum(one.name.removeprefix("nvidia").isdecimal() for one in dev.glob("nvidia[0-9]*")))
+
+
+def kernel_driver(file: pathlib.Path = pathlib.Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of the NVIDIA kernel module that is loaded, such as "550.54.15"."""
+    try:
+        words = file.read_text(errors="replace").split()
+    except OSError:
+        return None
+    return next((word for word in words if word[0].isdigit() and word.count(".") in (1, 2)), None)
+
+
+def read_uuids(folder: pathlib.Path = pathlib.Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Return the UUIDs of the GPUs that the driver has, in the order of the PCI bus."""
+    files = sorted(folder.glob("*/information"))
+    return [found[1] for file in files if (found := _UUID.search(file.read_text(errors="replace")))]
+
+
+def left_by(value: str | None, uuids: Sequence[str | None], divided: Collection[int] = ()) -> list[int]:
+    """Return the numbers of the GPUs that a value of CUDA_VISIBLE_DEVICES leaves.
+
+    As CUDA reads it: numbers or beginnings of UUIDs up to the first that names no GPU. The numbers are CUDA's own, so
+    of GPUs that differ it may be others than these; how many is right.
+
+    Args:
+        value: the variable's; None: it is not set.
+        uuids: of all GPUs; None where unknown.
+        divided: numbers of those that are divided into instances (MIG).
+    """
+    everyone = range(len(uuids))
+    if value is None:
+        return [*everyone]
+    found: list[int] = []
+    for name in map(str.strip, value.split(",")):
+        if name.startswith("MIG-"):
+            named = sorted(divided)
+        elif name.isdecimal():
+            named = [i for i in everyone if i == int(name)]
+        else:
+            named = [i for i in everyone if name and (uuids[i] or "").lower().startswith(name.lower())]
+        if not named:
+            break
+        found += named[:1]
+    return found

@@ -146,8 +146,12 @@ class Partition(Placer):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            self._put(output, output, placed)
-            if rest and placed.kind is not Kind.SHARD:
+            after = rules.rows_again(op, call.given[1]) if placed.whole else None
+            tensor = output if after is None else self._rows_of_tower(output, after)
+            if after is not None:
+                self._converted[tensor.name, after, REPLICATE] = output
+            self._put(output, tensor, after or placed)
+            if rest and (after or placed).kind is not Kind.SHARD:
                 self._altered.add(output.name)
 
     def _made(self, call: Call) -> list[Placement]:
@@ -275,6 +279,11 @@ class Partition(Placer):
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype)
+        if before.kind is Kind.PLACES and after.kind is Kind.SHARD:
+            each, width = before.counts
+            if each > 0:
+                with self._building():
+                    return tensor + tf.cast(self.share.begin * (each * width), tensor.dtype)
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
@@ -292,7 +301,7 @@ class Partition(Placer):
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
         if before.kind is Kind.SHARD:
-            return self._gathered(tensor, before, op)
+            return self._anew(tensor) if self.spares(tensor, before) else self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
             boolean = tensor.dtype == tf.bool
             if boolean:
@@ -355,6 +364,15 @@ class Partition(Placer):
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
             return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+
+    def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
+        """Return whether every tower can compute all of a tensor, element by element, of what it has whole."""
+        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
+            return True
+        op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
+        if not depth or given is None or op.type not in rules.ELEMENTWISE:
+            return placed.kind is Kind.ROWS
+        return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """Gather all towers' rows, in the order of the batch."""

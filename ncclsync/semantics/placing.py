@@ -86,6 +86,10 @@ class Call(rules.Call):
         """See `rules.Call`."""
         return self.placer.constant(self.op.inputs[index])
 
+    def spares(self, index: int) -> bool:
+        """See `rules.Call`."""
+        return self.placer.spares(self.tensors[index], self.inputs[index])
+
     @property
     def axes(self) -> Axes:
         """See `rules.Call`."""
@@ -118,6 +122,10 @@ class Placer(abc.ABC):
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Return a tensor as it must be placed for `op`."""
+
+    def spares(self, tensor: tf.Tensor, placed: Placement) -> bool:
+        """Return whether a tensor can be placed otherwise, and nothing is exchanged for it; see `rules.Call`."""
+        return placed.whole
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         raise Refused("it is not in a loop over rows")
@@ -211,9 +219,11 @@ class Placer(abc.ABC):
         kind = call.op.type
         if any(placed.kind is Kind.PIECE for placed in call.inputs):
             return [call.inputs[0]] if kind == "Identity" else None
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is Kind.PLACES and kind not in rules.TAKING_PLACES:
-                call.require(i, REPLICATE)
+        if any(placed.kind is Kind.PLACES for placed in call.inputs):
+            made = rules.RULES[kind](call) if kind in rules.TAKING_PLACES else None
+            if made is not None:
+                return made
+            self._number_rows(call)
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
@@ -237,6 +247,12 @@ class Placer(abc.ABC):
             call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
+
+    def _number_rows(self, call: Call) -> None:
+        """Let numbers of a tower's rows be those of the batch's rows."""
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is Kind.PLACES:
+                call.require(i, shard(placed.axis, 1, max(placed.counts[0], 0)))
 
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""

@@ -62,6 +62,10 @@ class Call(Protocol):
         """Return the value of input `index` if it is known now."""
         ...
 
+    def spares(self, index: int) -> bool:
+        """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
+        ...
+
     @property
     def axes(self) -> Axes:
         """Return what is known of the lengths of the op's inputs and outputs."""
@@ -175,7 +179,9 @@ ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 
 
 @_rule(*UNARY)
-def _unary(call: Call) -> Sequence[Placement]:
+def _unary(call: Call) -> Sequence[Placement] | None:
+    if call.inputs[0].kind is Kind.PLACES and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+        return None
     return _all(call, call.inputs[0])
 
 
@@ -198,6 +204,8 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
 def _numbers(call: Call) -> Sequence[Placement] | None:
     """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
     kind, one, two = call.op.type, call.inputs[0], call.inputs[-1 if len(call.inputs) < 2 else 1]
+    if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+        return None
     numbers = next(placed for placed in call.inputs if placed.kind is Kind.PLACES)
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
@@ -250,9 +258,14 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
             chosen = here
             continue
         if here.axis == chosen.axis:
-            chosen = together(chosen, here)
-            if chosen is None:
-                return None  # rows that are counted otherwise
+            both = together(chosen, here) or (chosen if call.spares(i) else here)
+            for j in heads:  # rows in another order
+                other = call.inputs[j]
+                if other.kind is Kind.SHARD and not same_rows(other, both):
+                    if other.axis + rank - ranks[j] != both.axis or not call.spares(j):
+                        return None
+                    call.require(j, both.at(other.axis))
+            chosen = both
             continue
         call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
     if chosen is None:
@@ -1172,6 +1185,9 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     if params.kind is Kind.SHARD and indices.whole and params.axis != axis:
         moved = params.axis + (ranks[1] - skipped - 1 if params.axis > axis else 0)
         return [params.at(moved)]
+    if params.kind is indices.kind is Kind.SHARD and not skipped and params.axis == axis:  # from any row
+        call.require(0, REPLICATE)
+        return [indices.at(indices.axis + axis)]
     return None
 
 
@@ -1243,7 +1259,8 @@ def _segments(call: Call) -> Sequence[Placement] | None:
         if data != shard(0) or count != rows((number * width,)) or call.op.type != "UnsortedSegmentSum":
             return None
         return [data if ids.op == "sum" else shard(0, 1, number * width)] if ids.op == "row" or width == 1 else None
-    if not count.whole or call.op.inputs[0].dtype.name not in native.DTYPES:
+    call.require(2, REPLICATE)
+    if call.op.inputs[0].dtype.name not in native.DTYPES:
         return None
     rank = _rank(call, 1)
     if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
@@ -1261,11 +1278,12 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     return [partial(_SEGMENTS[call.op.type])]
 
 
-@_rule("ScatterNd")
+@_rule("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    indices, updates, shape = call.inputs
+    indices, updates = call.inputs[:2]
     rank = _rank(call, 0)
-    if not shape.whole or rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
+    call.require(2, REPLICATE)
+    if rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
         return None
     placed = indices if indices.kind is Kind.SHARD else updates
     if placed.kind is not Kind.SHARD or placed.axis >= rank - 1:
@@ -1328,6 +1346,40 @@ DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
+
+# Results that are whole go back to rows where a length is known to be theirs: a tower takes its own.
+
+# The inputs that are the result's shape, or the length of an axis: (input, axis; None: all axes).
+_SHAPED: dict[str, tuple[int, int | None]] = dict.fromkeys(DRAWS, (0, None))
+_SHAPED |= dict.fromkeys(names("StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal"), (2, None))
+_SHAPED |= dict.fromkeys(names("StatefulUniformInt StatefulUniformFullInt StatefulRandomBinomial"), (2, None))
+_SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "ScatterNd": (2, None)}
+_SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
+_SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
+_SAME_FIRST = names("StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3")
+# Their results have the shape of their first input, or as many rows along the first axis.
+_SAME_SHAPE = names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys() - {
+    *names("IRFFT IRFFT2D Lu LogMatrixDeterminant MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3"),
+    *names("MatrixDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2"),
+}
+
+
+def rows_again(op: tf.Operation, given: Sequence[Placement]) -> Placement | None:
+    """Return the placement by rows of an op's results that all towers have; None: they are not known to have rows.
+
+    Args:
+        op: as it was traced.
+        given: how its inputs are placed before they are made whole.
+    """
+    same = op.type in _SAME_SHAPE or (op.type in _SAME_FIRST and given[0].axis == 0)
+    if same and given[0].kind is Kind.SHARD:
+        return counted(given[0])
+    at, along = _SHAPED.get(op.type, (0, None))
+    shape, rank = given[at] if given else REPLICATE, op.outputs[0].shape.rank
+    if op.type not in _SHAPED or shape.kind is not Kind.ROWS or not rank:
+        return None
+    axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first
+    return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0))
 
 
 # Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows

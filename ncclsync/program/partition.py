@@ -146,7 +146,7 @@ class Partition(Placer):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            after = rules.rows_again(op, call.given[1]) if placed.whole else None
+            after = rules.rows_again(op, call.given[1], output.value_index) if placed.whole else None
             tensor = output if after is None else self._rows_of_tower(output, after)
             if after is not None:
                 self._converted[tensor.name, after, REPLICATE] = output

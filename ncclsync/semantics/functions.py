@@ -50,7 +50,10 @@ class Functions:
         return any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
 
     def op_types(self, op: tf.Operation) -> Iterator[str]:
-        """Yield the types of an op and of all ops in the functions that it calls, some several times."""
+        """Yield the types of an op and of all ops in the functions that it calls, some several times.
+
+        Left out are GPUs' recurrent networks that drop nothing: TensorFlow declares them stateful for their dropout.
+        """
         queue, seen = [op.node_def], set()
         while queue:
             node = queue.pop()
@@ -58,7 +61,7 @@ class Functions:
             called += [f.name for value in node.attr.values() for f in value.list.func]
             if node.op in self._definitions:
                 called.append(node.op)
-            else:
+            elif not (node.op.startswith("CudnnRNN") and not node.attr["dropout"].f):
                 yield node.op
             for name in called:
                 if name in self._definitions and name not in seen:

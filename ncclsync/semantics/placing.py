@@ -592,7 +592,7 @@ class FunctionPlacer(Placer):
                 if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
                     raise Refused("an assertion is about rows")
             else:
-                if tf_compat.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
+                if tf_compat.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
                     raise Refused(f"{op.type} has a state of its own")
                 made = self.place(call)
             placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))

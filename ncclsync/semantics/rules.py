@@ -755,6 +755,65 @@ def _normalise(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[0], *[REPLICATE] * (len(call.op.outputs) - 1)]
 
 
+# GPUs' own recurrent networks, by the letters of their axes: b has the rows, p is added up over them, and * is a
+# kernel's own, of no known order. Source: TensorFlow's documentation of CudnnRNNV3.
+_BACK_OF_RNN = "tbu lbu lbu tbu lbu lbu"
+_LETTERS = {
+    "CudnnRNN": "tbf lbu lbu p -> tbu lbu lbu *",
+    "CudnnRNNV2": "tbf lbu lbu p -> tbu lbu lbu * *",
+    "CudnnRNNV3": "tbf lbu lbu p b -> tbu lbu lbu * *",
+    "CudnnRNNBackprop": f"tbf lbu lbu p {_BACK_OF_RNN} * -> tbf lbu lbu p",
+    "CudnnRNNBackpropV2": f"tbf lbu lbu p {_BACK_OF_RNN} * * -> tbf lbu lbu p",
+    "CudnnRNNBackpropV3": f"tbf lbu lbu p b {_BACK_OF_RNN} * * -> tbf lbu lbu p",
+}
+
+
+def letters_of(op: tf.Operation) -> tuple[list[str], list[str]]:
+    """Return the letters of the axes of an op's inputs and results, as `_LETTERS` has them."""
+    table = _LETTERS[op.type]
+    if op.type.endswith("V3") and not op.get_attr("time_major"):
+        table = table.replace("tb", "bt").replace("lb", "bl")
+    given, made = table.split(" -> ")
+    return given.split(), made.split()
+
+
+@_rule(*_LETTERS)
+def _by_letters(call: Call) -> Sequence[Placement] | None:
+    given, made = letters_of(call.op)
+    placed = next((one for one in call.inputs if one.kind is Kind.SHARD), None)
+    if placed is None:
+        return None
+    for i, (letters, one) in enumerate(zip(given, call.inputs, strict=True)):
+        if letters == "*":
+            if one != pending(None):
+                return None
+        elif "b" in letters and _rank(call, i) == len(letters):  # without a cell's state, input_c is a scalar
+            here = placed.at(letters.index("b"))
+            if one.kind is Kind.SHARD and (one.axis != here.axis or not same_rows(one, here)):
+                return None
+            call.require(i, here)
+        else:
+            call.require(i, REPLICATE)
+    ways = {"*": pending(None), "p": SUM}
+    return [
+        ways[letters] if letters in ways else placed.at(letters.index("b")) if output.shape.rank else REPLICATE
+        for letters, output in zip(made, call.op.outputs, strict=True)
+    ]
+
+
+@_rule("ReverseSequence")
+def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
+    placed, lengths = call.inputs
+    rows_along, turned = call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
+    if placed.kind is not Kind.SHARD and lengths.kind is Kind.SHARD:
+        placed = lengths.at(rows_along)
+    if placed.axis == turned or (lengths.kind is Kind.SHARD and not same_rows(placed, lengths)):
+        return None
+    call.require(0, placed)
+    call.require(1, placed.at(0) if placed.axis == rows_along else REPLICATE)
+    return [placed]
+
+
 @_rule("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
 def _labelled(call: Call) -> Sequence[Placement] | None:
     whole = [2] if call.op.type == "InTopKV2" else []
@@ -1356,26 +1415,39 @@ _SHAPED |= dict.fromkeys(names("StatefulUniformInt StatefulUniformFullInt Statef
 _SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "ScatterNd": (2, None)}
 _SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
 _SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
-_SAME_FIRST = names("StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3")
-# Their results have the shape of their first input, or as many rows along the first axis.
+# Where the first input has rows along that axis, the results have them along these.
+_SAME_ROWS = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
+_SAME_ROWS |= dict.fromkeys(
+    names(
+        """
+        StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3 FusedBatchNorm FusedBatchNormV2
+        FusedBatchNormV3 FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
+        """
+    ),
+    (0, (0,)),
+)
+# Their results have the shape of their first input.
 _SAME_SHAPE = names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys() - {
     *names("IRFFT IRFFT2D Lu LogMatrixDeterminant MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3"),
     *names("MatrixDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2"),
 }
 
 
-def rows_again(op: tf.Operation, given: Sequence[Placement]) -> Placement | None:
-    """Return the placement by rows of an op's results that all towers have; None: they are not known to have rows.
+def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:
+    """Return the placement by rows of result `index`, which all towers have; None: it is not known to have rows.
 
     Args:
         op: as it was traced.
         given: how its inputs are placed before they are made whole.
+        index: of the result.
     """
-    same = op.type in _SAME_SHAPE or (op.type in _SAME_FIRST and given[0].axis == 0)
-    if same and given[0].kind is Kind.SHARD:
+    if op.type in _SAME_SHAPE and given[0].kind is Kind.SHARD:
         return counted(given[0])
+    of_input, of_results = _SAME_ROWS.get(op.type, (0, ()))
+    if index < len(of_results) and given[0].kind is Kind.SHARD and given[0].axis == of_input:
+        return counted(given[0]).at(of_results[index])
     at, along = _SHAPED.get(op.type, (0, None))
-    shape, rank = given[at] if given else REPLICATE, op.outputs[0].shape.rank
+    shape, rank = given[at] if given else REPLICATE, op.outputs[index].shape.rank
     if op.type not in _SHAPED or shape.kind is not Kind.ROWS or not rank:
         return None
     axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first

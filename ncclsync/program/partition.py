@@ -75,6 +75,7 @@ class Partition(Placer):
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
         self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
@@ -146,12 +147,17 @@ class Partition(Placer):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            after = rules.rows_again(op, call.given[1], output.value_index) if placed.whole else None
-            tensor = output if after is None else self._rows_of_tower(output, after)
-            if after is not None:
+            tensor, after = output, rules.rows_again(op, call.given[1], output.value_index)
+            if placed.kind is Kind.PARTIAL:
+                if op.type in rules.ELEMENTWISE:
+                    after = next((self._rows_of[name] for name in names if name in self._rows_of), None)
+                if after is not None:
+                    self._rows_of[output.name] = after
+            elif placed.whole and after is not None:
+                tensor, placed = self._rows_of_tower(output, after), after
                 self._converted[tensor.name, after, REPLICATE] = output
-            self._put(output, tensor, after or placed)
-            if rest and (after or placed).kind is not Kind.SHARD:
+            self._put(output, tensor, placed)
+            if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
 
     def _made(self, call: Call) -> list[Placement]:
@@ -364,6 +370,10 @@ class Partition(Placer):
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
             return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+
+    def reduced(self, tensor: tf.Tensor) -> Placement:
+        """See `Placer`."""
+        return self._rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
         """Return whether every tower can compute all of a tensor, element by element, of what it has whole."""

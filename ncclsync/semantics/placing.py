@@ -127,6 +127,10 @@ class Placer(abc.ABC):
         """Return whether a tensor can be placed otherwise, and nothing is exchanged for it; see `rules.Call`."""
         return placed.whole
 
+    def reduced(self, tensor: tf.Tensor) -> Placement:
+        """Return how a PARTIAL tensor is placed where it is added up: by rows if it is known to have them."""
+        return REPLICATE
+
     def _row_by_row(self, call: Call) -> list[Placement]:
         raise Refused("it is not in a loop over rows")
 
@@ -230,7 +234,7 @@ class Placer(abc.ABC):
                 return made
             for i, placed in enumerate(call.inputs):
                 if placed.kind is Kind.PARTIAL:
-                    call.require(i, REPLICATE)
+                    call.require(i, self.reduced(call.tensors[i]))
         if any(placed.kind is Kind.ROWS for placed in call.inputs):
             compared = [one for placed in call.inputs[: rules.COMPARING.get(kind, 0)] for one in placed.counts or (0,)]
             counts = kind in rules.COUNTING or (compared and all(compared))

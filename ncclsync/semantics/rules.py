@@ -1173,11 +1173,11 @@ def _pad(call: Call) -> Sequence[Placement] | None:
     return None if widths[placed.axis].any() else [placed]
 
 
-@_rule("Fill", counting=True)
+@_rule("Fill", "Empty", counting=True)
 def _fill(call: Call) -> Sequence[Placement] | None:
-    dims, value = call.inputs
+    dims = call.inputs[0]
     axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
-    if axis is None or not value.whole:
+    if axis is None or not all(value.whole for value in call.inputs[1:]):
         return None
     return [shard(axis, 0, max(dims.counts[axis], 0))]
 

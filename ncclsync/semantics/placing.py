@@ -363,7 +363,7 @@ class Placer(abc.ABC):
         if op.type in BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
                 call.require(0, REPLICATE)
-            names = self.functions.called_by(op)
+            names = self.functions.taken_by(op, call.constant(0))
             ways = [self._body(op, name, call.inputs[1:]) for name in names]
             graphs = [self.axes.body(op, name)[0] for name in names]
             made = [

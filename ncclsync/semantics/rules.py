@@ -1416,7 +1416,7 @@ _SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "
 _SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
 _SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
 # Where the first input has rows along that axis, the results have them along these.
-_SAME_ROWS = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
+_SAME_ROWS: dict[str, tuple[int, tuple[int, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
 _SAME_ROWS |= dict.fromkeys(
     names(
         """

@@ -76,6 +76,7 @@ class Partition(Placer):
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
         self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
@@ -147,7 +148,16 @@ class Partition(Placer):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            self._put(output, output, placed)
+            tensor, after = output, rules.rows_again(op, call.given[1], output.value_index)
+            if placed.kind is Kind.PARTIAL:
+                if op.type in rules.ELEMENTWISE:
+                    after = next((self._rows_of[name] for name in names if name in self._rows_of), None)
+                if after is not None:
+                    self._rows_of[output.name] = after
+            elif placed.whole and after is not None:
+                tensor, placed = self._rows_of_tower(output, after), after
+                self._converted[tensor.name, after, REPLICATE] = output
+            self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
 
@@ -274,6 +284,11 @@ class Partition(Placer):
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype)
+        if before.kind is Kind.PLACES and after.kind is Kind.SHARD:
+            each, width = before.counts
+            if each > 0:
+                with self._building():
+                    return tensor + tf.cast(self.share.begin * (each * width), tensor.dtype)
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
@@ -291,7 +306,7 @@ class Partition(Placer):
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
         if before.kind is Kind.SHARD:
-            return self._gathered(tensor, before, op)
+            return self._anew(tensor) if self.spares(tensor, before) else self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
             boolean = tensor.dtype == tf.bool
             if boolean:
@@ -354,6 +369,19 @@ class Partition(Placer):
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         with self._building():
             return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+
+    def reduced(self, tensor: tf.Tensor) -> Placement:
+        """See `Placer`."""
+        return self._rows_of.get(tensor.name, REPLICATE)
+
+    def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
+        """Return whether every tower can compute all of a tensor, element by element, of what it has whole."""
+        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
+            return True
+        op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
+        if not depth or given is None or op.type not in rules.ELEMENTWISE:
+            return placed.kind is Kind.ROWS
+        return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """Gather all towers' rows, in the order of the batch."""

@@ -52,11 +52,11 @@ class Items:
     """Describe what a list, an optional tensor or a variable holds.
 
     Attributes:
-        of: the shapes; None: nothing as yet.
+        of: the shapes, or, of a list of lists, what these hold; None: nothing as yet.
         values: if all that it holds are the same small integers.
     """
 
-    of: Shapes | None
+    of: "Shapes | Items | None"
     values: Values | None = dataclasses.field(default=None, compare=False)
 
 
@@ -259,7 +259,9 @@ class Axes:
     def _called(self, op: tf.Operation) -> list[State]:
         inputs = op.inputs[op.type in BRANCHES :]
         states = [self._state(tensor) for tensor in inputs]
-        entered = [self._entered(op, name, states) for name in self._functions.called_by(op)]
+        chosen = self.constant(op.inputs[0]) if op.type in BRANCHES else None
+        names = self._functions.called_by(op) if chosen is None else self._functions.taken_by(op, chosen)
+        entered = [self._entered(op, name, states) for name in names]
         ways = [[child._state(tensor) for tensor in graph.outputs] for graph, child in entered]
         return [_joined_all(one) for one in zip(*ways, strict=True)]
 
@@ -278,9 +280,9 @@ class Axes:
         if kind in _PUTTING_IN:
             tensor = inputs[_PUTTING_IN[kind]]
             item = self._state(tensor)
-            if not isinstance(item, tuple) or (kind == "OptionalFromValue" and len(inputs) > 1):
+            if item is None or (kind == "OptionalFromValue" and len(inputs) > 1):
                 return [None]
-            if kind == "TensorListFromTensor":
+            if kind == "TensorListFromTensor" and isinstance(item, tuple):
                 return [Items(tuple(shape[1:] for shape in item))]
             # Of a list that is reserved some elements may not be set.
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
@@ -292,11 +294,11 @@ class Axes:
         of = held[0].of
         if kind == "TensorListPopBack":
             return [held[0], of]
-        if kind == "TensorListElementShape":
+        if kind == "TensorListElementShape" and isinstance(of, tuple):
             return [((len(of[0]),),) * len(BATCHES)]
         if kind in ("TensorListGetItem", "OptionalGetValue", "ReadVariableOp") and len(op.outputs) == 1:
             return [of]
-        if kind in ("TensorListStack", "TensorListGather"):
+        if kind in ("TensorListStack", "TensorListGather") and isinstance(of, tuple):
             traced = _traced(op.outputs[0])
             first = [shape[0] for shape in traced] if isinstance(traced, tuple) else [batch.open for batch in BATCHES]
             return [tuple((count, *shape) for count, shape in zip(first, of, strict=True))]
@@ -309,15 +311,16 @@ class Axes:
         if op.type == "Const":
             value = _value_of(op.outputs[0])
             return [None if value is None else (value,) * len(BATCHES)]
-        if op.type in ("Shape", "ShapeN", "Size"):
+        if op.type in _MEASURES:
             shapes = [self._shapes(tensor) for tensor in op.inputs]
             dtype = op.outputs[0].dtype.as_numpy_dtype
-            measured = np.prod if op.type == "Size" else np.array
-            return [None if one is None else tuple(measured(shape).astype(dtype) for shape in one) for one in shapes]
+            measured = _MEASURES[op.type]
+            return [None if one is None else tuple(np.asarray(measured(s), dtype) for s in one) for one in shapes]
         if op.type in _TAKING_OUT and isinstance(held := self._state(op.inputs[0]), Items):
             if op.type == "TensorListElementShape":
                 dtype = op.outputs[0].dtype.as_numpy_dtype
-                return [None if held.of is None else tuple(np.array(shape, dtype) for shape in held.of)]
+                of = held.of if isinstance(held.of, tuple) else ((),) * len(BATCHES)
+                return [None if held.of is None else tuple(np.array(shape, dtype) for shape in of)]
             return [*unknown[1:], held.values]
         if not self._has_values(op):
             return unknown
@@ -374,6 +377,7 @@ def _joined_all(states: Sequence[State]) -> State:
     return functools.reduce(_joined, states)
 
 
+_MEASURES: dict[str, Callable[[Shape], Any]] = {"Shape": np.array, "ShapeN": np.array, "Size": np.prod, "Rank": len}
 _PUTTING_IN = {"TensorListFromTensor": 0, "OptionalFromValue": 0, "TensorListPushBack": 1, "TensorListSetItem": 2}
 _TAKING_OUT = frozenset({"TensorListPopBack", "TensorListGetItem", "OptionalGetValue", "TensorListElementShape"})
 
@@ -430,7 +434,7 @@ def _joined(one: State, two: State) -> State:
         if one.of is None or two.of is None:
             return one if two.of is None else two
         same = one.values is not None and two.values is not None and _equal(one.values, two.values)
-        return Items(_joined(one.of, two.of), one.values if same else None)  # type: ignore[arg-type]
+        return Items(_joined(one.of, two.of), one.values if same else None)
     if one is None or two is None or isinstance(one, Items) or isinstance(two, Items) or len(one[0]) != len(two[0]):
         return None
     lengths = [

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -45,12 +46,29 @@ class Functions:
         attributes = [value for _, value in sorted(op.node_def.attr.items())]
         return [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
 
+    def taken_by(self, op: tf.Operation, chosen: Any) -> list[str]:
+        """Return the names of the functions that a branch may run.
+
+        Args:
+            op: the branch.
+            chosen: the value of what it chooses by; None: it is not known.
+        """
+        names = self.called_by(op)
+        if chosen is None or np.ndim(chosen) or np.asarray(chosen).dtype.kind not in "bi":
+            return names
+        if op.type in ("If", "StatelessIf"):  # in the order of the attributes: else, then
+            return [names[bool(chosen)]]
+        return [names[chosen if 0 <= chosen < len(names) else -1]]
+
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Return whether an op, or what it calls, draws from a state in no variable, or runs Python."""
         return any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
 
     def op_types(self, op: tf.Operation) -> Iterator[str]:
-        """Yield the types of an op and of all ops in the functions that it calls, some several times."""
+        """Yield the types of an op and of all ops in the functions that it calls, some several times.
+
+        Left out are GPUs' recurrent networks that drop nothing: TensorFlow declares them stateful for their dropout.
+        """
         queue, seen = [op.node_def], set()
         while queue:
             node = queue.pop()
@@ -58,7 +76,7 @@ class Functions:
             called += [f.name for value in node.attr.values() for f in value.list.func]
             if node.op in self._definitions:
                 called.append(node.op)
-            else:
+            elif not (node.op.startswith("CudnnRNN") and not node.attr["dropout"].f):
                 yield node.op
             for name in called:
                 if name in self._definitions and name not in seen:

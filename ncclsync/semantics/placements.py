@@ -43,7 +43,8 @@ class Placement:
                 rows, as of `tf.map_fn`, it is what one row has ("row"), or which row that is ("counter").
             AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
                 operand, and `axis` that of the gradient's rows.
-            PENDING: rows in a shape that the next reshape gives; then it is placed as `of`.
+            PENDING: rows in a shape that the next reshape gives; then it is placed as `of`. None: what a kernel keeps
+                for its gradient, in an order of its own.
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
                 the shape `counts`, in which -1 is any length. If `op` is "row", a loop over a tower's rows has
                 put one in for each.
@@ -114,8 +115,8 @@ def axes(of: Placement, axis: int) -> Placement:
     return Placement(Kind.AXES, of=of, axis=axis)
 
 
-def pending(of: Placement) -> Placement:
-    """Return a placement that the next reshape brings into the shape of a tensor of this one."""
+def pending(of: Placement | None) -> Placement:
+    """Return a placement that the next reshape brings into the shape of a tensor of this one; None: nothing does."""
     return Placement(Kind.PENDING, of=of)
 
 

@@ -86,6 +86,10 @@ class Call(rules.Call):
         """See `rules.Call`."""
         return self.placer.constant(self.op.inputs[index])
 
+    def spares(self, index: int) -> bool:
+        """See `rules.Call`."""
+        return self.placer.spares(self.tensors[index], self.inputs[index])
+
     @property
     def axes(self) -> Axes:
         """See `rules.Call`."""
@@ -118,6 +122,14 @@ class Placer(abc.ABC):
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Return a tensor as it must be placed for `op`."""
+
+    def spares(self, tensor: tf.Tensor, placed: Placement) -> bool:
+        """Return whether a tensor can be placed otherwise, and nothing is exchanged for it; see `rules.Call`."""
+        return placed.whole
+
+    def reduced(self, tensor: tf.Tensor) -> Placement:
+        """Return how a PARTIAL tensor is placed where it is added up: by rows if it is known to have them."""
+        return REPLICATE
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         raise Refused("it is not in a loop over rows")
@@ -211,16 +223,18 @@ class Placer(abc.ABC):
         kind = call.op.type
         if any(placed.kind is Kind.PIECE for placed in call.inputs):
             return [call.inputs[0]] if kind == "Identity" else None
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is Kind.PLACES and kind not in rules.TAKING_PLACES:
-                call.require(i, REPLICATE)
+        if any(placed.kind is Kind.PLACES for placed in call.inputs):
+            made = rules.RULES[kind](call) if kind in rules.TAKING_PLACES else None
+            if made is not None:
+                return made
+            self._number_rows(call)
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
                 return made
             for i, placed in enumerate(call.inputs):
                 if placed.kind is Kind.PARTIAL:
-                    call.require(i, REPLICATE)
+                    call.require(i, self.reduced(call.tensors[i]))
         if any(placed.kind is Kind.ROWS for placed in call.inputs):
             compared = [one for placed in call.inputs[: rules.COMPARING.get(kind, 0)] for one in placed.counts or (0,)]
             counts = kind in rules.COUNTING or (compared and all(compared))
@@ -237,6 +251,12 @@ class Placer(abc.ABC):
             call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
+
+    def _number_rows(self, call: Call) -> None:
+        """Let numbers of a tower's rows be those of the batch's rows."""
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is Kind.PLACES:
+                call.require(i, shard(placed.axis, 1, max(placed.counts[0], 0)))
 
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
@@ -343,7 +363,7 @@ class Placer(abc.ABC):
         if op.type in BRANCHES:
             if call.inputs[0].kind is not Kind.LOCAL:
                 call.require(0, REPLICATE)
-            names = self.functions.called_by(op)
+            names = self.functions.taken_by(op, call.constant(0))
             ways = [self._body(op, name, call.inputs[1:]) for name in names]
             graphs = [self.axes.body(op, name)[0] for name in names]
             made = [
@@ -576,7 +596,7 @@ class FunctionPlacer(Placer):
                 if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
                     raise Refused("an assertion is about rows")
             else:
-                if tf_compat.is_stateful(op) and op.type not in REPEATABLE and op.type not in rules.DRAWS:
+                if tf_compat.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
                     raise Refused(f"{op.type} has a state of its own")
                 made = self.place(call)
             placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))

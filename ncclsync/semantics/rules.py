@@ -62,6 +62,10 @@ class Call(Protocol):
         """Return the value of input `index` if it is known now."""
         ...
 
+    def spares(self, index: int) -> bool:
+        """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
+        ...
+
     @property
     def axes(self) -> Axes:
         """Return what is known of the lengths of the op's inputs and outputs."""
@@ -175,7 +179,9 @@ ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 
 
 @_rule(*UNARY)
-def _unary(call: Call) -> Sequence[Placement]:
+def _unary(call: Call) -> Sequence[Placement] | None:
+    if call.inputs[0].kind is Kind.PLACES and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+        return None
     return _all(call, call.inputs[0])
 
 
@@ -198,6 +204,8 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
 def _numbers(call: Call) -> Sequence[Placement] | None:
     """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
     kind, one, two = call.op.type, call.inputs[0], call.inputs[-1 if len(call.inputs) < 2 else 1]
+    if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+        return None
     numbers = next(placed for placed in call.inputs if placed.kind is Kind.PLACES)
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
@@ -250,9 +258,14 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
             chosen = here
             continue
         if here.axis == chosen.axis:
-            chosen = together(chosen, here)
-            if chosen is None:
-                return None  # rows that are counted otherwise
+            both = together(chosen, here) or (chosen if call.spares(i) else here)
+            for j in heads:  # rows in another order
+                other = call.inputs[j]
+                if other.kind is Kind.SHARD and not same_rows(other, both):
+                    if other.axis + rank - ranks[j] != both.axis or not call.spares(j):
+                        return None
+                    call.require(j, both.at(other.axis))
+            chosen = both
             continue
         call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
     if chosen is None:
@@ -742,6 +755,65 @@ def _normalise(call: Call) -> Sequence[Placement] | None:
     return [call.inputs[0], *[REPLICATE] * (len(call.op.outputs) - 1)]
 
 
+# GPUs' own recurrent networks, by the letters of their axes: b has the rows, p is added up over them, and * is a
+# kernel's own, of no known order. Source: TensorFlow's documentation of CudnnRNNV3.
+_BACK_OF_RNN = "tbu lbu lbu tbu lbu lbu"
+_LETTERS = {
+    "CudnnRNN": "tbf lbu lbu p -> tbu lbu lbu *",
+    "CudnnRNNV2": "tbf lbu lbu p -> tbu lbu lbu * *",
+    "CudnnRNNV3": "tbf lbu lbu p b -> tbu lbu lbu * *",
+    "CudnnRNNBackprop": f"tbf lbu lbu p {_BACK_OF_RNN} * -> tbf lbu lbu p",
+    "CudnnRNNBackpropV2": f"tbf lbu lbu p {_BACK_OF_RNN} * * -> tbf lbu lbu p",
+    "CudnnRNNBackpropV3": f"tbf lbu lbu p b {_BACK_OF_RNN} * * -> tbf lbu lbu p",
+}
+
+
+def letters_of(op: tf.Operation) -> tuple[list[str], list[str]]:
+    """Return the letters of the axes of an op's inputs and results, as `_LETTERS` has them."""
+    table = _LETTERS[op.type]
+    if op.type.endswith("V3") and not op.get_attr("time_major"):
+        table = table.replace("tb", "bt").replace("lb", "bl")
+    given, made = table.split(" -> ")
+    return given.split(), made.split()
+
+
+@_rule(*_LETTERS)
+def _by_letters(call: Call) -> Sequence[Placement] | None:
+    given, made = letters_of(call.op)
+    placed = next((one for one in call.inputs if one.kind is Kind.SHARD), None)
+    if placed is None:
+        return None
+    for i, (letters, one) in enumerate(zip(given, call.inputs, strict=True)):
+        if letters == "*":
+            if one != pending(None):
+                return None
+        elif "b" in letters and _rank(call, i) == len(letters):  # without a cell's state, input_c is a scalar
+            here = placed.at(letters.index("b"))
+            if one.kind is Kind.SHARD and (one.axis != here.axis or not same_rows(one, here)):
+                return None
+            call.require(i, here)
+        else:
+            call.require(i, REPLICATE)
+    ways = {"*": pending(None), "p": SUM}
+    return [
+        ways[letters] if letters in ways else placed.at(letters.index("b")) if output.shape.rank else REPLICATE
+        for letters, output in zip(made, call.op.outputs, strict=True)
+    ]
+
+
+@_rule("ReverseSequence")
+def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
+    placed, lengths = call.inputs
+    rows_along, turned = call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
+    if placed.kind is not Kind.SHARD and lengths.kind is Kind.SHARD:
+        placed = lengths.at(rows_along)
+    if placed.axis == turned or (lengths.kind is Kind.SHARD and not same_rows(placed, lengths)):
+        return None
+    call.require(0, placed)
+    call.require(1, placed.at(0) if placed.axis == rows_along else REPLICATE)
+    return [placed]
+
+
 @_rule("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
 def _labelled(call: Call) -> Sequence[Placement] | None:
     whole = [2] if call.op.type == "InTopKV2" else []
@@ -1109,11 +1181,11 @@ def _pad(call: Call) -> Sequence[Placement] | None:
     return None if widths[placed.axis].any() else [placed]
 
 
-@_rule("Fill", counting=True)
+@_rule("Fill", "Empty", counting=True)
 def _fill(call: Call) -> Sequence[Placement] | None:
-    dims, value = call.inputs
+    dims = call.inputs[0]
     axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
-    if axis is None or not value.whole:
+    if axis is None or not all(value.whole for value in call.inputs[1:]):
         return None
     return [shard(axis, 0, max(dims.counts[axis], 0))]
 
@@ -1180,6 +1252,9 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     if params.kind is Kind.SHARD and indices.whole and params.axis != axis:
         moved = params.axis + (ranks[1] - skipped - 1 if params.axis > axis else 0)
         return [params.at(moved)]
+    if params.kind is indices.kind is Kind.SHARD and not skipped and params.axis == axis:  # from any row
+        call.require(0, REPLICATE)
+        return [indices.at(indices.axis + axis)]
     return None
 
 
@@ -1251,7 +1326,8 @@ def _segments(call: Call) -> Sequence[Placement] | None:
         if data != shard(0) or count != rows((number * width,)) or call.op.type != "UnsortedSegmentSum":
             return None
         return [data if ids.op == "sum" else shard(0, 1, number * width)] if ids.op == "row" or width == 1 else None
-    if not count.whole or call.op.inputs[0].dtype.name not in native.DTYPES:
+    call.require(2, REPLICATE)
+    if call.op.inputs[0].dtype.name not in native.DTYPES:
         return None
     rank = _rank(call, 1)
     if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
@@ -1269,11 +1345,12 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     return [partial(_SEGMENTS[call.op.type])]
 
 
-@_rule("ScatterNd")
+@_rule("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    indices, updates, shape = call.inputs
+    indices, updates = call.inputs[:2]
     rank = _rank(call, 0)
-    if not shape.whole or rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
+    call.require(2, REPLICATE)
+    if rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
         return None
     placed = indices if indices.kind is Kind.SHARD else updates
     if placed.kind is not Kind.SHARD or placed.axis >= rank - 1:
@@ -1336,6 +1413,53 @@ DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
+
+# Results that are whole go back to rows where a length is known to be theirs: a tower takes its own.
+
+# The inputs that are the result's shape, or the length of an axis: (input, axis; None: all axes).
+_SHAPED: dict[str, tuple[int, int | None]] = dict.fromkeys(DRAWS, (0, None))
+_SHAPED |= dict.fromkeys(names("StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal"), (2, None))
+_SHAPED |= dict.fromkeys(names("StatefulUniformInt StatefulUniformFullInt StatefulRandomBinomial"), (2, None))
+_SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "ScatterNd": (2, None)}
+_SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
+_SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
+# Where the first input has rows along that axis, the results have them along these.
+_SAME_ROWS: dict[str, tuple[int, tuple[int, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
+_SAME_ROWS |= dict.fromkeys(
+    names(
+        """
+        StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3 FusedBatchNorm FusedBatchNormV2
+        FusedBatchNormV3 FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
+        """
+    ),
+    (0, (0,)),
+)
+# Their results have the shape of their first input.
+_SAME_SHAPE = names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys() - {
+    *names("IRFFT IRFFT2D Lu LogMatrixDeterminant MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3"),
+    *names("MatrixDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2"),
+}
+
+
+def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:
+    """Return the placement by rows of result `index`, which all towers have; None: it is not known to have rows.
+
+    Args:
+        op: as it was traced.
+        given: how its inputs are placed before they are made whole.
+        index: of the result.
+    """
+    if op.type in _SAME_SHAPE and given[0].kind is Kind.SHARD:
+        return counted(given[0])
+    of_input, of_results = _SAME_ROWS.get(op.type, (0, ()))
+    if index < len(of_results) and given[0].kind is Kind.SHARD and given[0].axis == of_input:
+        return counted(given[0]).at(of_results[index])
+    at, along = _SHAPED.get(op.type, (0, None))
+    shape, rank = given[at] if given else REPLICATE, op.outputs[index].shape.rank
+    if op.type not in _SHAPED or shape.kind is not Kind.ROWS or not rank:
+        return None
+    axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first
+    return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0))
 
 
 # Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows

@@ -1,5 +1,7 @@
 """Each of Keras' layers in a typical use, before a classifier of its features."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 from costs import fits, row
@@ -84,6 +86,29 @@ row(
     "LSTM with initial_state",
     classifier(lambda x, h, c: layers.LSTM(6)(x, initial_state=[h, c]), SERIES, floats(6), floats(6)),
 )
+
+
+def by_cudnn(run):
+    """A `run` that is traced as where there is a GPU: recurrent layers are one op, which no CPU runs."""
+
+    def traced():
+        with mock.patch("keras.src.backend.tensorflow.rnn._is_gpu_available", return_value=True):
+            return run()
+
+    return traced
+
+
+CUDNN = {
+    "LSTM": lambda x: layers.LSTM(6)(embedded(x, False)),
+    "GRU mask_zero, return_sequences": lambda x: layers.GRU(6, return_sequences=True)(embedded(x)),
+    "Bidirectional LSTM mask_zero": lambda x: layers.Bidirectional(layers.LSTM(6, return_sequences=True))(embedded(x)),
+    "seq2seq": lambda x: layers.LSTM(6, return_sequences=True)(
+        embedded(x), initial_state=layers.LSTM(6, return_state=True, go_backwards=True)(embedded(x))[1:]
+    ),
+}
+for name, body in CUDNN.items():
+    row(f"cuDNN: {name}", by_cudnn(classifier(body, TOKENS)))
+
 row("ConvLSTM1D", classifier(made(layers.ConvLSTM1D, 4, 3), floats(4, 6, 3)))
 row("ConvLSTM2D", classifier(made(layers.ConvLSTM2D, 4, 3, return_sequences=True), FILM))
 row("ConvLSTM3D", classifier(made(layers.ConvLSTM3D, 2, 2), floats(3, 3, 3, 3, 2)))

@@ -51,6 +51,21 @@ def load(folder, pattern):
         sys.path.remove(str(TESTS / folder))
 
 
+# Why ops of published programs, and of cases, need all rows, by their types.
+COMPARED = dict.fromkeys(("MatMul", "AddV2", "Sub", "Equal", "Greater"), "each row is compared with all rows")
+ORDERED = "it is about the order of the batch's rows"
+QUEUED = "each row is put into a queue that is no batch's"
+DRAWN_ALIKE = "an element's number rests on its place in the batch"
+INHERENT_OF_CASES = {
+    "Circle": COMPARED,
+    "circle-by_name": COMPARED,
+    "draw_categorical": {"StatelessMultinomial": DRAWN_ALIKE},
+    "draw_categorical_samples": {"StatelessMultinomial": DRAWN_ALIKE},
+    "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED},
+    "draw_stateless_shuffle": {"StatelessShuffle": ORDERED},
+}
+
+
 def case_of_parity(case):
     return lambda: case.run(parity.on_towers(case.build, TOWERS, **case.options))
 
@@ -60,18 +75,19 @@ for module in load("parity", "test_parity_*.py"):
     for table, cases in tables.items():
         for name, case in cases.items():
             if isinstance(case, parity.Case) and not name.endswith("run_eagerly"):  # which places nothing
-                row(f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}", case_of_parity(case))
+                where = f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}"
+                row(where, case_of_parity(case), INHERENT_OF_CASES.get(name))
 
-# Why ops of published programs need all rows, by their types.
-COMPARED = dict.fromkeys(("MatMul", "AddV2", "Sub", "Equal"), "each row is compared with all rows of the batch")
-ORDERED = "it is about the order of the batch's rows"
-QUEUED = "each row is put into a queue that is no batch's"
+OTHER_SIDE = "a row of the other side's softmax is a column of this side's, which all rows have"
+BOTH_SIDES = COMPARED | dict.fromkeys(("ArgMax", "Reshape", "SparseSoftmaxCrossEntropyWithLogits"), OTHER_SIDE)
 INHERENT = {
-    **dict.fromkeys(("simclr", "nt_xent_with_masked_diagonal", "supcon", "clip_dual_encoder"), COMPARED),
+    **dict.fromkeys(("simclr", "clip_dual_encoder", "clip_with_logit_scale"), BOTH_SIDES),
+    **dict.fromkeys(("nt_xent_with_masked_diagonal", "supcon", "metric_learning_by_einsum"), COMPARED),
     **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
     "moco": {"ConcatV2": QUEUED},
     "moco_with_pointer": {"ConcatV2": QUEUED},
     "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},
+    "pairwise_ranking": COMPARED,
     "actor_critic": {"Cumsum": ORDERED},
     "hardest_samples": {"TopKV2": ORDERED},
     "quantile_and_order": {"TopKV2": ORDERED},

@@ -1,5 +1,6 @@
 """Name the user's line that an op comes from."""
 
+import contextlib
 import linecache
 import os
 import pathlib
@@ -12,6 +13,9 @@ import tensorflow as tf
 _UNKNOWN = "a line that could not be found"
 _OWN = str(pathlib.Path(__file__).parent.parent)
 _PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
+_TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
+_OF_TAPES = "gradient_tape/"
+_SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 
 
 def user_line(traceback: Any = None) -> str:
@@ -27,9 +31,63 @@ def user_line(traceback: Any = None) -> str:
     for frame in reversed(traceback):
         written = "__autograph_generated_file" not in frame.filename
         if written and not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
-            line = linecache.getline(frame.filename, frame.lineno).strip()
-            return f"{frame.filename}:{frame.lineno} ({line})"
+            return _text_of(frame)
     return _UNKNOWN
+
+
+def own_place(op: tf.Operation) -> tuple[str, str]:
+    """Name the line of a step, written by the user, that an op of its trace comes from; else the layer or loss.
+
+    A line that runs the step, such as `fit`'s, is no line of the step, nor is one of an installed library. Of a
+    gradient it is the line that the gradient is of.
+
+    Args:
+        op: of a graph that `program.trace` has made.
+
+    Returns:
+        The place, and the type of the op there: for a gradient, of the op that it is of.
+    """
+    op = _forward_of(op)
+    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN)
+    for frame in reversed(op.traceback):
+        name = frame.filename
+        if name == _TRACE:
+            break
+        if "__autograph_generated_file" in name or "site-packages" in name or name.startswith(libraries):
+            continue
+        if os.path.exists(name):
+            return _text_of(frame), op.type
+    scopes = op.name.removeprefix(_OF_TAPES).split("/")[:-1]
+    if not scopes:
+        return _UNKNOWN, op.type
+    kinds = {"compile_loss": "the loss", "compile_metrics": "the metric"}
+    place = f"{kinds[scopes[0]]} {scopes[-1]}" if scopes[0] in kinds else f"the layer {'/'.join(scopes)}"
+    return place, op.type
+
+
+def _forward_of(op: tf.Operation) -> tf.Operation:
+    """Return the op that a tape's is the gradient of, or one of its name scope. Of others, the op itself."""
+    while op.type == "AddN" and all(one.op.name.startswith(_OF_TAPES) for one in op.inputs):
+        op = op.inputs[0].op
+    if not op.name.startswith(_OF_TAPES):
+        return op
+    scope = os.path.dirname(op.name.removeprefix(_OF_TAPES))
+    with contextlib.suppress(KeyError, ValueError):  # none of that name, or no name
+        return op.graph.get_operation_by_name(scope)
+    queue, met, found = [op], {op.name}, []
+    for one in queue:
+        for near in (tensor.op for tensor in one.inputs):
+            if near.name.startswith(_OF_TAPES) and near.name not in met:
+                met.add(near.name)
+                queue.append(near)
+            elif not near.name.startswith(_OF_TAPES) and near.type not in _SOURCES:
+                found.append(near)
+    return next((one for one in found if os.path.dirname(one.name) == scope), found[0] if found else op)
+
+
+def _text_of(frame: stack.FrameSummary) -> str:
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}:{frame.lineno} ({line})"
 
 
 def innermost(error: BaseException) -> tuple[str, BaseException]:

@@ -1,59 +1,93 @@
-"""Count the arithmetic of a step: what each tower does for its rows, and what every tower does for all rows.
+"""Count what a step costs: what each tower does for its rows, what every tower does for all rows, what moves for it."""
 
-Lengths that are open, as the rows' are, count as 1: what is done for one row, beside what is done for one row.
-"""
-
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
+from ncclsync.compat.source_lines import own_place
+from ncclsync.program.roofline import COUNTS, POWERS, Roofline, Size, seconds
+from ncclsync.semantics.axes import Axes
+from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
-from ncclsync.semantics.rules import names
 
-# They change no number, and copy none.
-_FREE = names(
-    """
-    Const EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Rank Reshape Shape ShapeN Size
-    Squeeze StopGradient
-    """
-)
-# They read some of their first input.
-_PARTS = names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice")
-_MATMULS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul")
-_SORTS = names("TopK TopKV2")
-# Of matrices: as many multiplications for an element as a row has elements.
-_CUBIC = names(
-    """
-    Cholesky CholeskyGrad Eig LogMatrixDeterminant LU MatrixDeterminant MatrixExponential MatrixInverse
-    MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEigV2 Svd
-    """
-)
 _OF_ROWS = frozenset({Kind.SHARD, Kind.ITEMS, Kind.PENDING})
+_ROWS = 4096  # of a batch that is large enough for its rows to count
+_NAMED = 8  # ops whose places are found out
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Name rows that every tower receives of all, for an op that needs the batch's.
+
+    Attributes:
+        op: its type.
+        place, made: where it comes from, and the type of the op there, by `own_place`.
+        size: bytes of them, by the rows of the batch.
+        kind: of the collective: an "all_gather", or the "all_reduce" of parts of all rows.
+    """
+
+    op: str
+    place: str
+    made: str
+    size: Size
+    kind: str = "all_gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """Name an op that every tower does for all rows.
+
+    Attributes:
+        place, made: where it comes from, and the type of the op there, by `own_place`; "" if it is none of those that
+            take longest.
+        work: by `Roofline.work`.
+    """
+
+    place: str
+    made: str
+    work: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepWork:
+    """Hold the work of a step's ops.
+
+    Attributes:
+        own: [ops, COUNTS, POWERS] of what a tower does for its rows alone, or on whatever has no rows.
+        alike: what every tower does for all rows.
+        wholes: rows that all towers receive, but for the slices of sparse gradients.
+    """
+
+    own: np.ndarray
+    alike: tuple[Alike, ...]
+    wholes: tuple[Whole, ...]
 
 
 class Costs:
-    """Sum up a step's arithmetic.
+    """Sort a step's ops by what they cost.
 
     Attributes:
-        by_rows: what a tower does for its rows alone.
-        alike: (op, its cost) that every tower does for all rows.
+        roofline: of the step's graph.
+        wholes: rows that all towers receive, but for the slices of sparse gradients.
+        alike: ops that every tower does for all rows.
     """
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Functions, axes: Axes) -> None:
         """Count nothing yet.
 
         Args:
             functions: of the step.
+            axes: of its graph.
         """
-        self._functions = functions
-        self._bodies: dict[int, float] = {}  # by the id of a function's graph, which `functions` keeps
+        self.roofline = Roofline(functions, axes)
         self._rows: set[str] = set()  # tensors that rest on rows that all towers have
         self._slices: set[str] = set()  # on the slices of sparse gradients alone
-        self.by_rows = 0.0
-        self.alike: list[tuple[tf.Operation, float]] = []
+        self._by_rows: list[tf.Operation] = []
+        self._others: list[tf.Operation] = []
+        self.wholes: list[Whole] = []
+        self.alike: list[tf.Operation] = []
 
     def have_rows(self, op: tf.Operation) -> None:
         """Know that all towers have all rows of these results."""
@@ -62,6 +96,10 @@ class Costs:
     def leave_out(self, op: tf.Operation) -> None:
         """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
+
+    def receive(self, op: tf.Operation, size: Size, kind: str) -> None:
+        """Count bytes that all towers receive for an op."""
+        self.wholes.append(Whole(op.type, *own_place(op), size, kind))
 
     def add(self, op: tf.Operation, given: Sequence[Placement], placed: Sequence[Placement]) -> None:
         """Count an op: by a tower's rows, or whole.
@@ -72,7 +110,7 @@ class Costs:
             placed: how they are where it takes them, and how its results are.
         """
         if not all(one.whole for one in placed):
-            self.by_rows += self.of(op)
+            self._by_rows.append(op)
             return
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
         if len(others) < len(op.inputs) and not any(map(_is_open, others)):
@@ -82,96 +120,34 @@ class Costs:
         made = any(one.kind is Kind.ROWS for one in given) and any(map(_is_open, op.outputs))
         if taken or made:
             self.have_rows(op)
-            self.alike.append((op, self.of(op)))
+            self.alike.append(op)
+        else:
+            self._others.append(op)
 
-    @property
-    def share_alike(self) -> float:
-        """Return the share of the arithmetic that every tower does for all rows."""
-        alike = sum(cost for _, cost in self.alike)
-        return alike / (alike + self.by_rows or 1.0)
+    def shares_alike(self) -> list[tuple[tf.Operation, float]]:
+        """Return the ops that every tower does for all rows, with their share of the arithmetic, largest first.
 
-    def of(self, op: tf.Operation) -> float:
-        """Count an op's multiplications, and the elements that it reads and writes."""
-        is_function = op.type in LOOPS | BRANCHES | CALLS or self._functions.calls(op.type)
-        called = self._functions.called_by(op) if is_function else []
-        if op.type in LOOPS:
-            return self.trips(op) * sum(self._of_function(name, op.inputs) for name in called)
-        if called:  # of a branch: either
-            return max(self._of_function(name, op.inputs[op.type in BRANCHES :]) for name in called)
-        return 0.0 if op.type in _FREE else float(_multiplications(op) + _moved(op))
+        That is: multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.
+        """
+        counts = self._works([*self.alike, *self._by_rows]).sum(axis=2) @ (1, 1 / 4, 0)
+        shares = counts[: len(self.alike)] / (counts.sum() or 1.0)
+        return sorted(zip(self.alike, shares.tolist(), strict=True), key=lambda one: -one[1])
 
-    def trips(self, loop: tf.Operation) -> int:
-        """Return how often a loop runs at most; 1 where that is not known. A gradient's runs as its forward loop."""
-        for tensor in loop.inputs[:3]:
-            while tensor.op.type == "Identity":
-                tensor = tensor.op.inputs[0]
-            if tensor.op.type in LOOPS and tensor.value_index == 0:  # how often it ran
-                return self.trips(tensor.op)
-        limit = np.asarray(tf.get_static_value(loop.inputs[1]) if len(loop.inputs) > 1 else None)
-        return max(int(limit), 1) if limit.ndim == 0 and limit.dtype.kind == "i" else 1
+    def step_work(self) -> StepWork:
+        """Return the work of the step; of a step in which towers need no rows but their own, nothing is counted."""
+        if not self.alike and not self.wholes:
+            return StepWork(self._works([]), (), ())
+        works = self._works(self.alike)
+        longest = {*np.argsort(-seconds(works, _ROWS))[:_NAMED].tolist()}
+        alike = tuple(
+            Alike(*(own_place(op) if i in longest else ("", "")), work)
+            for i, (op, work) in enumerate(zip(self.alike, works, strict=True))
+        )
+        return StepWork(self._works([*self._by_rows, *self._others]), alike, tuple(self.wholes))
 
-    def _of_function(self, name: str, inputs: list[tf.Tensor]) -> float:
-        graph = self._functions.graph(name, inputs)
-        if id(graph) not in self._bodies:
-            self._bodies[id(graph)] = sum(self.of(op) for op in graph.get_operations())
-        return self._bodies[id(graph)]
-
-
-def _moved(op: tf.Operation) -> int:
-    """Count what an op reads and writes."""
-    written = sum(map(_elements, op.outputs))
-    if op.type in _PARTS:
-        return 2 * written
-    return written if _multiplications(op) else written + sum(map(_elements, op.inputs))
-
-
-def _multiplications(op: tf.Operation) -> int:
-    """Count the multiplications of a product, and what a sort or a factorisation takes for an element."""
-    kind, inputs = op.type, op.inputs
-    if kind in _MATMULS:
-        turned = op.get_attr("transpose_a" if kind in ("MatMul", "SparseMatMul") else "adj_x")
-        return _elements(op.outputs[0]) * _length(inputs[0], -2 if turned else -1)
-    if kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2d")):
-        filters = op.outputs[0] if "Filter" in kind else inputs[1]
-        after = inputs[2] if "Backprop" in kind else op.outputs[0]
-        channels = _length(filters, -1) * (_length(filters, -2) if kind.startswith("Depthwise") else 1)
-        return _elements(after) * _elements(filters) // channels
-    if kind == "Einsum":
-        return _einsum(op)
-    if kind in _SORTS:
-        return _elements(inputs[0]) * max(int(math.log2(_length(inputs[0], -1))), 1)
-    if "FFT" in kind and inputs[0].shape.rank:
-        return _elements(op.outputs[0]) * max(int(math.log2(_length(op.outputs[0], -1))), 1)
-    if kind in _CUBIC:
-        return _elements(inputs[0]) * _length(inputs[0], -1)
-    if kind.startswith("CudnnRNN"):  # input, h, c, parameters; time first
-        return _length(inputs[0], 0) * _elements(inputs[3])
-    return 0
-
-
-def _einsum(op: tf.Operation) -> int:
-    lengths: dict[str, int] = {}
-    operands = op.get_attr("equation").decode().partition("->")[0].split(",")
-    for letters, tensor in zip(operands, op.inputs, strict=True):
-        head, dots, tail = letters.strip().partition("...")
-        rank = tensor.shape.rank
-        if rank is None:
-            continue
-        extra = [f".{rank - i}" for i in range(len(head), rank - len(tail))] if dots else []
-        for name, length in zip([*head, *extra, *tail], tensor.shape.as_list(), strict=True):
-            lengths[name] = max(lengths.get(name, 1), length or 1)
-    return math.prod(lengths.values())
+    def _works(self, ops: Iterable[tf.Operation]) -> np.ndarray:
+        return np.reshape([self.roofline.work(op) for op in ops], [-1, COUNTS, POWERS])
 
 
 def _is_open(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank is None or None in tensor.shape.as_list()
-
-
-def _length(tensor: tf.Tensor, axis: int) -> int:
-    return (tensor.shape[axis] if tensor.shape.rank else None) or 1
-
-
-def _elements(tensor: tf.Tensor) -> int:
-    if tensor.dtype in (tf.resource, tf.variant):
-        return 0
-    return math.prod(length or 1 for length in tensor.shape.as_list()) if tensor.shape.rank else 1

@@ -77,11 +77,10 @@ def cut(
         structure=graph.structure,
         results=results,
         warnings=tuple(warnings),
-        gathered=tuple(placed.gathered),
         draws=tuple(dict.fromkeys(placed.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
-        alike=placed.costs.share_alike,
+        work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
     )

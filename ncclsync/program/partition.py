@@ -22,7 +22,8 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, Share
 from ncclsync.program.cost import Costs
 from ncclsync.program.graph import Fold, StepGraph, op_name
-from ncclsync.program.program import Exchange, Results, Whole
+from ncclsync.program.program import Exchange, Results
+from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Axes, given_rows
@@ -72,7 +73,6 @@ class Partition(Placer):
         self._results = results
         self._exact = exact
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
-        self.gathered: list[Whole] = []
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
@@ -88,7 +88,7 @@ class Partition(Placer):
         self._sums: set[str] = set()  # reads of metric state that were reduced
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
-        self.costs = Costs(self.functions)
+        self.costs = Costs(self.functions, self.axes)
 
     def run(self) -> None:
         """Place the step.
@@ -315,6 +315,8 @@ class Partition(Placer):
             if tensor.op.type == "ReadVariableOp":
                 self._sums.add(tensor.op.name)
             reduced = self.exchange(tensor, Collective("all_reduce", before.op), op)
+            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.graph.marks:
+                self.costs.receive(op, size, "all_reduce")
             if not boolean:
                 return reduced
             with self._building():
@@ -398,8 +400,10 @@ class Partition(Placer):
                     moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
         if op.name not in self.graph.marks:
-            exchange = self.graph.exchanges[self._name(whole)]
-            self.gathered.append(Whole(op.type, exchange.line, _row_bytes(exchange)))
+            lengths = self.costs.roofline.lengths(tensor)
+            others = lengths[: before.axis] + lengths[before.axis + 1 :]
+            rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
+            self.costs.receive(op, product([rows, *others]), "all_gather")
         if not turned:
             return whole
         with self._building():
@@ -771,13 +775,6 @@ class Partition(Placer):
 def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
     """Swap the first two axes of a tensor that has one axis more than `rank`."""
     return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
-
-
-def _row_bytes(exchange: Exchange) -> int:
-    elements = 1
-    for length in exchange.shape[1:] if exchange.shape.rank else []:
-        elements *= length or 1
-    return elements * max(exchange.dtype.size, 1)
 
 
 def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:

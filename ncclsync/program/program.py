@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective
+from ncclsync.program.cost import StepWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,21 +169,6 @@ class Results(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """Name rows that were gathered for an op that needs the batch's.
-
-    Attributes:
-        op: its type.
-        line: the user's that it comes from.
-        row_bytes: of a row of what was gathered.
-    """
-
-    op: str
-    line: str
-    row_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """Hold a traced step that is cut.
 
@@ -197,11 +183,10 @@ class Program:
         structure: the results' structure, with None in place of tensors that are None.
         results: how the towers' results are combined.
         warnings: what a user should know of the step on towers, in words.
-        gathered: rows that every tower gets of all, but for the slices of sparse gradients.
         draws: lines that draw random numbers for rows, different ones on each tower.
         normalized: lines that normalise by a tower's rows alone.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
-        alike: the share of the step's arithmetic that every tower does for all rows, as far as it is known.
+        work: of the step's ops, and the rows that every tower gets of all.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
@@ -219,11 +204,10 @@ class Program:
     structure: Any
     results: Results
     warnings: tuple[str, ...]
-    gathered: tuple[Whole, ...]
     draws: tuple[str, ...]
     normalized: tuple[str, ...]
     declared: tuple[int, ...]
-    alike: float
+    work: StepWork
     rollback: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None
@@ -234,3 +218,10 @@ class Program:
     def packs(self) -> bool:
         """Return whether anything is packed to be sent."""
         return any(bucket.packed for segment in self.segments for bucket in segment.outgoing)
+
+    def gradient_bytes(self, towers: int, rows: int) -> int:
+        """Return the bytes of what the new values of trained variables rest on, as far as they are known."""
+        by_handle = dict(self.variables)
+        trained = {result for name, result in self.updates if by_handle[name].trainable}
+        exchanges = (e for segment in self.segments for bucket in segment.outgoing for e in bucket.exchanges)
+        return sum(e.size_bytes(towers, rows) or 0 for e in exchanges if e.result in trained)

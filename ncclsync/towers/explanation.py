@@ -13,7 +13,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ncclsync.program.program import Exchange, Program, Segment, Whole
+from ncclsync.program.cost import Whole
+from ncclsync.program.program import Exchange, Program, Segment
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.towers.state import TowerState
 
@@ -75,7 +76,7 @@ class WholeRow:
         op: the first such op's type.
         ops: how many such ops that line has.
         size_bytes: of the rows that are gathered for them; of one row where no batch is known.
-        line: file, number and text of the user's line.
+        line: file, number and text of the user's line in the step; if there is none, the layer.
     """
 
     op: str
@@ -207,10 +208,11 @@ def _order(program: Program, towers: TowerState) -> str:
 
 def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
     found: dict[str, list[Whole]] = {}
-    for whole in program.gathered:
-        found.setdefault(whole.line, []).append(whole)
+    for whole in program.work.wholes:
+        if whole.kind == "all_gather":
+            found.setdefault(whole.place, []).append(whole)
     return tuple(
-        WholeRow(group[0].op, len(group), sum(one.row_bytes for one in group) * (rows or 1), line)
+        WholeRow(group[0].op, len(group), int(sum(one.size.at(rows or 1) for one in group)), line)
         for line, group in found.items()
     )
 

@@ -28,6 +28,7 @@ from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
+from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Trace, trace
 from ncclsync.semantics.draws import check_draws
@@ -47,7 +48,6 @@ logger = logging.getLogger("ncclsync")
 _GIVEN, _ITERATED, _FED = "given", "iterated", "fed"
 
 _COMPARED = 2  # batches of an iterator, or of none, that the processes compare
-_MOST_ALIKE = 0.1  # of a step's arithmetic that all towers may do alike without a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,30 +231,12 @@ class TowerStep(abc.ABC):
                 self.warn_of(Inexact(" and ".join(lines[:3]), *cause))
 
     def _warn_of_costs(self, setup: "_Setup") -> None:
-        """Warn if what every tower computes alike costs more than the towers save; exact it is."""
-        program = setup.program
-        rows = rows_of(setup.kept.batch()) or 0
-        gathered = rows * sum(whole.row_bytes for whole in program.gathered)
-        by_handle = dict(program.variables)
-        trained = {result for name, result in program.updates if by_handle[name].trainable}
-        exchanges = [e for s in program.segments for b in s.outgoing for e in b.exchanges]
-        reduced = sum(e.size_bytes(len(self.towers), rows) or 0 for e in exchanges if e.result in trained)
-        lines = " and ".join(list(dict.fromkeys(whole.line for whole in program.gathered))[:3])
-        # Once for all sizes of batches, and for whoever calls the step.
-        about = str([(whole.op, whole.row_bytes) for whole in program.gathered])
-        if gathered > reduced:
-            self.towers.warn_once(
-                f"Exact, but {gathered} bytes of rows are gathered on every tower, more than the {reduced} "
-                f"of the gradients, for {lines}. Instead, compute there what each row needs by itself, or of "
-                "fewer numbers; explain() lists all of it",
-                about=about,
-            )
-        elif program.gathered and program.alike > _MOST_ALIKE:
-            self.towers.warn_once(
-                f"Exact, but {program.alike:.0%} of a step is computed alike on all towers, for {lines}. "
-                "Instead, compute there what each row needs by itself; explain() lists all of it",
-                about=about,
-            )
+        """Warn if towers lose much of a step, since each needs the rows of all; exact it is."""
+        rows, towers, program = rows_of(setup.kept.batch()) or 0, len(self.towers), setup.program
+        losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
+        if losses.share > MOST_LOST:
+            # Once for all sizes of batches, and for whoever calls the step.
+            self.towers.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def _readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the names that `Program` has for their results."""

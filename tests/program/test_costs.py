@@ -1,7 +1,9 @@
-"""What a step gathers is told, with its line and bytes. `tests/costs` has a table of programs."""
+"""What a step loses is told, with its line, bytes and share. `tests/costs` has a table of programs."""
 
+import importlib
 import logging
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import tensorflow as tf
 from parity import data, on_towers
 
 import ncclsync
+from ncclsync.towers import step
 
 HERE = pathlib.Path(__file__).name
 X, _ = data(rows=30)
@@ -21,7 +24,7 @@ def contrastive(width, rows_alone=False):
     model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(width)])
     optimizer = keras.optimizers.SGD(0.01)
 
-    def step(x):
+    def training(x):
         with tf.GradientTape() as tape:
             features = model(x, training=True)
             if rows_alone:
@@ -32,35 +35,46 @@ def contrastive(width, rows_alone=False):
         optimizer.apply(tape.gradient(loss, weights), weights)
         return loss
 
-    return step
+    return training
 
 
-def warnings_of(step, batch, caplog):
+def warnings_of(training, batch, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="ncclsync"), ncclsync.Towers(3) as towers:
-        towers.run(step, batch)
+        towers.run(training, batch)
         explained = towers.explain()
     messages = [record.getMessage() for record in caplog.records]
     return [one for one in messages if one.startswith("Exact, but")], explained
 
 
+def factorised(x, weight):
+    """The factor of a matrix of rows by rows: all towers need all of it."""
+    features = tf.matmul(x, weight)
+    products = tf.matmul(features, features, transpose_b=True)
+    return tf.linalg.cholesky(products + 100.0 * tf.eye(tf.shape(x)[0]))  # the factor
+
+
+def with_factor():
+    weight = tf.Variable(tf.ones([12, 16]))
+
+    def training(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(factorised(x, weight))
+        weight.assign_sub(0.001 * tape.gradient(loss, weight))
+        return loss
+
+    return training
+
+
 def test_rows_that_are_gathered_are_listed(caplog):
-    """By line, with the bytes of the batch's rows: 30 rows of 4 floats, beside gradients of 13 * 4."""
+    """By line, with the bytes of the batch's rows: 30 rows of 4 floats. So few bytes are no warning."""
     told, explained = warnings_of(contrastive(4), X, caplog)
     (whole,) = explained.wholes
     assert (whole.op, whole.size_bytes) == ("MatMul", 30 * 4 * 4)
     assert f"{HERE}:" in whole.line and "# all pairs" in whole.line
     assert "gathered for" in str(explained) and "480" in str(explained)
     assert any(cut.what.endswith("all-gather: the rows of all towers") for cut in explained.cuts)
-    (message,) = told
-    assert "480 bytes" in message and "208 of the gradients" in message and "# all pairs" in message
-
-
-def test_few_rows_beside_many_weights(caplog):
-    """What moves fewer bytes than the gradients do is listed, without a warning of its bytes."""
-    told, explained = warnings_of(contrastive(4), X[:6], caplog)
-    assert explained.wholes[0].size_bytes == 6 * 4 * 4
-    assert not [one for one in told if "bytes" in one]
+    assert told == []
 
 
 def test_nothing_is_gathered_for_rows_by_themselves(caplog):
@@ -70,21 +84,78 @@ def test_nothing_is_gathered_for_rows_by_themselves(caplog):
     assert "gathered for" not in str(explained)
 
 
-def test_much_that_is_computed_alike(caplog):
-    """Sorted over the batch, and then many ops on that: all towers do them for all rows."""
-    weight = tf.Variable(tf.ones([12, 64]))
+def test_much_that_is_received(caplog):
+    """Rows of a wide contrastive loss: one line for the loss and its gradient, bytes, a share, a way out."""
+    (message,) = warnings_of(contrastive(512), np.tile(X, (34, 1)), caplog)[0]
+    assert re.match(r"Exact, but an estimated \d+% of a step's time on 3 towers is lost", message)
+    line = re.search(rf"at \S*{HERE}:\d+ \(loss = .*# all pairs\): MatMul, ([\d,]+) bytes .* \((\d+\.\d)%\)", message)
+    assert line is not None and message.count(f"{HERE}:") == 1
+    assert line[1] == f"{2 * 1020 * 512 * 4:,}"  # gathered once, and reduced once
+    assert float(line[2]) > 5 and "Instead, compare each row with fewer others" in message
 
-    def step(x):
+
+def test_much_that_is_computed_alike(caplog):
+    """The factor of a matrix of rows by rows, and its gradient; of few rows it is no warning."""
+    (message,) = warnings_of(with_factor(), np.tile(X, (40, 1)), caplog)[0]
+    assert re.search(r"# the factor\): Cholesky, [\d,]+ bytes .*, every tower computes it for all rows", message)
+    assert "tape.gradient" not in message and "Instead, factorise a matrix of features by features" in message
+    assert warnings_of(with_factor(), X, caplog)[0] == []
+
+
+class Ranked(keras.layers.Layer):
+    def call(self, inputs):
+        return keras.ops.sort(inputs, axis=0)  # of all rows
+
+
+def trained(layer, caplog):
+    """What training by `fit` warns of."""
+
+    def build():
+        inputs = keras.Input((12,))
+        outputs = keras.layers.Dense(1)(layer(keras.layers.Dense(8)(inputs)))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    with caplog.at_level(logging.WARNING, logger="ncclsync"):
+        on_towers(build, 2).fit(X, np.ones((len(X), 1)), batch_size=len(X), verbose=0)
+    return [message for record in caplog.records if (message := record.getMessage()).startswith("Exact, but")]
+
+
+def test_a_layer_of_the_users_own_has_a_line(caplog, monkeypatch):
+    """Of its `call`, not of `fit`."""
+    monkeypatch.setattr(step, "MOST_LOST", 0.0)
+    (message,) = trained(Ranked(), caplog)
+    assert "# of all rows): TopKV2" in message and ".fit(" not in message and "keras" not in message.split("(return")[0]
+    assert "sort, rank or add up along another axis" in message
+
+
+def test_a_layer_of_keras_is_named(caplog, monkeypatch):
+    """No line of the user's own made its ops: neither `fit`'s nor Keras' line is named."""
+    monkeypatch.setattr(step, "MOST_LOST", 0.0)
+    (message,) = trained(lambda inputs: keras.ops.sort(inputs, axis=0), caplog)
+    assert "at the layer functional" in message and "/sort" in message and ".py" not in message
+
+
+def test_a_line_of_an_installed_library_is_not_named(caplog, monkeypatch, tmp_path):
+    """But the line of the step that calls it."""
+    monkeypatch.setattr(step, "MOST_LOST", 0.0)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "ranks_of_rows.py").write_text(
+        "import tensorflow as tf\ndef ranked(x):\n    return tf.sort(x, axis=0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    ranked = importlib.import_module("ranks_of_rows").ranked
+    weight = tf.Variable(tf.ones([12, 16]))
+
+    def training(x):
         with tf.GradientTape() as tape:
-            ranked = tf.sort(tf.matmul(x, weight), axis=0)
-            for _ in range(6):
-                ranked = tf.cumsum(tf.sort(ranked, axis=0), axis=0) / 10.0
-            loss = tf.reduce_mean(ranked)
+            loss = tf.reduce_mean(ranked(tf.matmul(x, weight)) ** 2)  # by the library
         weight.assign_sub(0.001 * tape.gradient(loss, weight))
         return loss
 
-    (message,) = warnings_of(step, X[:4], caplog)[0]
-    assert "computed alike on all towers" in message and f"{HERE}:" in message
+    (message,) = warnings_of(training, X, caplog)[0]
+    assert "# by the library): TopKV2" in message and "ranks_of_rows" not in message
 
 
 @pytest.mark.slow

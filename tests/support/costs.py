@@ -18,6 +18,7 @@ import parity
 
 import ncclsync
 from ncclsync.program.cut import place
+from ncclsync.program.losses import MOST_LOST, Losses, losses_of
 from ncclsync.semantics import rules
 from ncclsync.towers import step as steps
 
@@ -77,6 +78,7 @@ class Cost:
         alike: (op type, its name, share of all arithmetic) that every tower does for all rows.
         weights: bytes of what is trained.
         exchanges: how many tensors meet.
+        lost: of a step's time, as users are warned of it.
         why: what the placer says of the ops that it makes whole.
     """
 
@@ -84,6 +86,7 @@ class Cost:
     alike: tuple[tuple[str, str, float], ...]
     weights: int
     exchanges: int
+    lost: Losses
     why: tuple[str, ...] = ()
 
     def bytes_gathered(self, but: Mapping[str, str] = {}) -> int:
@@ -149,14 +152,13 @@ def _debugged() -> Iterator[list[str]]:
 def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     graph, placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
     costs = placed.costs
-    total = costs.by_rows + sum(cost for _, cost in costs.alike)
-    largest = sorted(costs.alike, key=lambda one: -one[1])
-    alike = tuple((op.type, op.name, cost / total) for op, cost in largest)
+    alike = tuple((op.type, op.name, share) for op, share in costs.shares_alike())
     weights = sum(
         int(np.prod(v.shape)) * v.dtype.size for _, v in graph.variables if v.trainable and v.shape.is_fully_defined()
     )
-    gathered = tuple((one.op, one.line, one.row_bytes * ROWS) for one in placed.gathered)
-    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges)))
+    gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes if one.kind == "all_gather")
+    lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
+    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges), lost))
 
 
 @functools.cache
@@ -176,5 +178,6 @@ def check(name: str) -> None:
     inherent = {**DRAWN, **made.inherent}
     gathered, alike = cost.bytes_gathered(inherent), cost.share_alike(inherent)
     assert gathered <= cost.most_bytes and alike <= MOST_ALIKE, f"{gathered} bytes and {alike:.1%} too much: {cost}"
+    assert made.inherent or cost.lost.share <= MOST_LOST, f"{cost.lost}: {cost}"
     found = {op for op, *_ in (*cost.gathered, *cost.alike)}
     assert found & {*made.inherent} or not made.inherent, f"Expected {[*made.inherent]} to need all rows: {cost}"

@@ -6,8 +6,8 @@ import random
 import plan_simulator as simulator
 import pytest
 
-from ncclsync.tools.plan.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
-from ncclsync.tools.plan.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
+from ncclsync.program.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
+from ncclsync.program.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
 from ncclsync.tools.plan.prediction import predict, step_seconds
 from ncclsync.tools.plan.workload import Compute, Message, Stage, Workload, fit_compute
 

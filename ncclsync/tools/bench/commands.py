@@ -14,13 +14,13 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
+from ncclsync.program.links import Link, parse_link
 from ncclsync.tools.arguments import at_least, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Listing, Result, show, write_json
 from ncclsync.tools.bench.turns import BenchError
-from ncclsync.tools.plan.links import Link, parse_link
 from ncclsync.tools.processes import tell_of
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well

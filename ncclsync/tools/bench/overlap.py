@@ -86,8 +86,8 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     import numpy as np
 
     from ncclsync.parallel import nccl_parallel
+    from ncclsync.program.links import Cluster, Link
     from ncclsync.tools.plan.commands import LAUNCH_US
-    from ncclsync.tools.plan.links import Cluster, Link
     from ncclsync.tools.plan.measurement import traced_traffic
     from ncclsync.tools.plan.prediction import step_seconds
     from ncclsync.tools.plan.workload import Compute, Workload

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ncclsync.program.links import CLUSTERS, Link, cluster_of, parse_link
 from ncclsync.tools.arguments import at_least, listed
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.factories import UsageError, load, model_and_data
-from ncclsync.tools.plan.links import CLUSTERS, Link, cluster_of, parse_link
 from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
 
 PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2

@@ -18,8 +18,8 @@ to 8 points of the efficiency: NVIDIA/DeepLearningExamples, ResNet-50.
 import dataclasses
 from collections.abc import Callable
 
-from ncclsync.tools.plan.collective_time import Estimate, collective
-from ncclsync.tools.plan.links import Cluster
+from ncclsync.program.collective_time import Estimate, collective
+from ncclsync.program.links import Cluster
 from ncclsync.tools.plan.workload import Workload
 
 GOOD_EFFICIENCY, POOR_EFFICIENCY = 0.9, 0.5

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
-from ncclsync.tools.plan.links import Cluster, Link
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY, POOR_EFFICIENCY, Prediction, predict, step_seconds
 from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
 

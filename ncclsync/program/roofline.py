@@ -1,0 +1,200 @@
+"""Estimate how long an op takes on a GPU: as its arithmetic or its memory traffic does, whichever is longer.
+
+The counts are monomials of the batch's rows, so that a step that is traced for any batch is counted once. Lengths that
+are open otherwise count as 1.
+
+Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
+Architectures", Communications of the ACM 52(4), 2009.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.semantics.axes import Axes, Rows, length_of
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
+from ncclsync.semantics.rules import names
+
+# An H100 SXM, by its data sheet: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per second, 20 for each byte; an
+# A100 has 12.5. So between them.
+BYTES_PER_S = 3.35e12
+OPERATIONS_PER_BYTE = 16
+# Of TensorFlow's executor and a kernel, however few numbers it has.
+LAUNCH_S = 4e-6
+
+# They change no number, and copy none.
+_FREE = names(
+    """
+    Const EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient Rank ReadVariableOp Reshape Shape
+    ShapeN Size Squeeze StopGradient
+    """
+)
+# They read some of their first input.
+_PARTS = names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice")
+_MATMULS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul")
+SORTS = names("TopK TopKV2")
+# Of matrices: as many multiplications for an element as a row has elements.
+CUBIC = names(
+    """
+    Cholesky CholeskyGrad Eig LogMatrixDeterminant LU MatrixDeterminant MatrixExponential MatrixInverse
+    MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEigV2 Svd
+    """
+)
+_SORTED_ROWS = 1024  # a sort of n numbers takes log₂ n passes: of rows, as many as of these
+
+POWERS = 4  # of rows: 0 to 3
+COUNTS = 3  # multiplications, bytes moved, kernels
+
+
+class Size(NamedTuple):
+    """Hold a number that grows with the batch: factor · rowsᵖᵒʷᵉʳ."""
+
+    factor: float
+    power: int = 0
+
+    def at(self, rows: float) -> float:
+        """Return the number for so many rows."""
+        return self.factor * rows**self.power
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Multiply; more than the third power of rows is taken for the third."""
+    made = list(sizes)
+    return Size(math.prod(one.factor for one in made), min(sum(one.power for one in made), POWERS - 1))
+
+
+def seconds(work: np.ndarray, rows: float, parts: int = 1) -> np.ndarray:
+    """Return how long ops take.
+
+    Args:
+        work: [ops, COUNTS, POWERS], by `Roofline.work`.
+        rows: of the batch.
+        parts: into which what grows with the rows is divided.
+    """
+    powers = float(rows) ** np.arange(POWERS)
+    powers[1:] /= parts
+    multiplications, moved, kernels = (work @ powers).T
+    bound = np.maximum(2 * multiplications / OPERATIONS_PER_BYTE, moved) / BYTES_PER_S
+    return np.maximum(bound, kernels * LAUNCH_S)
+
+
+class Roofline:
+    """Count the work of ops of one graph."""
+
+    def __init__(self, functions: Functions, axes: Axes | None = None) -> None:
+        """Count nothing yet.
+
+        Args:
+            functions: that the graph's ops call.
+            axes: of the graph; None: its shapes say all.
+        """
+        self._functions = functions
+        self._axes = axes
+
+    def work(self, op: tf.Operation) -> np.ndarray:
+        """Count an op's multiplications, the bytes that it moves, and its kernels: [COUNTS, POWERS].
+
+        Of a loop, those of all its trips, as far as their number is known; of a branch, those of the longer one.
+        """
+        is_function = op.type in LOOPS | BRANCHES | CALLS or self._functions.calls(op.type)
+        bodies = [self._of_function(op, name) for name in self._functions.called_by(op)] if is_function else []
+        if op.type in LOOPS:
+            trips, once = self._trips(op), np.sum(bodies, axis=0)
+            work = np.zeros_like(once)
+            work[:, trips.power :] = once[:, : POWERS - trips.power] * trips.factor
+            work[:, -1] += once[:, POWERS - trips.power :].sum(axis=1) * trips.factor
+            return work
+        if bodies:
+            return max(bodies, key=lambda work: work[1].sum())
+        work = np.zeros([COUNTS, POWERS])
+        if op.type in _FREE:
+            return work
+        work[2, 0] = 1
+        multiplications = self._multiplications(op)
+        work[0, multiplications.power] = multiplications.factor
+        tensors = [*op.outputs, *op.outputs] if op.type in _PARTS else [*op.inputs, *op.outputs]
+        for moved in map(self.size_bytes, tensors):
+            work[1, moved.power] += moved.factor
+        return work
+
+    def size_bytes(self, tensor: tf.Tensor) -> Size:
+        """Return the bytes of a tensor."""
+        if tensor.dtype in (tf.resource, tf.variant):
+            return Size(0.0)
+        return product([*self.lengths(tensor), Size(max(tensor.dtype.size, 1))])
+
+    def lengths(self, tensor: tf.Tensor) -> list[Size]:
+        """Return how long each axis of a tensor is; none where their number is not known."""
+        lengths = self._axes.lengths(tensor) if self._axes is not None else tensor.shape.rank and tensor.shape.as_list()
+        return [
+            Size(max(length.each, 1), 1) if isinstance(length, Rows) else Size(1 if length is None else length)
+            for length in lengths or ()
+        ]
+
+    def _of_function(self, op: tf.Operation, name: str) -> np.ndarray:
+        if self._axes is None:
+            graph, axes = self._functions.graph(name, op.inputs[op.type in BRANCHES :]), None
+        else:
+            graph, axes = self._axes.body(op, name)
+        inner = Roofline(self._functions, axes)
+        return sum(map(inner.work, graph.get_operations()), np.zeros([COUNTS, POWERS]))
+
+    def _trips(self, loop: tf.Operation) -> Size:
+        """Return how often a loop runs at most; 1 where that is not known. A gradient's runs as its forward loop."""
+        for tensor in loop.inputs[:3]:
+            while tensor.op.type == "Identity":
+                tensor = tensor.op.inputs[0]
+            if tensor.op.type in LOOPS and tensor.value_index == 0:  # how often it ran
+                return self._trips(tensor.op)
+        if len(loop.inputs) < 2:
+            return Size(1)
+        limit = np.asarray(tf.get_static_value(loop.inputs[1]))
+        if limit.ndim == 0 and limit.dtype.kind == "i":
+            return Size(max(int(limit), 1))
+        values = None if self._axes is None else self._axes.values(loop.inputs[1])
+        length = length_of(values) if values is not None and np.ndim(values[0]) == 0 else None  # type: ignore[arg-type]
+        return Size(max(length.each, 1), 1) if isinstance(length, Rows) else Size(max(length or 1, 1))
+
+    def _multiplications(self, op: tf.Operation) -> Size:
+        """Count the multiplications of a product, and what a sort or a factorisation takes for an element."""
+        kind, inputs = op.type, op.inputs
+        if kind in _MATMULS:
+            turned = op.get_attr("transpose_a" if kind in ("MatMul", "SparseMatMul") else "adj_x")
+            return product([*self.lengths(op.outputs[0]), self._length(inputs[0], -2 if turned else -1)])
+        if kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2d")):
+            filters = op.outputs[0] if "Filter" in kind else inputs[1]
+            after = inputs[2] if "Backprop" in kind else op.outputs[0]
+            channels = self._length(filters, -1).factor
+            channels *= self._length(filters, -2).factor if kind.startswith("Depthwise") else 1
+            return product([*self.lengths(after), *self.lengths(filters), Size(1 / channels)])
+        if kind == "Einsum":
+            return self._einsum(op)
+        if kind in SORTS or "FFT" in kind:
+            along = self._length(inputs[0] if kind in SORTS else op.outputs[0], -1)
+            passes = max(int(math.log2(max(along.at(_SORTED_ROWS), 1))), 1)
+            return product([*self.lengths(inputs[0] if kind in SORTS else op.outputs[0]), Size(passes)])
+        if kind in CUBIC:
+            return product([*self.lengths(inputs[0]), self._length(inputs[0], -1)])
+        if kind.startswith("CudnnRNN"):  # input, h, c, parameters; time first
+            return product([self._length(inputs[0], 0), *self.lengths(inputs[3])])
+        return Size(0)
+
+    def _einsum(self, op: tf.Operation) -> Size:
+        found: dict[str, Size] = {}
+        operands = op.get_attr("equation").decode().partition("->")[0].split(",")
+        for letters, tensor in zip(operands, op.inputs, strict=True):
+            head, dots, tail = letters.strip().partition("...")
+            lengths = self.lengths(tensor)
+            if len(lengths) < len(head) + len(tail):
+                continue
+            extra = [f".{len(lengths) - i}" for i in range(len(head), len(lengths) - len(tail))] if dots else []
+            for name, length in zip([*head, *extra, *tail], lengths, strict=True):
+                found[name] = max(found.get(name, Size(1)), length, key=lambda size: (size.power, size.factor))
+        return product(found.values())
+
+    def _length(self, tensor: tf.Tensor, axis: int) -> Size:
+        lengths = self.lengths(tensor)
+        return lengths[axis] if lengths else Size(1)

@@ -11,12 +11,13 @@ and a thread hears that the others are alive.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
 import os
-import pickle
 import socket
 import struct
 import sys
@@ -27,7 +28,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from ncclsync.communicator import native, timeouts
+from ncclsync.communicator import messages, native, timeouts
 from ncclsync.communicator.base import (
     AllGather,
     AllReduce,
@@ -38,10 +39,13 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
+from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.communicator.native import ffi
 from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Peers, end_with_process
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
+
+_logger = logging.getLogger("ncclsync")
 
 _BEAT_S = 1.0
 _END_S = 60.0  # that an ended process waits for the others to hear of it
@@ -55,7 +59,8 @@ _BYTES = ffi.typeof("char*")
 _RUN, _FAILED, _ENDED = range(3)
 _HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
-_LENGTH = struct.Struct("<q")  # of a pickled value, in bytes
+_LENGTH = struct.Struct("<q")  # of a value, in bytes
+_HELLO_BYTES = 2048  # a name and a set of cores
 
 # [size] lists of what each process is sent; what this one would send itself is left out.
 Messages: TypeAlias = list[list[np.ndarray]]
@@ -83,7 +88,11 @@ class MpiPeers(Peers):
         """
         self._mpi = MPI = _mpi()
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-        found = MPI.COMM_WORLD.allgather((socket.gethostname(), os.sched_getaffinity(0)))
+        offer = bytearray(messages.new_offer())
+        MPI.COMM_WORLD.Bcast([offer, MPI.BYTE])
+        self._seal = Seal(bytes(offer))
+        self._sealed = collections.Counter[tuple[int, str]]()  # messages to a process, or from it, of a kind
+        found = self._say_hello()
         self.hosts = [host for host, _ in found]
         native.share_cores([cores for host, cores in found if host == self.hosts[self.rank]])
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
@@ -96,6 +105,31 @@ class MpiPeers(Peers):
         self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread.start()
+
+    def _say_hello(self) -> list[tuple[str, set[int]]]:
+        """Return [size] the name of each process' host, and the numbers of the cores that it may use. Collective."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        own = self._seal.sealed(f"hello of {self.rank}", messages.written((socket.gethostname(), f"{cores:x}")))
+        received = bytearray(self.size * _HELLO_BYTES)
+        sent = _LENGTH.pack(len(own)) + own.ljust(_HELLO_BYTES - _LENGTH.size, bytes(1))
+        self._mpi.COMM_WORLD.Allgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        found = []
+        for i in range(self.size):
+            hello = received[i * _HELLO_BYTES : (i + 1) * _HELLO_BYTES]
+            end = _LENGTH.size + _LENGTH.unpack_from(hello)[0]
+            host, text = messages.read(self._seal.opened(f"hello of {i}", hello[_LENGTH.size : end]))
+            found.append((host, {core for core in range(4 * len(text)) if int(text, 16) >> core & 1}))
+        return found
+
+    def _seal_for(self, to: int, kind: str, data: bytes) -> bytes:
+        """Return the next sealed message of a kind to a process."""
+        self._sealed[to, kind] += 1
+        return self._seal.sealed(f"{kind} {self._sealed[to, kind]} of process {self.rank} to {to}", data)
+
+    def _number_from(self, source: int, kind: str) -> str:
+        """Return what the next sealed message of a kind from a process is about; they arrive in order."""
+        self._sealed[source, f"from {kind}"] += 1
+        return f"{kind} {self._sealed[source, f'from {kind}']} of process {source} to {self.rank}"
 
     def agree(
         self,
@@ -133,16 +167,20 @@ class MpiPeers(Peers):
             return []
         given = {i: data[i] if data else [] for i in self.others}
         own = kind, digest, _cut_off(text + self.remark)
-        received = [bytearray(_HEADER.pack(*own, 0, 0)) for _ in range(self.size)]
+        received = [bytearray(messages.SEAL_BYTES + _HEADER.size) for _ in range(self.size)]
+        numbers = [self._number_from(i, "header") if i != self.rank else "" for i in range(self.size)]
         waited = [self.receive(received[i], i, _HEADERS) for i in self.others]
         sent = []
-        for i, messages in given.items():
-            most = max((message.nbytes for message in messages), default=0)
-            sent.append(self.send(_HEADER.pack(*own, len(messages), most), i, _HEADERS))
-            sent += [self.send(message, i) for message in messages]
+        for i, sends in given.items():
+            most = max((message.nbytes for message in sends), default=0)
+            header = self._seal_for(i, "header", _HEADER.pack(*own, len(sends), most))
+            sent.append(self.send(header, i, _HEADERS))
+            sent += [self.send(message, i) for message in sends]
         self._stranded = [waited, sent]
         self.wait(waited, text, timeout_s, heeds=heeds)
-        headers = [_HEADER.unpack(header) for header in received]
+        headers = [(*own, 0, 0)] * self.size
+        for i in self.others:
+            headers[i] = _HEADER.unpack(self._opened(numbers[i], received[i]))
         if all(header[:2] == headers[0][:2] for header in headers):
             return sent
         # Nobody takes what came along: each process waits until its own has arrived, and so goes on in step.
@@ -203,29 +241,47 @@ class MpiPeers(Peers):
                 self.failure = ProcessError(str(error))
             raise
 
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
         """Return [size] what each process gives; see `Peers.exchange`."""
+        own = messages.written(value)
         with self.lock:
             sent = self.agree(text, timeout_s=timeout_s, heeds=heeds)
-            own = pickle.dumps(value)
             lengths = self._swap(sent, _LENGTH.pack(len(own)), [_LENGTH.size] * self.size, text, timeout_s)
             sizes = [_LENGTH.unpack(length)[0] for length in lengths]
-            return [pickle.loads(found) for found in self._swap([], own, sizes, text, timeout_s)]
+            for i, size in enumerate(sizes):
+                if not 0 <= size <= most_bytes:
+                    self.fail(f"Expected at most {most_bytes} bytes of {text} from {self.name(i)}. Received: {size}")
+            return [messages.read(found, most_bytes) for found in self._swap([], own, sizes, text, timeout_s)]
 
     def _swap(
         self, begun: list[Any], own: bytes, sizes: Sequence[int], text: str, timeout_s: float | None
     ) -> list[bytes]:
         """Return [size] messages of so many bytes from all processes, each of which is sent this one's; see `wait`."""
-        found = [bytearray(size) for size in sizes]
+        found = [bytearray(messages.SEAL_BYTES + size) for size in sizes]
         requests = [
             *begun,
             *(self.receive(found[i], i) for i in self.others),
-            *(self.send(own, i) for i in self.others),
+            *(self.send(self._seal_for(i, "value", own), i) for i in self.others),
         ]
         self._stranded = requests
         self.wait(requests, text, timeout_s)
-        found[self.rank][:] = own
-        return [bytes(message) for message in found]
+        received = [own] * self.size
+        for i in self.others:
+            received[i] = self._opened(self._number_from(i, "value"), found[i])
+        return received
+
+    def _opened(self, about: str, message: bytearray) -> bytes:
+        """Return what a process has sealed.
+
+        Raises:
+            ProcessError: it is another message; for good.
+        """
+        try:
+            return self._seal.opened(about, message)
+        except MessageError as error:
+            self.fail(str(error))
 
     def report_failure(self, words: str, timeout_s: float | None) -> None:
         """Tell the others that something of this process' own has failed, at their next collective."""
@@ -280,7 +336,7 @@ class MpiPeers(Peers):
 
     def _beat(self) -> None:
         """Tell the others, once a second, that this process is alive, and hear it of them: a thread's work."""
-        byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(_BEAT.size)
+        byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(messages.SEAL_BYTES + _BEAT.size)
         sent: dict[int, tuple[Any, bytes, float]] = {}
         while not self._stop.is_set():
             self._now.wait(_BEAT_S / 4)
@@ -288,17 +344,27 @@ class MpiPeers(Peers):
             tells_now, self._has_news = self._has_news, False
             while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
                 self._beats.Recv([received, byte], source=status.Get_source())
-                begun, *files, failures, ended, text = _BEAT.unpack(received)
-                words = text.rstrip(bytes(1)).decode(errors="replace")
-                self._heard[status.Get_source()] = time.monotonic(), begun
-                self.hear(status.Get_source(), failures, "" if ended else words, words if ended else "", files)
+                self._hear_beat(status.Get_source(), received)
             now = time.monotonic()
             for other in range(self.size):
                 request, _, at = sent.get(other, (None, b"", -math.inf))
                 is_due = tells_now or now - at >= _BEAT_S
                 if other != self.rank and is_due and (request is None or request.Test()):
-                    message = _BEAT.pack(self.begun, *self.files[self.rank], *self._reporting)
+                    message = self._seal_for(
+                        other, "beat", _BEAT.pack(self.begun, *self.files[self.rank], *self._reporting)
+                    )
                     sent[other] = self._beats.Isend([message, byte], dest=other), message, now
+
+    def _hear_beat(self, source: int, beat: bytearray) -> None:
+        try:
+            data = self._seal.opened(self._number_from(source, "beat"), beat)
+        except MessageError as error:
+            _logger.warning("A beat is ignored: %s", error)
+            return
+        begun, *files, failures, ended, text = _BEAT.unpack(data)
+        words = text.rstrip(bytes(1)).decode(errors="replace")
+        self._heard[source] = time.monotonic(), begun
+        self.hear(source, failures, "" if ended else words, words if ended else "", files)
 
 
 def _cut_off(text: str) -> bytes:
@@ -391,11 +457,11 @@ class MpiCommunicator(Communicator):
         """Return what has ended the agreement of the processes."""
         return self.peers.failure
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
         if self.closed:
             self.raise_closed()
-        return self.peers.exchange(value, what)
+        return self.peers.exchange(value, what, most_bytes=most_bytes)
 
     @property
     def leads(self) -> bool:

@@ -10,9 +10,8 @@ import atexit
 import base64
 import contextlib
 import functools
-import json
+import logging
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -20,8 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from ncclsync.communicator import timeouts
+from ncclsync.communicator import messages, timeouts
+from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.errors import NcclSyncError, ProcessError
+
+_logger = logging.getLogger("ncclsync")
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
 HEARTBEAT_S = 10.0  # the same, where a service reports
@@ -29,7 +31,8 @@ MOST_TEXT = 600  # bytes of what is reported
 _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
-_ALIVE = "ncclsync/alive"
+_ALIVE, _OFFER = "ncclsync/alive", "ncclsync/offer"
+_ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 _END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
 
 
@@ -73,17 +76,20 @@ class Peers(abc.ABC):
         self.by_notice = False
 
     @abc.abstractmethod
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
-        """Return [size] what each process gives, any object that can be pickled. Collective.
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
+        """Return [size] what each process gives, as `messages.written` takes it. Collective.
 
         Args:
             value: this process'.
             text: what it is, for messages; equal in all processes.
             timeout_s: see `timeouts.wait`.
             heeds: whether a process that has failed ends this.
+            most_bytes: that a process may give.
 
         Raises:
-            ProcessError: another process fails, ends, is silent or does something else.
+            ProcessError: another process fails, ends, is silent, does something else, or gives what is no value.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
 
@@ -263,29 +269,38 @@ class ServicePeers(Peers):
         self._heard = time.monotonic()  # from process 0
         self._dead: set[int] = set()
         self._stop = threading.Event()
+        self._seal = Seal(self._offer(timeout_s))
         if rank == 0:
             service.put(_ALIVE, "")
         for task in (self._listen, self._watch):
             threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
-        self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
+        try:
+            self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
+        except BaseException:
+            self._stop.set()
+            raise
 
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
         """Return [size] what each process gives; see `Peers.exchange`."""
         with self._lock:
             if self.failure is not None:
                 raise self.failure
             self.begun += 1
             number = self.begun
-            given = base64.b85encode(pickle.dumps((text, self.remark, value))).decode()
+            given = (text, self.remark, value)
             received: list[Any] = []
 
             def run() -> None:
-                self._service.put(f"ncclsync/{number}/{self.rank}", given)
+                self._put(f"ncclsync/{number}/{self.rank}", given)
                 for i in range(self.size):
-                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S)
+                    found = self._get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes)
                     if found is None:
                         return
-                    received.append(pickle.loads(base64.b85decode(found)))
+                    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str)):
+                        raise MessageError(f"Expected three values from {self.name(i)}. Received: others")
+                    received.append(found)
                 if number > 1:  # whoever has come here has read that
                     self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
 
@@ -306,6 +321,36 @@ class ServicePeers(Peers):
                 self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
             return [one[2] for one in received]
 
+    def _offer(self, timeout_s: float | None) -> bytes:
+        """Return what process 0 offers as the job's secret; see `messages.Seal`."""
+        if self.rank == 0:
+            offer = messages.new_offer()
+            if not self._service.put(_OFFER, offer.hex()):
+                raise MessageError(f"Expected a service that nobody uses yet. Received: {_OFFER}, of another process")
+            return offer
+        found = self._service.get(_OFFER, timeout_s or _LONG_S)
+        try:
+            return bytes.fromhex((found or "")[: 2 * messages.OFFER_BYTES])
+        except ValueError:
+            return b""
+
+    def _put(self, key: str, value: Any) -> bool:
+        """Give all processes a value; return False if the key has one already."""
+        return self._service.put(key, base64.b85encode(self._seal.sealed(key, messages.written(value))).decode())
+
+    def _get(self, key: str, wait_s: float, most_bytes: int = MOST_BYTES) -> Any:
+        """Return what a process has `_put`, None if nobody has for so many seconds. Raises MessageError."""
+        text = self._service.get(key, wait_s)
+        if text is None:
+            return None
+        if len(text) > 5 * (most_bytes + _ROOM) // 4:
+            raise MessageError(f"Expected {key} of at most {most_bytes} bytes. Received: {len(text)} characters")
+        try:
+            data = base64.b85decode(text)
+        except ValueError as error:
+            raise MessageError(f"Expected {key} in base 85. Received: {error}") from None
+        return messages.read(self._seal.opened(key, data), most_bytes + _ROOM)
+
     def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
         """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""
         task: list[timeouts.Aside] = []
@@ -316,6 +361,8 @@ class ServicePeers(Peers):
             try:
                 if task[0].wait(slice_s):
                     return True
+            except MessageError:
+                raise
             except NcclSyncError as error:  # the service is not reached: process 0 reports why, or is silent
                 task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
             if heeds:
@@ -339,22 +386,25 @@ class ServicePeers(Peers):
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
 
     def _post(self, notice: dict[str, Any]) -> None:
-        number, text = self._notices, json.dumps(notice)
-        while not self._service.put(f"ncclsync/notice/{number}", text):
+        number = self._notices
+        while not self._put(f"ncclsync/notice/{number}", notice):
             number += 1
 
     def _listen(self) -> None:
         """Hear what processes report: a thread's task."""
         while not self._stop.is_set():
             try:
-                text = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
+                notice = self._get(f"ncclsync/notice/{self._notices}", _LONG_S)
+            except MessageError as error:
+                _logger.warning("A notice is ignored: %s", error)
+                self._notices += 1
+                continue
             except NcclSyncError:
                 self._stop.wait(_PULSE_S)
                 continue
-            if text is None:
+            if notice is None:
                 continue
             self._notices += 1
-            notice = json.loads(text)
             self._dead.update(notice.pop("dead", ()))
             if not notice:
                 continue

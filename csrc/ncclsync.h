@@ -192,6 +192,22 @@ ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, 
 /* Moves at most the first `most` of them to `timestamps`, in their order; *taken is how many. */
 ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken);
 
+/* ---- The beat (cpu/beat.c) ---- */
+
+enum { NCS_MOST_BEAT = 1024 };
+
+/* A thread that tells others, every so many seconds, that this process is alive. It calls nothing but `send`. */
+typedef struct ncs_beat ncs_beat;
+
+/* The caller owns *beat and ends it by ncs_beat_destroy, in the process that has made it: no thread survives fork().
+ * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no thread. */
+ncclResult_t ncs_beat_create(double interval_s, /*outputs*/ ncs_beat** beat);
+ncclResult_t ncs_beat_destroy(ncs_beat* beat);
+
+/* Sends `size` bytes on a socket from now on, until it is closed; where its buffer is full, a beat is left out. Both
+ * are copied. ncclInvalidArgument: no socket, or 0 bytes, or more than NCS_MOST_BEAT. */
+ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t size);
+
 /* ---- GPUs by NCCL (nccl/) ---- */
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */

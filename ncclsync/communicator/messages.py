@@ -216,8 +216,8 @@ class Seal:
         data = bytes(message[SEAL_BYTES:])
         if not hmac.compare_digest(self._digest(about, data), bytes(message[:SEAL_BYTES])):
             raise MessageError(
-                f"Expected {about} with the digest of this job's secret. Received: another digest. Give all processes "
-                f"the same {VARIABLE}; if they have it, somebody else sends to this job's ports"
+                f"Expected a message with the digest of this job's secret ({about}). Received: another digest. Give "
+                f"all processes the same {VARIABLE}; if they have it, somebody else sends to this job's ports"
             )
         return data
 

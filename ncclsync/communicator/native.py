@@ -260,6 +260,29 @@ class Timestamps:
                 return found
 
 
+class Beat:
+    """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
+
+    def __init__(self, interval_s: float) -> None:
+        """Begin.
+
+        Args:
+            interval_s: seconds between two beats.
+        """
+        handle = ffi.new("ncs_beat**")
+        check(lib.ncs_beat_create(interval_s, handle), "ncs_beat_create")
+        self._handle: Any = handle[0]  # never freed by itself: a forked child has no such thread
+
+    def add(self, fd: int, message: bytes) -> None:
+        """Send a message on a socket from now on, until it is closed."""
+        check(lib.ncs_beat_add(self._handle, fd, message, len(message)), "ncs_beat_add")
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        handle, self._handle = self._handle, ffi.NULL
+        check(lib.ncs_beat_destroy(handle), "ncs_beat_destroy")
+
+
 def _candidates(variable: str, package: str, file: str) -> list[str]:
     """Return what to give to ``dlopen``, in order of preference.
 

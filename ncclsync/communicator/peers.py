@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import abc
 import atexit
-import base64
 import contextlib
 import functools
-import logging
 import os
 import socket
 import sys
@@ -19,11 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from ncclsync.communicator import messages, timeouts
-from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
+from ncclsync.communicator import timeouts
+from ncclsync.communicator.messages import MOST_BYTES, MessageError
 from ncclsync.errors import NcclSyncError, ProcessError
-
-_logger = logging.getLogger("ncclsync")
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
 HEARTBEAT_S = 10.0  # the same, where a service reports
@@ -31,7 +27,6 @@ MOST_TEXT = 600  # bytes of what is reported
 _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
-_ALIVE, _OFFER = "ncclsync/alive", "ncclsync/offer"
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 _END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
 
@@ -230,19 +225,19 @@ class Peers(abc.ABC):
 
 
 class Service(Protocol):
-    """Declare a service of keys and values; see `compat.coordination`."""
+    """Declare a service of keys and values; see `service`."""
 
-    def put(self, key: str, value: str) -> bool:
+    def put(self, key: str, value: Any) -> bool:
         """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
 
-    def get(self, key: str, wait_s: float) -> str | None:
+    def get(self, key: str, wait_s: float, most_bytes: int = ...) -> Any:
         """Return a key's value as soon as there is one; None after so many seconds. Raises NcclSyncError."""
 
     def delete(self, key: str) -> None:
         """Forget a key."""
 
-    def alive(self) -> list[bool]:
-        """Return [size] whether each process is. Raises NcclSyncError."""
+    def silence(self) -> list[float]:
+        """Return [size] for how many seconds each process was silent; the others than process 0 know of it alone."""
 
 
 class ServicePeers(Peers):
@@ -266,13 +261,9 @@ class ServicePeers(Peers):
         self._service = service
         self._lock = threading.Lock()
         self._notices = 0  # that were heard
-        self._heard = time.monotonic()  # from process 0
         self._dead: set[int] = set()
         self._stop = threading.Event()
-        self._seal = Seal(self._offer(timeout_s))
-        if rank == 0:
-            service.put(_ALIVE, "")
-        for task in (self._listen, self._watch):
+        for task in (self._listen, self._watch)[: 1 if rank else 2]:
             threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
         try:
             self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
@@ -293,9 +284,9 @@ class ServicePeers(Peers):
             received: list[Any] = []
 
             def run() -> None:
-                self._put(f"ncclsync/{number}/{self.rank}", given)
+                self._service.put(f"ncclsync/{number}/{self.rank}", given)
                 for i in range(self.size):
-                    found = self._get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes)
+                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes + _ROOM)
                     if found is None:
                         return
                     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str)):
@@ -320,36 +311,6 @@ class ServicePeers(Peers):
                 said = [f"{self.name(i)}: {text}{remark}" for i, (text, remark, _) in enumerate(received)]
                 self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
             return [one[2] for one in received]
-
-    def _offer(self, timeout_s: float | None) -> bytes:
-        """Return what process 0 offers as the job's secret; see `messages.Seal`."""
-        if self.rank == 0:
-            offer = messages.new_offer()
-            if not self._service.put(_OFFER, offer.hex()):
-                raise MessageError(f"Expected a service that nobody uses yet. Received: {_OFFER}, of another process")
-            return offer
-        found = self._service.get(_OFFER, timeout_s or _LONG_S)
-        try:
-            return bytes.fromhex((found or "")[: 2 * messages.OFFER_BYTES])
-        except ValueError:
-            return b""
-
-    def _put(self, key: str, value: Any) -> bool:
-        """Give all processes a value; return False if the key has one already."""
-        return self._service.put(key, base64.b85encode(self._seal.sealed(key, messages.written(value))).decode())
-
-    def _get(self, key: str, wait_s: float, most_bytes: int = MOST_BYTES) -> Any:
-        """Return what a process has `_put`, None if nobody has for so many seconds. Raises MessageError."""
-        text = self._service.get(key, wait_s)
-        if text is None:
-            return None
-        if len(text) > 5 * (most_bytes + _ROOM) // 4:
-            raise MessageError(f"Expected {key} of at most {most_bytes} bytes. Received: {len(text)} characters")
-        try:
-            data = base64.b85decode(text)
-        except ValueError as error:
-            raise MessageError(f"Expected {key} in base 85. Received: {error}") from None
-        return messages.read(self._seal.opened(key, data), most_bytes + _ROOM)
 
     def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
         """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""
@@ -387,18 +348,14 @@ class ServicePeers(Peers):
 
     def _post(self, notice: dict[str, Any]) -> None:
         number = self._notices
-        while not self._put(f"ncclsync/notice/{number}", notice):
+        while not self._service.put(f"ncclsync/notice/{number}", notice):
             number += 1
 
     def _listen(self) -> None:
         """Hear what processes report: a thread's task."""
         while not self._stop.is_set():
             try:
-                notice = self._get(f"ncclsync/notice/{self._notices}", _LONG_S)
-            except MessageError as error:
-                _logger.warning("A notice is ignored: %s", error)
-                self._notices += 1
-                continue
+                notice = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
             except NcclSyncError:
                 self._stop.wait(_PULSE_S)
                 continue
@@ -414,22 +371,14 @@ class ServicePeers(Peers):
                     self._service.put(f"ncclsync/heard/{self.rank}", "")
 
     def _watch(self) -> None:
-        """Process 0 asks who is alive, and reports it; the others ask whether process 0 answers: a thread's task.
-
-        Where process 0 is stopped, what the others ask of it may never end, and some calls keep all Python waiting.
-        """
+        """Report who is silent, in process 0: a thread's task."""
         while not self._stop.wait(_PULSE_S):
-            with contextlib.suppress(NcclSyncError):
-                if self.rank > 0:
-                    if self._service.get(_ALIVE, self.silence_s) is not None:
-                        self._heard = time.monotonic()
-                    continue
-                dead = {i for i, alive in enumerate(self._service.alive()) if not alive}
-                if not dead <= self._dead:
-                    self._post({"dead": sorted(dead)})
+            dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > self.silence_s}
+            if not dead <= self._dead:
+                self._post({"dead": sorted(dead)})
 
     def _silent(self) -> list[int]:
-        if self.rank > 0 and time.monotonic() - self._heard > self.silence_s:
+        if self.rank > 0 and self._service.silence()[0] > self.silence_s:
             return [0]
         return sorted(self._dead - {self.rank})
 

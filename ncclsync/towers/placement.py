@@ -11,10 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
-from ncclsync.communicator.peers import HEARTBEAT_S, Peers, ServicePeers, end_with_process
+from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
 from ncclsync.communicator.processes import Process
+from ncclsync.communicator.service import KeyService
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.coordination import CoordinationService
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
@@ -199,11 +199,12 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
     return _peers[process]
 
 
-def _service(process: Process, timeout_s: float | None) -> CoordinationService:
-    """Join the processes by TensorFlow's coordination service."""
+def _service(process: Process, timeout_s: float | None) -> KeyService:
+    """Join the processes by the service that process 0 runs."""
     assert process.address is not None
-    arguments, join_s = (process.address, process.rank, process.size), timeout_s or _FOR_EVER_S
-    return CoordinationService(*arguments, join_s=join_s, heartbeat_s=HEARTBEAT_S)
+    alone = process.local_size == process.size
+    join_s = timeout_s or _FOR_EVER_S
+    return KeyService(process.address, process.rank, process.size, join_s=join_s, on_one_host=alone)
 
 
 def keep_xla_from_capturing() -> None:

@@ -1,18 +1,14 @@
 """What processes tell each other: values as they were, and nothing else than an error of what is no message."""
 
-import base64
 import math
-import pickle
 import random
-import time
 
 import numpy as np
 import pytest
 
 from ncclsync.communicator import messages
 from ncclsync.communicator.messages import MessageError, Seal
-from ncclsync.communicator.peers import ServicePeers
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError
 
 VALUES = (
     None,
@@ -147,44 +143,3 @@ def test_secret_in_one_process_only(monkeypatch):
     monkeypatch.setenv("NCCLSYNC_SECRET", "short")
     with pytest.raises(NcclSyncError, match=r"at least 16 characters. Received: 5"):
         messages.new_offer()
-
-
-class Keys:
-    """A service of keys and values, to which anybody may write."""
-
-    def __init__(self):
-        self.values = {}
-
-    def put(self, key, value):
-        return self.values.setdefault(key, value) is value
-
-    def get(self, key, wait_s):
-        if key not in self.values:
-            time.sleep(min(wait_s, 0.05))
-        return self.values.get(key)
-
-    def delete(self, key):
-        self.values.pop(key, None)
-
-    def alive(self):
-        return [True, True]
-
-
-ran = []
-
-
-class Exploit:
-    """Runs code where somebody unpickles it."""
-
-    def __reduce__(self):
-        return ran.append, ("code of a stranger",)
-
-
-def test_a_stranger_writes_to_the_service():
-    """An error: nothing runs, and nothing of it is taken for a process'."""
-    for forged in (pickle.dumps(Exploit()), pickle.dumps(("the joining of processes", "", "host")), b"", b"\x00" * 99):
-        keys = Keys()
-        keys.values["ncclsync/1/1"] = base64.b85encode(forged).decode()
-        with pytest.raises(ProcessError, match="ncclsync/1/1 with the digest of this job's secret"):
-            ServicePeers(keys, 0, 2, 5)
-    assert not ran

@@ -1,5 +1,5 @@
 /* Runs csrc/cpu under a sanitizer: every dtype, operation and instruction set, several callers on one pool, pools made
- * and ended, several threads that record while another takes. Prints what is wrong and returns 1; silent and 0 if
+ * and ended, several threads that record while another takes, beats. Prints what is wrong and returns 1; silent and 0 if
  * nothing is. Built by tests/communicator/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "cpu/arithmetic.h"
 
@@ -285,6 +287,28 @@ static void record_from_several_threads(void) {
   EXPECT(ncs_meter_destroy(meter) == ncclSuccess && ncs_meter_destroy(NULL) == ncclSuccess);
 }
 
+/* Beats come, also to who joins late; one who has closed is forgotten. */
+static void beat_on_sockets(void) {
+  ncs_beat* beat = NULL;
+  int first[2], second[2];
+  char received[64];
+  EXPECT(ncs_beat_create(0, &beat) == ncclInvalidArgument && beat == NULL);
+  EXPECT(ncs_beat_create(0.001, &beat) == ncclSuccess);
+  EXPECT(socketpair(AF_UNIX, SOCK_STREAM, 0, first) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, second) == 0);
+  EXPECT(ncs_beat_add(beat, -1, "beat", 4) == ncclInvalidArgument);
+  EXPECT(ncs_beat_add(beat, first[0], "", 0) == ncclInvalidArgument);
+  EXPECT(ncs_beat_add(beat, first[0], "beat", 4) == ncclSuccess && ncs_beat_add(beat, second[0], "ta", 2) == ncclSuccess);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT(recv(first[1], received, 4, MSG_WAITALL) == 4 && memcmp(received, "beat", 4) == 0);
+    EXPECT(recv(second[1], received, 2, MSG_WAITALL) == 2 && memcmp(received, "ta", 2) == 0);
+  }
+  EXPECT(close(second[1]) == 0 && close(first[0]) == 0);
+  for (int i = 0; i < 5; ++i) EXPECT(recv(first[1], received, 4, MSG_WAITALL) == 4);
+  EXPECT(ncs_beat_destroy(beat) == ncclSuccess && ncs_beat_destroy(NULL) == ncclSuccess);
+  while (recv(first[1], received, sizeof(received), 0) > 0) continue;
+  EXPECT(close(first[1]) == 0 && close(second[0]) == 0);
+}
+
 int main(void) {
   ncs_pool* pool = NULL;
   pthread_t callers[CALLERS];
@@ -315,6 +339,7 @@ int main(void) {
   EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
 
   record_from_several_threads();
+  beat_on_sockets();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
     EXPECT(ncs_pool_create(1 + i % 4, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);

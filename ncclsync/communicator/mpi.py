@@ -382,7 +382,7 @@ def check_joins(process: Process) -> None:
         raise NcclUnavailableError(
             f"Expected MPI to join the {process.size} processes that {process.launcher} has started "
             f"({process.reason}), since they are to have CPU towers. Received: process {world.Get_rank()} of "
-            f"{world.Get_size()}, by {library}. Start them by: {process.by_mpi}"
+            f"{world.Get_size()}, by {library}. {process.if_left_over}. Start them by: {process.by_mpi}"
         )
 
 

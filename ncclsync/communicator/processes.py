@@ -1,7 +1,8 @@
 """Find out whether a launcher has started this process as one of several.
 
 Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG give each process its number
-and how many there are. The first of them that is set, in this order, counts.
+and how many there are. The first of them that names several processes, in this order, counts. Others must agree with
+it, but for launchers that have started each other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ncclsync.errors import NcclSyncError
 
@@ -25,7 +26,12 @@ _VARIABLES = {
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
-_APART = "For processes that are to train apart from each other, write processes=False"
+_PMI = ("PMI_RANK", "PMI_SIZE")  # of MPICH, Intel MPI and others; srun sets them, too
+_APART = (
+    "For processes that are to train apart from each other, or where such variables are left over, as in a shell or a "
+    "notebook, unset them, or write processes=False"
+)
+_WITHIN = "TORCHELASTIC_RUN_ID"  # torchrun itself sets it, for what it starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,12 @@ class Process:
             return mpirun
         return f"srun --mpi=pmix python train.py, where srun --mpi=list has pmix; or, by sbatch or salloc, {mpirun}"
 
+    @property
+    def if_left_over(self) -> str:
+        """Return what to do where nobody has started the other processes, for messages."""
+        names = ", ".join(_VARIABLES.get(self.launcher, ("TF_CONFIG",))[:2])
+        return f"Where {self.launcher} has not started this process, unset {names}, or write processes=False"
+
 
 def find_process(environment: Mapping[str, str] | None = None) -> Process | None:
     """Return what a launcher gives this process; None if it is the only one.
@@ -69,17 +81,50 @@ def find_process(environment: Mapping[str, str] | None = None) -> Process | None
         NcclSyncError: variables are half set, or contradict each other.
     """
     given = os.environ if environment is None else environment
-    process = None
-    if any(name in given for name in _VARIABLES["Open MPI"][:2]):
-        process = _numbered("Open MPI", given)
+    several: list[Process] = []
+    half_set: NcclSyncError | None = None
+    for launcher in (*_VARIABLES, "TF_CONFIG"):
+        if not _is_set(launcher, given):
+            continue
+        try:
+            process = _of_tf_config(given["TF_CONFIG"]) if launcher == "TF_CONFIG" else _numbered(launcher, given)
+        except NcclSyncError as error:
+            half_set = half_set or error
+        else:
+            several += [process] if process.size > 1 else []  # one process hides no others
+    if several:
+        return _chosen(several, given)
+    if half_set is not None:
+        raise half_set
+    if given.get("PMI_SIZE", "1") != "1":
+        _raise("Open MPI's mpirun, srun or torchrun: no other MPI's processes are joined", _PMI, given)
+    return None
+
+
+def _is_set(launcher: str, given: Mapping[str, str]) -> bool:
+    if launcher == "TF_CONFIG":
+        return bool(given.get("TF_CONFIG"))
+    names = _VARIABLES[launcher][:2]
     # sbatch sets SLURM_PROCID in the batch script as well, of which there is one; srun alone sets the step's.
-    elif "SLURM_STEP_NUM_TASKS" in given and "SLURM_PROCID" in given:
-        process = _numbered("Slurm", given)
-    elif any(name in given for name in _VARIABLES["torchrun"][:2]):
-        process = _numbered("torchrun", given)
-    elif given.get("TF_CONFIG"):
-        process = _of_tf_config(given["TF_CONFIG"])
-    return None if process is None or process.size == 1 else process
+    return (all if launcher == "Slurm" else any)(name in given for name in names)
+
+
+def _chosen(several: Sequence[Process], given: Mapping[str, str]) -> Process:
+    """Return the process as the launcher sees it that has started it last."""
+    by_name = {process.launcher: process for process in several}
+    if "torchrun" in by_name and _WITHIN in given:  # whatever has started torchrun has other numbers
+        return by_name["torchrun"]
+    chosen = several[0]
+    for other in several[1:]:
+        if chosen.launcher == "Open MPI" and other.launcher == "Slurm":  # whose srun has started mpirun's daemons
+            continue
+        if (other.rank, other.size) != (chosen.rank, chosen.size):
+            raise NcclSyncError(
+                f"Expected one number for this process. Received: {chosen.rank} of {chosen.size} from "
+                f"{chosen.launcher} ({chosen.reason}), and {other.rank} of {other.size} from {other.launcher} "
+                f"({other.reason}). Unset the variables of that which has not started it. {_APART}"
+            )
+    return chosen
 
 
 def _numbered(launcher: str, given: Mapping[str, str]) -> Process:

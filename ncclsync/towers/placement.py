@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
+from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
 from ncclsync.communicator.processes import Process
 from ncclsync.communicator.service import KeyService
@@ -193,7 +194,12 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
             f"others. Received: none of them, from {process.launcher} ({process.reason})"
         )
     if process not in _peers:
-        found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        try:
+            found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        except MessageError:
+            raise
+        except NcclSyncError as error:
+            raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
         end_with_process(found.end)
         _peers[process] = found
     return _peers[process]

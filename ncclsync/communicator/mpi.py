@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import logging
@@ -23,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -42,11 +43,13 @@ from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.communicator.native import ffi
 from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Peers, end_with_process
-from ncclsync.communicator.processes import Process
+from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
 
 _logger = logging.getLogger("ncclsync")
 
+# Open MPI makes a folder on each host for a job's processes there.
+_FOLDER, _RANK, _HERE = "PMIX_SERVER_TMPDIR", "OMPI_COMM_WORLD_RANK", "ncclsync.here."
 _BEAT_S = 1.0
 _END_S = 60.0  # that an ended process waits for the others to hear of it
 _LEAVE_S = 8.0  # that an ended process gives the others to end, too, where one is silent
@@ -80,19 +83,15 @@ class MpiPeers(Peers):
         others: the numbers of all processes but this one.
     """
 
-    def __init__(self) -> None:
-        """Join the others. Collective.
-
-        Raises:
-            NcclUnavailableError: mpi4py cannot be used.
-        """
-        self._mpi = MPI = _mpi()
+    def __init__(self, timeout_s: float | None) -> None:
+        """Join the others; see `peers`. Collective."""
+        self._mpi = MPI = _mpi(timeout_s)
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         offer = bytearray(messages.new_offer())
-        MPI.COMM_WORLD.Bcast([offer, MPI.BYTE])
+        self._finish(MPI.COMM_WORLD.Ibcast([offer, MPI.BYTE]), timeout_s)
         self._seal = Seal(bytes(offer))
         self._sealed = collections.Counter[tuple[int, str]]()  # messages to a process, or from it, of a kind
-        found = self._say_hello()
+        found = self._say_hello(timeout_s)
         self.hosts = [host for host, _ in found]
         native.share_cores([cores for host, cores in found if host == self.hosts[self.rank]])
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
@@ -106,13 +105,27 @@ class MpiPeers(Peers):
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread.start()
 
-    def _say_hello(self) -> list[tuple[str, set[int]]]:
+    def _finish(self, request: Any, timeout_s: float | None) -> None:
+        """Wait for a request that all processes take part in when they join."""
+
+        def wait(slice_s: float) -> bool:
+            until = time.monotonic() + slice_s
+            while not request.Test():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_LONGEST_NAP_S)
+            return True
+
+        _wait_to_join(wait, timeout_s)
+
+    def _say_hello(self, timeout_s: float | None) -> list[tuple[str, set[int]]]:
         """Return [size] the name of each process' host, and the numbers of the cores that it may use. Collective."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         own = self._seal.sealed(f"hello of {self.rank}", messages.written((socket.gethostname(), f"{cores:x}")))
         received = bytearray(self.size * _HELLO_BYTES)
         sent = _LENGTH.pack(len(own)) + own.ljust(_HELLO_BYTES - _LENGTH.size, bytes(1))
-        self._mpi.COMM_WORLD.Allgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        gathered = self._mpi.COMM_WORLD.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        self._finish(gathered, timeout_s)
         found = []
         for i in range(self.size):
             hello = received[i * _HELLO_BYTES : (i + 1) * _HELLO_BYTES]
@@ -375,9 +388,11 @@ def _cut_off(text: str) -> bytes:
 _peers: MpiPeers | None = None
 
 
-def check_joins(process: Process) -> None:
-    """Raise NcclUnavailableError unless MPI joins the processes that a launcher has started."""
-    world, library = _mpi().COMM_WORLD, _mpi().Get_library_version().partition(",")[0]
+def check_joins(process: Process, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
+    """Raise NcclUnavailableError unless MPI joins the processes that a launcher has started; else as `peers`."""
+    claim()
+    mpi = _mpi(timeout_s)
+    world, library = mpi.COMM_WORLD, mpi.Get_library_version().partition(",")[0]
     if (world.Get_rank(), world.Get_size()) != (process.rank, process.size):
         raise NcclUnavailableError(
             f"Expected MPI to join the {process.size} processes that {process.launcher} has started "
@@ -386,22 +401,80 @@ def check_joins(process: Process) -> None:
         )
 
 
-def _mpi() -> Any:
+def _mpi(timeout_s: float | None) -> Any:
+    """Return mpi4py's MPI, initialized: all processes wait for each other there."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # of no effect where it is imported already
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise NcclUnavailableError(
             "Expected mpi4py, by which processes of CPU towers are joined. "
             f"Received: {error}. Install it by: pip install 'ncclsync[hosts]'"
         ) from None
+    _come()
+    if not MPI.Is_initialized():
+        # By ctypes: mpi4py's own call lets no other thread run Python.
+        initialize, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
+        arguments = None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(provided)
+        task = timeouts.Aside(lambda: initialize(*arguments), "ncclsync MPI")
+        _wait_to_join(task.wait, timeout_s)
     return MPI
 
 
-def peers() -> MpiPeers:
-    """Return what this process knows of the others; joins them when it is first called, which is collective."""
+def _come() -> None:
+    """Let the processes on this host know that this one is here; whoever waits in vain names the others."""
+    folder, rank = os.environ.get(_FOLDER, ""), os.environ.get(_RANK, "")
+    if os.path.isdir(folder) and rank.isdecimal():
+        with contextlib.suppress(OSError), open(os.path.join(folder, f"{_HERE}{rank}"), "w"):
+            pass
+
+
+def _not_come() -> str:
+    """Return which processes have not come, as far as this host knows."""
+    size, local = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    try:
+        names = os.listdir(os.environ.get(_FOLDER, ""))
+        count, of_host = int(size), int(local)
+    except (OSError, ValueError):
+        return "not all of them have come"
+    here = {int(name.removeprefix(_HERE)) for name in names if name.startswith(_HERE)}
+    late = [f"process {rank}" for rank in range(count) if rank not in here]
+    if count == of_host or len(late) == 1:
+        return f"{' and '.join(late)} {'has' if len(late) == 1 else 'have'} not come"
+    if len(here) == of_host:
+        return f"of {', '.join(late)}, which are on other hosts, not all have come"
+    return f"of {', '.join(late)}, {of_host - len(here)} on {socket.gethostname()} and perhaps others have not come"
+
+
+def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> None:
+    """Wait for what all processes take part in when they join; `wait` does so for so many seconds."""
+    timeouts.wait(
+        wait,
+        wait,
+        call="MPI_Init",
+        what=lambda: "the joining of processes",
+        timeout_s=timeout_s,
+        arrived=lambda: f"{_not_come()}. Each has to make towers, and to do so in time",
+    )
+
+
+def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
+    """Return what this process knows of the others; joins them when it is first called, which is collective.
+
+    Args:
+        timeout_s: how long to wait for the others; None for no limit.
+
+    Raises:
+        NcclUnavailableError: mpi4py cannot be used.
+        NcclTimeoutError: not all have come in time.
+        NcclSyncError: this is a child of the process that has joined.
+    """
     global _peers
+    claim()
     if _peers is None:
-        _peers = MpiPeers()
+        _peers = MpiPeers(timeout_s)
         end_with_process(_peers.end)  # before mpi4py's own end, which is older
     return _peers
 
@@ -434,8 +507,8 @@ class MpiCommunicator(Communicator):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         timeouts.check_timeout(timeout_s)
-        self.peers, self.timeout_s = peers(), timeout_s
-        sizes = self.peers.exchange(size, "the joining of ranks")
+        self.peers, self.timeout_s = peers(timeout_s), timeout_s
+        sizes = self.peers.exchange(size, "the joining of ranks", timeout_s)
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
         self.size, self.ranks = size, self._ranges[self.peers.rank]

@@ -296,7 +296,8 @@ class ServicePeers(Peers):
                     self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
 
             def missing() -> str:
-                return f"{self.name(len(received))} not arrived" if len(received) < self.size else "all have arrived"
+                late = [self.name(i) for i in range(len(received), self.size) if not self._is_there(number, i)]
+                return f"{', '.join(late)} not arrived" if late else "all have arrived"
 
             waiting = self._waiting(run, text, heeds)
             try:
@@ -311,6 +312,12 @@ class ServicePeers(Peers):
                 said = [f"{self.name(i)}: {text}{remark}" for i, (text, remark, _) in enumerate(received)]
                 self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
             return [one[2] for one in received]
+
+    def _is_there(self, number: int, rank: int) -> bool:
+        """Return whether a process has given what this one waits for."""
+        with contextlib.suppress(NcclSyncError):
+            return self._service.get(f"ncclsync/{number}/{rank}", _NAP_S * 40) is not None
+        return False
 
     def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
         """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""

@@ -27,6 +27,19 @@ _VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 _PMI = ("PMI_RANK", "PMI_SIZE")  # of MPICH, Intel MPI and others; srun sets them, too
+_JOINED = "NCCLSYNC_JOINED"  # which process has joined, and which job
+_OF_A_JOB = (
+    "PMIX_NAMESPACE",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TF_CONFIG",
+)
 _APART = (
     "For processes that are to train apart from each other, or where such variables are left over, as in a shell or a "
     "notebook, unset them, or write processes=False"
@@ -99,6 +112,26 @@ def find_process(environment: Mapping[str, str] | None = None) -> Process | None
     if given.get("PMI_SIZE", "1") != "1":
         _raise("Open MPI's mpirun, srun or torchrun: no other MPI's processes are joined", _PMI, given)
     return None
+
+
+def claim() -> None:
+    """Join as the process that the launcher has started, and let no child of it do so: it has the variables, too.
+
+    Raises:
+        NcclSyncError: this is such a child.
+    """
+    job = " ".join(f"{name}={os.environ[name]}" for name in _OF_A_JOB if name in os.environ)
+    if not job:
+        return
+    own = {"pid": os.getpid(), "job": job}
+    before = json.loads(os.environ.get(_JOINED, "null")) or own
+    if before["job"] == job and before["pid"] != own["pid"]:
+        raise NcclSyncError(
+            f"Expected process {before['pid']}, which has joined the others ({job}), to be the only one of its number. "
+            f"Received: process {own['pid']}, which it has started. Write processes=False in a helper script; keep a "
+            "worker that imports the training script from building the model, by if __name__ == '__main__'"
+        )
+    os.environ[_JOINED] = json.dumps(own)
 
 
 def _is_set(launcher: str, given: Mapping[str, str]) -> bool:
@@ -178,7 +211,7 @@ def _number(launcher: str, name: str, given: Mapping[str, str], default: int | N
     return int(text) if text else int(default or 0)
 
 
-def _of_tf_config(text: str) -> Process | None:
+def _of_tf_config(text: str) -> Process:
     expected = (
         'TF_CONFIG to be JSON such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     )

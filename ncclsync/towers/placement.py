@@ -13,7 +13,7 @@ import tensorflow as tf
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
-from ncclsync.communicator.processes import Process
+from ncclsync.communicator.processes import Process, claim
 from ncclsync.communicator.service import KeyService
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
@@ -168,7 +168,7 @@ def connect(
                 keep_xla_from_capturing()
         return communicator
     if process is not None:
-        mpi.check_joins(process)
+        mpi.check_joins(process, timeout_s)
         return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
 
@@ -187,12 +187,13 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         NcclSyncError: they cannot be joined.
     """
     if process.launcher == "Open MPI":
-        return mpi.peers()
+        return mpi.peers(timeout_s)
     if process.address is None:
         raise NcclSyncError(
             "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
             f"others. Received: none of them, from {process.launcher} ({process.reason})"
         )
+    claim()
     if process not in _peers:
         try:
             found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)

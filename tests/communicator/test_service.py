@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from ncclsync.communicator.messages import MessageError
+from ncclsync.communicator.peers import ServicePeers
 from ncclsync.communicator.service import KeyService
 from ncclsync.errors import NcclSyncError
 
@@ -195,6 +197,26 @@ def test_process_0_that_does_not_come(address):
         KeyService(address, 1, 2, join_s=1)
 
 
+def test_processes_that_do_not_come(address):
+    """Each process that has come names those that have not."""
+    errors = [None] * 4
+
+    def join(rank):
+        try:
+            ServicePeers(KeyService(address, rank, 4, join_s=10), rank, 4, timeout_s=2)
+        except NcclSyncError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for rank in (0, 2):
+        assert "the joining of processes to end" in errors[rank]
+        assert re.search("within 2 s: process 1, process 3 not arrived", errors[rank]), errors
+
+
 def test_another_program_has_the_port(address):
     """An error in process 0, which cannot listen; and in the others, which hear something else."""
     with socket.create_server(("127.0.0.1", int(address.split(":")[1]))) as other:
@@ -207,6 +229,7 @@ def test_another_program_has_the_port(address):
 
 CHILD = """
 import ctypes, sys, time
+from ncclsync.communicator.peers import ServicePeers
 from ncclsync.communicator.service import KeyService
 
 service = KeyService(sys.argv[1], 1, 2, join_s=20)

@@ -17,7 +17,6 @@ import ctypes
 import hashlib
 import itertools
 import logging
-import math
 import os
 import socket
 import struct
@@ -70,8 +69,8 @@ Messages: TypeAlias = list[list[np.ndarray]]
 # A collective yields first what it sends, then, when all processes have agreed, requests for what it receives, and when
 # that is there, requests for the rest. It is complete when it ends.
 Stages: TypeAlias = Iterator[Any]
-# Collectives begun, `Peers.files`, failures, whether it has ended, words.
-_BEAT = struct.Struct(f"<qqqqq{MOST_TEXT}s")
+# A number that grows, collectives begun, `Peers.files`, failures, whether it has ended, words.
+_BEAT = struct.Struct(f"<qqqqqq{MOST_TEXT}s")
 
 
 class MpiPeers(Peers):
@@ -97,11 +96,13 @@ class MpiPeers(Peers):
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self.lock = threading.RLock()
         self.others = [i for i in range(self.size) if i != self.rank]
-        self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
+        self._awake_s = 0.0  # seconds in which this process could hear the others
+        self._heard = [(0.0, 0)] * self.size  # when, by these, and how many collectives had begun there
+        self._ticks = [0] * self.size
         self._reporting = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
         self._stop, self._now, self._has_news = threading.Event(), threading.Event(), False
-        self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="ncclsync processes", daemon=True)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread.start()
 
@@ -340,43 +341,54 @@ class MpiPeers(Peers):
     def _silent(self) -> list[int]:
         if self._thread.ident is None:
             return []
-        now = time.monotonic()
-        return [i for i, (at, _) in enumerate(self._heard) if i != self.rank and now - at > SILENCE_S]
+        return [i for i, (at, _) in enumerate(self._heard) if i != self.rank and self._awake_s - at > SILENCE_S]
 
     def _have_others_left(self) -> bool:
         silent = {*self._silent(), self.rank}
         return all(begun == _LEFT for i, (_, begun) in enumerate(self._heard) if i not in silent)
 
-    def _beat(self) -> None:
-        """Tell the others, once a second, that this process is alive, and hear it of them: a thread's work."""
+    def _listen(self) -> None:
+        """Hear that the others are alive, and let C tell them of this process: a thread's work."""
         byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(messages.SEAL_BYTES + _BEAT.size)
-        sent: dict[int, tuple[Any, bytes, float]] = {}
+        beat, calls = native.Beat(_BEAT_S), self._calls()
+        last, ticks = time.monotonic(), 0
         while not self._stop.is_set():
             self._now.wait(_BEAT_S / 4)
             self._now.clear()
-            tells_now, self._has_news = self._has_news, False
+            tells_now, self._has_news, ticks = self._has_news, False, ticks + 1
             while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
                 self._beats.Recv([received, byte], source=status.Get_source())
                 self._hear_beat(status.Get_source(), received)
+            state = _BEAT.pack(ticks, self.begun, *self.files[self.rank], *self._reporting)
+            for other in self.others:
+                message = self._seal.sealed(f"beat of {self.rank} to {other}", state)
+                beat.tell(calls, other, message, tells_now or ticks == 1)
+            # Where one call keeps Python from running, what the others send waits.
             now = time.monotonic()
-            for other in range(self.size):
-                request, _, at = sent.get(other, (None, b"", -math.inf))
-                is_due = tells_now or now - at >= _BEAT_S
-                if other != self.rank and is_due and (request is None or request.Test()):
-                    message = self._seal_for(
-                        other, "beat", _BEAT.pack(self.begun, *self.files[self.rank], *self._reporting)
-                    )
-                    sent[other] = self._beats.Isend([message, byte], dest=other), message, now
+            self._awake_s += min(now - last, _BEAT_S / 2)
+            last = now
+        beat.close()
+
+    def _calls(self) -> Any:
+        """Return what C needs of MPI."""
+        mpi, library = self._mpi, ctypes.CDLL(self._mpi.__file__)
+        isend, test = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        # A communicator that was made is a number of 32 bits, or a pointer.
+        is_number = self._beats.handle >> 32 in (0, 0xFFFFFFFF)
+        return native.mpi_calls(isend, test, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8)
 
     def _hear_beat(self, source: int, beat: bytearray) -> None:
         try:
-            data = self._seal.opened(self._number_from(source, "beat"), beat)
+            data = self._seal.opened(f"beat of {source} to {self.rank}", beat)
         except MessageError as error:
             _logger.warning("A beat is ignored: %s", error)
             return
-        begun, *files, failures, ended, text = _BEAT.unpack(data)
+        tick, begun, *files, failures, ended, text = _BEAT.unpack(data)
+        if tick < self._ticks[source]:  # somebody repeats it
+            return
+        self._ticks[source] = tick
         words = text.rstrip(bytes(1)).decode(errors="replace")
-        self._heard[source] = time.monotonic(), begun
+        self._heard[source] = self._awake_s, begun
         self.hear(source, failures, "" if ended else words, words if ended else "", files)
 
 

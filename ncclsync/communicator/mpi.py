@@ -53,13 +53,14 @@ _BEAT_S = 1.0
 _END_S = 60.0  # that an ended process waits for the others to hear of it
 _LEAVE_S = 8.0  # that an ended process gives the others to end, too, where one is silent
 _LEFT = -1  # a number of collectives, of a process that ends
+_PIECE_BYTES = 1 << 30  # MPI counts bytes by an int
 _SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of them
 _LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
 _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
-_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
+_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many pieces of messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
 _LENGTH = struct.Struct("<q")  # of a value, in bytes
 _HELLO_BYTES = 2048  # a name and a set of cores
@@ -183,13 +184,13 @@ class MpiPeers(Peers):
         own = kind, digest, _cut_off(text + self.remark)
         received = [bytearray(messages.SEAL_BYTES + _HEADER.size) for _ in range(self.size)]
         numbers = [self._number_from(i, "header") if i != self.rank else "" for i in range(self.size)]
-        waited = [self.receive(received[i], i, _HEADERS) for i in self.others]
+        waited = [one for i in self.others for one in self.receive(received[i], i, _HEADERS)]
         sent = []
         for i, sends in given.items():
-            most = max((message.nbytes for message in sends), default=0)
-            header = self._seal_for(i, "header", _HEADER.pack(*own, len(sends), most))
-            sent.append(self.send(header, i, _HEADERS))
-            sent += [self.send(message, i) for message in sends]
+            pieces = [len(piece) for message in sends for piece in _pieces(message)]
+            header = self._seal_for(i, "header", _HEADER.pack(*own, len(pieces), max(pieces, default=0)))
+            sent += self.send(header, i, _HEADERS)
+            sent += [one for message in sends for one in self.send(message, i)]
         self._stranded = [waited, sent]
         self.wait(waited, text, timeout_s, heeds=heeds)
         headers = [(*own, 0, 0)] * self.size
@@ -199,7 +200,8 @@ class MpiPeers(Peers):
             return sent
         # Nobody takes what came along: each process waits until its own has arrived, and so goes on in step.
         sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
-        self.wait([*sent, *(self.receive(bytearray(most), i) for i, most in sizes)], text, timeout_s)
+        dropped = [one for i, most in sizes for one in self.receive(bytearray(most), i)]
+        self.wait([*sent, *dropped], text, timeout_s)
         said = [
             f"{self.name(i)}: {words.rstrip(bytes(1)).decode(errors='replace')}"
             for i, (_, _, words, *_) in enumerate(headers)
@@ -213,13 +215,13 @@ class MpiPeers(Peers):
         ended = [said[i] for i in sorted(self.lost)]
         self.fail(f"Expected all processes to do the same. Received: {'; '.join(ended or said)}")
 
-    def send(self, message: Any, to: int, kind: int = _DATA) -> Any:
-        """Return a request of a message to a process: bytes, which nobody changes until it has ended."""
-        return self.comm.Isend([message, self._mpi.BYTE], to, kind)
+    def send(self, message: Any, to: int, kind: int = _DATA) -> list[Any]:
+        """Return requests of a message to a process: bytes, which nobody changes until they have ended."""
+        return [self.comm.Isend([piece, self._mpi.BYTE], to, kind) for piece in _pieces(message)]
 
-    def receive(self, message: Any, source: int, kind: int = _DATA) -> Any:
-        """Return a request of the next message of a kind from a process, which may be shorter."""
-        return self.comm.Irecv([message, self._mpi.BYTE], source, kind)
+    def receive(self, message: Any, source: int, kind: int = _DATA) -> list[Any]:
+        """Return requests of the next message of a kind from a process; one of a single piece may be shorter."""
+        return [self.comm.Irecv([piece, self._mpi.BYTE], source, kind) for piece in _pieces(message)]
 
     def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
         """Wait for requests of mpi4py's.
@@ -276,8 +278,8 @@ class MpiPeers(Peers):
         found = [bytearray(messages.SEAL_BYTES + size) for size in sizes]
         requests = [
             *begun,
-            *(self.receive(found[i], i) for i in self.others),
-            *(self.send(self._seal_for(i, "value", own), i) for i in self.others),
+            *(one for i in self.others for one in self.receive(found[i], i)),
+            *(one for i in self.others for one in self.send(self._seal_for(i, "value", own), i)),
         ]
         self._stranded = requests
         self.wait(requests, text, timeout_s)
@@ -390,6 +392,12 @@ class MpiPeers(Peers):
         words = text.rstrip(bytes(1)).decode(errors="replace")
         self._heard[source] = self._awake_s, begun
         self.hear(source, failures, "" if ended else words, words if ended else "", files)
+
+
+def _pieces(message: Any) -> list[memoryview]:
+    """Return a message in pieces that MPI takes, at least one."""
+    view = memoryview(message)
+    return [view[begin : begin + _PIECE_BYTES] for begin in range(0, max(1, len(view)), _PIECE_BYTES)]
 
 
 def _cut_off(text: str) -> bytes:
@@ -633,7 +641,7 @@ class MpiCommunicator(Communicator):
         own = root - self.ranks[0] if is_here else 0
         buffer = _view(writes.pointers[own], writes)
         yield [[buffer] if is_here else [] for _ in self._ranges]
-        yield [] if is_here else [self.peers.receive(buffer, source)]
+        yield [] if is_here else self.peers.receive(buffer, source)
         yield []
         _copy(buffer, [pointer for i, pointer in enumerate(writes.pointers) if i != own], writes)
 
@@ -642,7 +650,8 @@ class MpiCommunicator(Communicator):
         sends = _apart(sends, gathered)
         yield [sends for _ in self._ranges]
         blocks = gathered.reshape(self.world_size, sends[0].size)
-        requests = [self.peers.receive(blocks[rank], i) for i in self.peers.others for rank in self._ranges[i]]
+        places = [(i, rank) for i in self.peers.others for rank in self._ranges[i]]
+        requests = [one for i, rank in places for one in self.peers.receive(blocks[rank], i)]
         blocks[self.ranks] = sends
         yield requests
         yield []
@@ -664,8 +673,8 @@ class MpiCommunicator(Communicator):
         if own.stop - own.start == total.size:
             yield []
         else:
-            summed = [self.peers.receive(total[parts[i]], i, _SUMS) for i in self.peers.others]
-            yield summed + [self.peers.send(total[own], i, _SUMS) for i in self.peers.others]
+            summed = [one for i in self.peers.others for one in self.peers.receive(total[parts[i]], i, _SUMS)]
+            yield summed + [one for i in self.peers.others for one in self.peers.send(total[own], i, _SUMS)]
         _copy(total, writes.pointers[1:], writes)
 
     def _reduce_scatter(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
@@ -694,7 +703,7 @@ class MpiCommunicator(Communicator):
                 continue
             buffers = [empty_aligned(own[0].size, np.uint8) for _ in ranks]
             received += buffers
-            requests += [self.peers.receive(buffer, i) for buffer in buffers]
+            requests += [one for buffer in buffers for one in self.peers.receive(buffer, i)]
         return received, requests
 
 

@@ -192,6 +192,36 @@ ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, 
 /* Moves at most the first `most` of them to `timestamps`, in their order; *taken is how many. */
 ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken);
 
+/* ---- The beat (cpu/beat.c) ---- */
+
+enum { NCS_MOST_BEAT = 1024 };
+
+/* A thread that tells others, every so many seconds, that this process is alive. It calls nothing but `send` and MPI. */
+typedef struct ncs_beat ncs_beat;
+
+/* MPI's calls and handles, of the library that the caller has loaded with MPI_THREAD_MULTIPLE; none is linked here. */
+typedef struct {
+  void* isend;      /* MPI_Isend */
+  void* test;       /* MPI_Test */
+  uint64_t comm;    /* an MPI_Comm */
+  uint64_t byte;    /* MPI_BYTE */
+  int handle_bytes; /* of these: those of an int, or of a pointer */
+} ncs_mpi;
+
+/* The caller owns *beat and ends it by ncs_beat_destroy, in the process that has made it: no thread survives fork().
+ * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no thread. */
+ncclResult_t ncs_beat_create(double interval_s, /*outputs*/ ncs_beat** beat);
+ncclResult_t ncs_beat_destroy(ncs_beat* beat);
+
+/* Sends `size` bytes on a socket from now on, until it is closed; where its buffer is full, a beat is left out. Both
+ * are copied. ncclInvalidArgument: no socket, or 0 bytes, or more than NCS_MOST_BEAT. */
+ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t size);
+
+/* Sends `size` bytes to a rank of MPI from now on, in place of what it was told before; the first time `at_once`, if
+ * that is not 0. A message that is under way is waited for. All is copied. To be ended before MPI is finalized.
+ * ncclInvalidArgument: no rank, 0 bytes, or more than NCS_MOST_BEAT. ncclSystemError: no memory. */
+ncclResult_t ncs_beat_tell(ncs_beat* beat, const ncs_mpi* mpi, int rank, const void* message, size_t size, int at_once);
+
 /* ---- GPUs by NCCL (nccl/) ---- */
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync.communicator import native
 from ncclsync.communicator.buffers import Buffers
+from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.errors import NcclSyncError
 
 
@@ -241,12 +242,13 @@ class Communicator(abc.ABC):
         """Return how many groups were launched, and how many of them are known to have ended well."""
         return 0, 0
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        """Return what each process gives, any object that can be pickled. Collective.
+    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
+        """Return what each process gives, as `messages.written` takes it. Collective.
 
         Args:
             value: this process'.
             what: it is, for messages.
+            most_bytes: that a process may give.
 
         Raises:
             ProcessError, NcclTimeoutError: another process does something else, or nothing.

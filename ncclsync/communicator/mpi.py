@@ -11,23 +11,24 @@ and a thread hears that the others are alive.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import hashlib
 import itertools
-import math
+import logging
 import os
-import pickle
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from ncclsync.communicator import native, timeouts
+from ncclsync.communicator import messages, native, timeouts
 from ncclsync.communicator.base import (
     AllGather,
     AllReduce,
@@ -38,32 +39,39 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
+from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.communicator.native import ffi
 from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Peers, end_with_process
-from ncclsync.communicator.processes import Process
+from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
 
+_logger = logging.getLogger("ncclsync")
+
+# Open MPI makes a folder on each host for a job's processes there.
+_FOLDER, _RANK, _HERE = "PMIX_SERVER_TMPDIR", "OMPI_COMM_WORLD_RANK", "ncclsync.here."
 _BEAT_S = 1.0
 _END_S = 60.0  # that an ended process waits for the others to hear of it
 _LEAVE_S = 8.0  # that an ended process gives the others to end, too, where one is silent
 _LEFT = -1  # a number of collectives, of a process that ends
+_PIECE_BYTES = 1 << 30  # MPI counts bytes by an int
 _SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of them
 _LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
 _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
-_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many messages follow it, of how many bytes at most
+_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many pieces of messages follow it, of how many bytes at most
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
-_LENGTH = struct.Struct("<q")  # of a pickled value, in bytes
+_LENGTH = struct.Struct("<q")  # of a value, in bytes
+_HELLO_BYTES = 2048  # a name and a set of cores
 
 # [size] lists of what each process is sent; what this one would send itself is left out.
 Messages: TypeAlias = list[list[np.ndarray]]
 # A collective yields first what it sends, then, when all processes have agreed, requests for what it receives, and when
 # that is there, requests for the rest. It is complete when it ends.
 Stages: TypeAlias = Iterator[Any]
-# Collectives begun, `Peers.files`, failures, whether it has ended, words.
-_BEAT = struct.Struct(f"<qqqqq{MOST_TEXT}s")
+# A number that grows, collectives begun, `Peers.files`, failures, whether it has ended, words.
+_BEAT = struct.Struct(f"<qqqqqq{MOST_TEXT}s")
 
 
 class MpiPeers(Peers):
@@ -75,27 +83,68 @@ class MpiPeers(Peers):
         others: the numbers of all processes but this one.
     """
 
-    def __init__(self) -> None:
-        """Join the others. Collective.
-
-        Raises:
-            NcclUnavailableError: mpi4py cannot be used.
-        """
-        self._mpi = MPI = _mpi()
+    def __init__(self, timeout_s: float | None) -> None:
+        """Join the others; see `peers`. Collective."""
+        self._mpi = MPI = _mpi(timeout_s)
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-        found = MPI.COMM_WORLD.allgather((socket.gethostname(), os.sched_getaffinity(0)))
+        offer = bytearray(messages.new_offer())
+        self._finish(MPI.COMM_WORLD.Ibcast([offer, MPI.BYTE]), timeout_s)
+        self._seal = Seal(bytes(offer))
+        self._sealed = collections.Counter[tuple[int, str]]()  # messages to a process, or from it, of a kind
+        found = self._say_hello(timeout_s)
         self.hosts = [host for host, _ in found]
         native.share_cores([cores for host, cores in found if host == self.hosts[self.rank]])
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self.lock = threading.RLock()
         self.others = [i for i in range(self.size) if i != self.rank]
-        self._heard = [(time.monotonic(), 0)] * self.size  # when, and how many collectives had begun there
+        self._awake_s = 0.0  # seconds in which this process could hear the others
+        self._heard = [(0.0, 0)] * self.size  # when, by these, and how many collectives had begun there
+        self._ticks = [0] * self.size
         self._reporting = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
         self._stop, self._now, self._has_news = threading.Event(), threading.Event(), False
-        self._thread = threading.Thread(target=self._beat, name="ncclsync processes", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="ncclsync processes", daemon=True)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread.start()
+
+    def _finish(self, request: Any, timeout_s: float | None) -> None:
+        """Wait for a request that all processes take part in when they join."""
+
+        def wait(slice_s: float) -> bool:
+            until = time.monotonic() + slice_s
+            while not request.Test():
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_LONGEST_NAP_S)
+            return True
+
+        _wait_to_join(wait, timeout_s)
+
+    def _say_hello(self, timeout_s: float | None) -> list[tuple[str, set[int]]]:
+        """Return [size] the name of each process' host, and the numbers of the cores that it may use. Collective."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        own = self._seal.sealed(f"hello of {self.rank}", messages.written((socket.gethostname(), f"{cores:x}")))
+        received = bytearray(self.size * _HELLO_BYTES)
+        sent = _LENGTH.pack(len(own)) + own.ljust(_HELLO_BYTES - _LENGTH.size, bytes(1))
+        gathered = self._mpi.COMM_WORLD.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        self._finish(gathered, timeout_s)
+        found = []
+        for i in range(self.size):
+            hello = received[i * _HELLO_BYTES : (i + 1) * _HELLO_BYTES]
+            end = _LENGTH.size + _LENGTH.unpack_from(hello)[0]
+            host, text = messages.read(self._seal.opened(f"hello of {i}", hello[_LENGTH.size : end]))
+            found.append((host, {core for core in range(4 * len(text)) if int(text, 16) >> core & 1}))
+        return found
+
+    def _seal_for(self, to: int, kind: str, data: bytes) -> bytes:
+        """Return the next sealed message of a kind to a process."""
+        self._sealed[to, kind] += 1
+        return self._seal.sealed(f"{kind} {self._sealed[to, kind]} of process {self.rank} to {to}", data)
+
+    def _number_from(self, source: int, kind: str) -> str:
+        """Return what the next sealed message of a kind from a process is about; they arrive in order."""
+        self._sealed[source, f"from {kind}"] += 1
+        return f"{kind} {self._sealed[source, f'from {kind}']} of process {source} to {self.rank}"
 
     def agree(
         self,
@@ -133,21 +182,26 @@ class MpiPeers(Peers):
             return []
         given = {i: data[i] if data else [] for i in self.others}
         own = kind, digest, _cut_off(text + self.remark)
-        received = [bytearray(_HEADER.pack(*own, 0, 0)) for _ in range(self.size)]
-        waited = [self.receive(received[i], i, _HEADERS) for i in self.others]
+        received = [bytearray(messages.SEAL_BYTES + _HEADER.size) for _ in range(self.size)]
+        numbers = [self._number_from(i, "header") if i != self.rank else "" for i in range(self.size)]
+        waited = [one for i in self.others for one in self.receive(received[i], i, _HEADERS)]
         sent = []
-        for i, messages in given.items():
-            most = max((message.nbytes for message in messages), default=0)
-            sent.append(self.send(_HEADER.pack(*own, len(messages), most), i, _HEADERS))
-            sent += [self.send(message, i) for message in messages]
+        for i, sends in given.items():
+            pieces = [len(piece) for message in sends for piece in _pieces(message)]
+            header = self._seal_for(i, "header", _HEADER.pack(*own, len(pieces), max(pieces, default=0)))
+            sent += self.send(header, i, _HEADERS)
+            sent += [one for message in sends for one in self.send(message, i)]
         self._stranded = [waited, sent]
         self.wait(waited, text, timeout_s, heeds=heeds)
-        headers = [_HEADER.unpack(header) for header in received]
+        headers = [(*own, 0, 0)] * self.size
+        for i in self.others:
+            headers[i] = _HEADER.unpack(self._opened(numbers[i], received[i]))
         if all(header[:2] == headers[0][:2] for header in headers):
             return sent
         # Nobody takes what came along: each process waits until its own has arrived, and so goes on in step.
         sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
-        self.wait([*sent, *(self.receive(bytearray(most), i) for i, most in sizes)], text, timeout_s)
+        dropped = [one for i, most in sizes for one in self.receive(bytearray(most), i)]
+        self.wait([*sent, *dropped], text, timeout_s)
         said = [
             f"{self.name(i)}: {words.rstrip(bytes(1)).decode(errors='replace')}"
             for i, (_, _, words, *_) in enumerate(headers)
@@ -161,13 +215,13 @@ class MpiPeers(Peers):
         ended = [said[i] for i in sorted(self.lost)]
         self.fail(f"Expected all processes to do the same. Received: {'; '.join(ended or said)}")
 
-    def send(self, message: Any, to: int, kind: int = _DATA) -> Any:
-        """Return a request of a message to a process: bytes, which nobody changes until it has ended."""
-        return self.comm.Isend([message, self._mpi.BYTE], to, kind)
+    def send(self, message: Any, to: int, kind: int = _DATA) -> list[Any]:
+        """Return requests of a message to a process: bytes, which nobody changes until they have ended."""
+        return [self.comm.Isend([piece, self._mpi.BYTE], to, kind) for piece in _pieces(message)]
 
-    def receive(self, message: Any, source: int, kind: int = _DATA) -> Any:
-        """Return a request of the next message of a kind from a process, which may be shorter."""
-        return self.comm.Irecv([message, self._mpi.BYTE], source, kind)
+    def receive(self, message: Any, source: int, kind: int = _DATA) -> list[Any]:
+        """Return requests of the next message of a kind from a process; one of a single piece may be shorter."""
+        return [self.comm.Irecv([piece, self._mpi.BYTE], source, kind) for piece in _pieces(message)]
 
     def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
         """Wait for requests of mpi4py's.
@@ -203,29 +257,47 @@ class MpiPeers(Peers):
                 self.failure = ProcessError(str(error))
             raise
 
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
         """Return [size] what each process gives; see `Peers.exchange`."""
+        own = messages.written(value)
         with self.lock:
             sent = self.agree(text, timeout_s=timeout_s, heeds=heeds)
-            own = pickle.dumps(value)
             lengths = self._swap(sent, _LENGTH.pack(len(own)), [_LENGTH.size] * self.size, text, timeout_s)
             sizes = [_LENGTH.unpack(length)[0] for length in lengths]
-            return [pickle.loads(found) for found in self._swap([], own, sizes, text, timeout_s)]
+            for i, size in enumerate(sizes):
+                if not 0 <= size <= most_bytes:
+                    self.fail(f"Expected at most {most_bytes} bytes of {text} from {self.name(i)}. Received: {size}")
+            return [messages.read(found, most_bytes) for found in self._swap([], own, sizes, text, timeout_s)]
 
     def _swap(
         self, begun: list[Any], own: bytes, sizes: Sequence[int], text: str, timeout_s: float | None
     ) -> list[bytes]:
         """Return [size] messages of so many bytes from all processes, each of which is sent this one's; see `wait`."""
-        found = [bytearray(size) for size in sizes]
+        found = [bytearray(messages.SEAL_BYTES + size) for size in sizes]
         requests = [
             *begun,
-            *(self.receive(found[i], i) for i in self.others),
-            *(self.send(own, i) for i in self.others),
+            *(one for i in self.others for one in self.receive(found[i], i)),
+            *(one for i in self.others for one in self.send(self._seal_for(i, "value", own), i)),
         ]
         self._stranded = requests
         self.wait(requests, text, timeout_s)
-        found[self.rank][:] = own
-        return [bytes(message) for message in found]
+        received = [own] * self.size
+        for i in self.others:
+            received[i] = self._opened(self._number_from(i, "value"), found[i])
+        return received
+
+    def _opened(self, about: str, message: bytearray) -> bytes:
+        """Return what a process has sealed.
+
+        Raises:
+            ProcessError: it is another message; for good.
+        """
+        try:
+            return self._seal.opened(about, message)
+        except MessageError as error:
+            self.fail(str(error))
 
     def report_failure(self, words: str, timeout_s: float | None) -> None:
         """Tell the others that something of this process' own has failed, at their next collective."""
@@ -271,34 +343,61 @@ class MpiPeers(Peers):
     def _silent(self) -> list[int]:
         if self._thread.ident is None:
             return []
-        now = time.monotonic()
-        return [i for i, (at, _) in enumerate(self._heard) if i != self.rank and now - at > SILENCE_S]
+        return [i for i, (at, _) in enumerate(self._heard) if i != self.rank and self._awake_s - at > SILENCE_S]
 
     def _have_others_left(self) -> bool:
         silent = {*self._silent(), self.rank}
         return all(begun == _LEFT for i, (_, begun) in enumerate(self._heard) if i not in silent)
 
-    def _beat(self) -> None:
-        """Tell the others, once a second, that this process is alive, and hear it of them: a thread's work."""
-        byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(_BEAT.size)
-        sent: dict[int, tuple[Any, bytes, float]] = {}
+    def _listen(self) -> None:
+        """Hear that the others are alive, and let C tell them of this process: a thread's work."""
+        byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(messages.SEAL_BYTES + _BEAT.size)
+        beat, calls = native.Beat(_BEAT_S), self._calls()
+        last, ticks = time.monotonic(), 0
         while not self._stop.is_set():
             self._now.wait(_BEAT_S / 4)
             self._now.clear()
-            tells_now, self._has_news = self._has_news, False
+            tells_now, self._has_news, ticks = self._has_news, False, ticks + 1
             while self._beats.Iprobe(source=self._mpi.ANY_SOURCE, status=status):
                 self._beats.Recv([received, byte], source=status.Get_source())
-                begun, *files, failures, ended, text = _BEAT.unpack(received)
-                words = text.rstrip(bytes(1)).decode(errors="replace")
-                self._heard[status.Get_source()] = time.monotonic(), begun
-                self.hear(status.Get_source(), failures, "" if ended else words, words if ended else "", files)
+                self._hear_beat(status.Get_source(), received)
+            state = _BEAT.pack(ticks, self.begun, *self.files[self.rank], *self._reporting)
+            for other in self.others:
+                message = self._seal.sealed(f"beat of {self.rank} to {other}", state)
+                beat.tell(calls, other, message, tells_now or ticks == 1)
+            # Where one call keeps Python from running, what the others send waits.
             now = time.monotonic()
-            for other in range(self.size):
-                request, _, at = sent.get(other, (None, b"", -math.inf))
-                is_due = tells_now or now - at >= _BEAT_S
-                if other != self.rank and is_due and (request is None or request.Test()):
-                    message = _BEAT.pack(self.begun, *self.files[self.rank], *self._reporting)
-                    sent[other] = self._beats.Isend([message, byte], dest=other), message, now
+            self._awake_s += min(now - last, _BEAT_S / 2)
+            last = now
+        beat.close()
+
+    def _calls(self) -> Any:
+        """Return what C needs of MPI."""
+        mpi, library = self._mpi, ctypes.CDLL(self._mpi.__file__)
+        isend, test = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        # A communicator that was made is a number of 32 bits, or a pointer.
+        is_number = self._beats.handle >> 32 in (0, 0xFFFFFFFF)
+        return native.mpi_calls(isend, test, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8)
+
+    def _hear_beat(self, source: int, beat: bytearray) -> None:
+        try:
+            data = self._seal.opened(f"beat of {source} to {self.rank}", beat)
+        except MessageError as error:
+            _logger.warning("A beat is ignored: %s", error)
+            return
+        tick, begun, *files, failures, ended, text = _BEAT.unpack(data)
+        if tick < self._ticks[source]:  # somebody repeats it
+            return
+        self._ticks[source] = tick
+        words = text.rstrip(bytes(1)).decode(errors="replace")
+        self._heard[source] = self._awake_s, begun
+        self.hear(source, failures, "" if ended else words, words if ended else "", files)
+
+
+def _pieces(message: Any) -> list[memoryview]:
+    """Return a message in pieces that MPI takes, at least one."""
+    view = memoryview(message)
+    return [view[begin : begin + _PIECE_BYTES] for begin in range(0, max(1, len(view)), _PIECE_BYTES)]
 
 
 def _cut_off(text: str) -> bytes:
@@ -309,33 +408,93 @@ def _cut_off(text: str) -> bytes:
 _peers: MpiPeers | None = None
 
 
-def check_joins(process: Process) -> None:
-    """Raise NcclUnavailableError unless MPI joins the processes that a launcher has started."""
-    world, library = _mpi().COMM_WORLD, _mpi().Get_library_version().partition(",")[0]
+def check_joins(process: Process, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
+    """Raise NcclUnavailableError unless MPI joins the processes that a launcher has started; else as `peers`."""
+    claim()
+    mpi = _mpi(timeout_s)
+    world, library = mpi.COMM_WORLD, mpi.Get_library_version().partition(",")[0]
     if (world.Get_rank(), world.Get_size()) != (process.rank, process.size):
         raise NcclUnavailableError(
             f"Expected MPI to join the {process.size} processes that {process.launcher} has started "
             f"({process.reason}), since they are to have CPU towers. Received: process {world.Get_rank()} of "
-            f"{world.Get_size()}, by {library}. Start them by: {process.by_mpi}"
+            f"{world.Get_size()}, by {library}. {process.if_left_over}. Start them by: {process.by_mpi}"
         )
 
 
-def _mpi() -> Any:
+def _mpi(timeout_s: float | None) -> Any:
+    """Return mpi4py's MPI, initialized: all processes wait for each other there."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # of no effect where it is imported already
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise NcclUnavailableError(
             "Expected mpi4py, by which processes of CPU towers are joined. "
             f"Received: {error}. Install it by: pip install 'ncclsync[hosts]'"
         ) from None
+    _come()
+    if not MPI.Is_initialized():
+        # By ctypes: mpi4py's own call lets no other thread run Python.
+        initialize, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
+        arguments = None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(provided)
+        task = timeouts.Aside(lambda: initialize(*arguments), "ncclsync MPI")
+        _wait_to_join(task.wait, timeout_s)
     return MPI
 
 
-def peers() -> MpiPeers:
-    """Return what this process knows of the others; joins them when it is first called, which is collective."""
+def _come() -> None:
+    """Let the processes on this host know that this one is here; whoever waits in vain names the others."""
+    folder, rank = os.environ.get(_FOLDER, ""), os.environ.get(_RANK, "")
+    if os.path.isdir(folder) and rank.isdecimal():
+        with contextlib.suppress(OSError), open(os.path.join(folder, f"{_HERE}{rank}"), "w"):
+            pass
+
+
+def _not_come() -> str:
+    """Return which processes have not come, as far as this host knows."""
+    size, local = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    try:
+        names = os.listdir(os.environ.get(_FOLDER, ""))
+        count, of_host = int(size), int(local)
+    except (OSError, ValueError):
+        return "not all of them have come"
+    here = {int(name.removeprefix(_HERE)) for name in names if name.startswith(_HERE)}
+    late = [f"process {rank}" for rank in range(count) if rank not in here]
+    if count == of_host or len(late) == 1:
+        return f"{' and '.join(late)} {'has' if len(late) == 1 else 'have'} not come"
+    if len(here) == of_host:
+        return f"of {', '.join(late)}, which are on other hosts, not all have come"
+    return f"of {', '.join(late)}, {of_host - len(here)} on {socket.gethostname()} and perhaps others have not come"
+
+
+def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> None:
+    """Wait for what all processes take part in when they join; `wait` does so for so many seconds."""
+    timeouts.wait(
+        wait,
+        wait,
+        call="MPI_Init",
+        what=lambda: "the joining of processes",
+        timeout_s=timeout_s,
+        arrived=lambda: f"{_not_come()}. Each has to make towers, and to do so in time",
+    )
+
+
+def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
+    """Return what this process knows of the others; joins them when it is first called, which is collective.
+
+    Args:
+        timeout_s: how long to wait for the others; None for no limit.
+
+    Raises:
+        NcclUnavailableError: mpi4py cannot be used.
+        NcclTimeoutError: not all have come in time.
+        NcclSyncError: this is a child of the process that has joined.
+    """
     global _peers
+    claim()
     if _peers is None:
-        _peers = MpiPeers()
+        _peers = MpiPeers(timeout_s)
         end_with_process(_peers.end)  # before mpi4py's own end, which is older
     return _peers
 
@@ -368,8 +527,8 @@ class MpiCommunicator(Communicator):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         timeouts.check_timeout(timeout_s)
-        self.peers, self.timeout_s = peers(), timeout_s
-        sizes = self.peers.exchange(size, "the joining of ranks")
+        self.peers, self.timeout_s = peers(timeout_s), timeout_s
+        sizes = self.peers.exchange(size, "the joining of ranks", timeout_s)
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
         self.size, self.ranks = size, self._ranges[self.peers.rank]
@@ -391,11 +550,11 @@ class MpiCommunicator(Communicator):
         """Return what has ended the agreement of the processes."""
         return self.peers.failure
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
         if self.closed:
             self.raise_closed()
-        return self.peers.exchange(value, what)
+        return self.peers.exchange(value, what, most_bytes=most_bytes)
 
     @property
     def leads(self) -> bool:
@@ -482,7 +641,7 @@ class MpiCommunicator(Communicator):
         own = root - self.ranks[0] if is_here else 0
         buffer = _view(writes.pointers[own], writes)
         yield [[buffer] if is_here else [] for _ in self._ranges]
-        yield [] if is_here else [self.peers.receive(buffer, source)]
+        yield [] if is_here else self.peers.receive(buffer, source)
         yield []
         _copy(buffer, [pointer for i, pointer in enumerate(writes.pointers) if i != own], writes)
 
@@ -491,7 +650,8 @@ class MpiCommunicator(Communicator):
         sends = _apart(sends, gathered)
         yield [sends for _ in self._ranges]
         blocks = gathered.reshape(self.world_size, sends[0].size)
-        requests = [self.peers.receive(blocks[rank], i) for i in self.peers.others for rank in self._ranges[i]]
+        places = [(i, rank) for i in self.peers.others for rank in self._ranges[i]]
+        requests = [one for i, rank in places for one in self.peers.receive(blocks[rank], i)]
         blocks[self.ranks] = sends
         yield requests
         yield []
@@ -513,8 +673,8 @@ class MpiCommunicator(Communicator):
         if own.stop - own.start == total.size:
             yield []
         else:
-            summed = [self.peers.receive(total[parts[i]], i, _SUMS) for i in self.peers.others]
-            yield summed + [self.peers.send(total[own], i, _SUMS) for i in self.peers.others]
+            summed = [one for i in self.peers.others for one in self.peers.receive(total[parts[i]], i, _SUMS)]
+            yield summed + [one for i in self.peers.others for one in self.peers.send(total[own], i, _SUMS)]
         _copy(total, writes.pointers[1:], writes)
 
     def _reduce_scatter(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
@@ -543,7 +703,7 @@ class MpiCommunicator(Communicator):
                 continue
             buffers = [empty_aligned(own[0].size, np.uint8) for _ in ranks]
             received += buffers
-            requests += [self.peers.receive(buffer, i) for buffer in buffers]
+            requests += [one for buffer in buffers for one in self.peers.receive(buffer, i)]
         return received, requests
 
 

@@ -260,6 +260,46 @@ class Timestamps:
                 return found
 
 
+def mpi_calls(isend: int, test: int, comm: int, byte: int, handle_bytes: int) -> Any:
+    """Return what a beat needs of MPI: the addresses of two functions, and two handles of so many bytes."""
+    pointers = (ffi.cast("void*", address) for address in (isend, test))
+    return ffi.new("ncs_mpi*", [*pointers, comm, byte, handle_bytes])
+
+
+class Beat:
+    """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
+
+    def __init__(self, interval_s: float) -> None:
+        """Begin.
+
+        Args:
+            interval_s: seconds between two beats.
+        """
+        handle = ffi.new("ncs_beat**")
+        check(lib.ncs_beat_create(interval_s, handle), "ncs_beat_create")
+        self._handle: Any = handle[0]  # never freed by itself: a forked child has no such thread
+
+    def add(self, fd: int, message: bytes) -> None:
+        """Send a message on a socket from now on, until it is closed."""
+        check(lib.ncs_beat_add(self._handle, fd, message, len(message)), "ncs_beat_add")
+
+    def tell(self, mpi: Any, rank: int, message: bytes, at_once: bool) -> None:
+        """Send a message to a rank of MPI from now on, in place of the one before.
+
+        Args:
+            mpi: as of `mpi_calls`.
+            rank: of its communicator.
+            message: at most 1024 bytes.
+            at_once: whether it is sent now, too.
+        """
+        check(lib.ncs_beat_tell(self._handle, mpi, rank, message, len(message), at_once), "ncs_beat_tell")
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        handle, self._handle = self._handle, ffi.NULL
+        check(lib.ncs_beat_destroy(handle), "ncs_beat_destroy")
+
+
 def _candidates(variable: str, package: str, file: str) -> list[str]:
     """Return what to give to ``dlopen``, in order of preference.
 

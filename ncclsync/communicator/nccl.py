@@ -27,6 +27,7 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
 from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
+from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -409,9 +410,11 @@ class NcclCommunicator(Communicator):
             raise self.peers.failure
         super().raise_closed()
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
-        return [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s)
+        if self.peers is None:
+            return [value]
+        return self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
 
     def remark(self, words: str) -> None:
         """Say it in messages of other processes, too."""

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import abc
 import atexit
-import base64
 import contextlib
 import functools
-import json
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -21,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from ncclsync.communicator import timeouts
+from ncclsync.communicator.messages import MOST_BYTES, MessageError
 from ncclsync.errors import NcclSyncError, ProcessError
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
@@ -29,7 +27,7 @@ MOST_TEXT = 600  # bytes of what is reported
 _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
-_ALIVE = "ncclsync/alive"
+_ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 _END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
 
 
@@ -73,17 +71,20 @@ class Peers(abc.ABC):
         self.by_notice = False
 
     @abc.abstractmethod
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
-        """Return [size] what each process gives, any object that can be pickled. Collective.
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
+        """Return [size] what each process gives, as `messages.written` takes it. Collective.
 
         Args:
             value: this process'.
             text: what it is, for messages; equal in all processes.
             timeout_s: see `timeouts.wait`.
             heeds: whether a process that has failed ends this.
+            most_bytes: that a process may give.
 
         Raises:
-            ProcessError: another process fails, ends, is silent or does something else.
+            ProcessError: another process fails, ends, is silent, does something else, or gives what is no value.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
 
@@ -224,19 +225,19 @@ class Peers(abc.ABC):
 
 
 class Service(Protocol):
-    """Declare a service of keys and values; see `compat.coordination`."""
+    """Declare a service of keys and values; see `service`."""
 
-    def put(self, key: str, value: str) -> bool:
+    def put(self, key: str, value: Any) -> bool:
         """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
 
-    def get(self, key: str, wait_s: float) -> str | None:
+    def get(self, key: str, wait_s: float, most_bytes: int = ...) -> Any:
         """Return a key's value as soon as there is one; None after so many seconds. Raises NcclSyncError."""
 
     def delete(self, key: str) -> None:
         """Forget a key."""
 
-    def alive(self) -> list[bool]:
-        """Return [size] whether each process is. Raises NcclSyncError."""
+    def silence(self) -> list[float]:
+        """Return [size] for how many seconds each process was silent; the others than process 0 know of it alone."""
 
 
 class ServicePeers(Peers):
@@ -260,37 +261,43 @@ class ServicePeers(Peers):
         self._service = service
         self._lock = threading.Lock()
         self._notices = 0  # that were heard
-        self._heard = time.monotonic()  # from process 0
         self._dead: set[int] = set()
         self._stop = threading.Event()
-        if rank == 0:
-            service.put(_ALIVE, "")
-        for task in (self._listen, self._watch):
+        for task in (self._listen, self._watch)[: 1 if rank else 2]:
             threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
-        self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
+        try:
+            self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
+        except BaseException:
+            self._stop.set()
+            raise
 
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True) -> list[Any]:
+    def exchange(
+        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+    ) -> list[Any]:
         """Return [size] what each process gives; see `Peers.exchange`."""
         with self._lock:
             if self.failure is not None:
                 raise self.failure
             self.begun += 1
             number = self.begun
-            given = base64.b85encode(pickle.dumps((text, self.remark, value))).decode()
+            given = (text, self.remark, value)
             received: list[Any] = []
 
             def run() -> None:
                 self._service.put(f"ncclsync/{number}/{self.rank}", given)
                 for i in range(self.size):
-                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S)
+                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes + _ROOM)
                     if found is None:
                         return
-                    received.append(pickle.loads(base64.b85decode(found)))
+                    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str)):
+                        raise MessageError(f"Expected three values from {self.name(i)}. Received: others")
+                    received.append(found)
                 if number > 1:  # whoever has come here has read that
                     self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
 
             def missing() -> str:
-                return f"{self.name(len(received))} not arrived" if len(received) < self.size else "all have arrived"
+                late = [self.name(i) for i in range(len(received), self.size) if not self._is_there(number, i)]
+                return f"{', '.join(late)} not arrived" if late else "all have arrived"
 
             waiting = self._waiting(run, text, heeds)
             try:
@@ -306,6 +313,12 @@ class ServicePeers(Peers):
                 self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
             return [one[2] for one in received]
 
+    def _is_there(self, number: int, rank: int) -> bool:
+        """Return whether a process has given what this one waits for."""
+        with contextlib.suppress(NcclSyncError):
+            return self._service.get(f"ncclsync/{number}/{rank}", _NAP_S * 40) is not None
+        return False
+
     def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
         """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""
         task: list[timeouts.Aside] = []
@@ -316,6 +329,8 @@ class ServicePeers(Peers):
             try:
                 if task[0].wait(slice_s):
                     return True
+            except MessageError:
+                raise
             except NcclSyncError as error:  # the service is not reached: process 0 reports why, or is silent
                 task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
             if heeds:
@@ -339,22 +354,21 @@ class ServicePeers(Peers):
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
 
     def _post(self, notice: dict[str, Any]) -> None:
-        number, text = self._notices, json.dumps(notice)
-        while not self._service.put(f"ncclsync/notice/{number}", text):
+        number = self._notices
+        while not self._service.put(f"ncclsync/notice/{number}", notice):
             number += 1
 
     def _listen(self) -> None:
         """Hear what processes report: a thread's task."""
         while not self._stop.is_set():
             try:
-                text = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
+                notice = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
             except NcclSyncError:
                 self._stop.wait(_PULSE_S)
                 continue
-            if text is None:
+            if notice is None:
                 continue
             self._notices += 1
-            notice = json.loads(text)
             self._dead.update(notice.pop("dead", ()))
             if not notice:
                 continue
@@ -364,22 +378,14 @@ class ServicePeers(Peers):
                     self._service.put(f"ncclsync/heard/{self.rank}", "")
 
     def _watch(self) -> None:
-        """Process 0 asks who is alive, and reports it; the others ask whether process 0 answers: a thread's task.
-
-        Where process 0 is stopped, what the others ask of it may never end, and some calls keep all Python waiting.
-        """
+        """Report who is silent, in process 0: a thread's task."""
         while not self._stop.wait(_PULSE_S):
-            with contextlib.suppress(NcclSyncError):
-                if self.rank > 0:
-                    if self._service.get(_ALIVE, self.silence_s) is not None:
-                        self._heard = time.monotonic()
-                    continue
-                dead = {i for i, alive in enumerate(self._service.alive()) if not alive}
-                if not dead <= self._dead:
-                    self._post({"dead": sorted(dead)})
+            dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > self.silence_s}
+            if not dead <= self._dead:
+                self._post({"dead": sorted(dead)})
 
     def _silent(self) -> list[int]:
-        if self.rank > 0 and time.monotonic() - self._heard > self.silence_s:
+        if self.rank > 0 and self._service.silence()[0] > self.silence_s:
             return [0]
         return sorted(self._dead - {self.rank})
 

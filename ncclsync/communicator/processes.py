@@ -1,7 +1,8 @@
 """Find out whether a launcher has started this process as one of several.
 
 Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG give each process its number
-and how many there are. The first of them that is set, in this order, counts.
+and how many there are. The first of them that names several processes, in this order, counts. Others must agree with
+it, but for launchers that have started each other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ncclsync.errors import NcclSyncError
 
@@ -25,7 +26,25 @@ _VARIABLES = {
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
-_APART = "For processes that are to train apart from each other, write processes=False"
+_PMI = ("PMI_RANK", "PMI_SIZE")  # of MPICH, Intel MPI and others; srun sets them, too
+_JOINED = "NCCLSYNC_JOINED"  # which process has joined, and which job
+_OF_A_JOB = (
+    "PMIX_NAMESPACE",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TF_CONFIG",
+)
+_APART = (
+    "For processes that are to train apart from each other, or where such variables are left over, as in a shell or a "
+    "notebook, unset them, or write processes=False"
+)
+_WITHIN = "TORCHELASTIC_RUN_ID"  # torchrun itself sets it, for what it starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +77,12 @@ class Process:
             return mpirun
         return f"srun --mpi=pmix python train.py, where srun --mpi=list has pmix; or, by sbatch or salloc, {mpirun}"
 
+    @property
+    def if_left_over(self) -> str:
+        """Return what to do where nobody has started the other processes, for messages."""
+        names = ", ".join(_VARIABLES.get(self.launcher, ("TF_CONFIG",))[:2])
+        return f"Where {self.launcher} has not started this process, unset {names}, or write processes=False"
+
 
 def find_process(environment: Mapping[str, str] | None = None) -> Process | None:
     """Return what a launcher gives this process; None if it is the only one.
@@ -69,17 +94,70 @@ def find_process(environment: Mapping[str, str] | None = None) -> Process | None
         NcclSyncError: variables are half set, or contradict each other.
     """
     given = os.environ if environment is None else environment
-    process = None
-    if any(name in given for name in _VARIABLES["Open MPI"][:2]):
-        process = _numbered("Open MPI", given)
+    several: list[Process] = []
+    half_set: NcclSyncError | None = None
+    for launcher in (*_VARIABLES, "TF_CONFIG"):
+        if not _is_set(launcher, given):
+            continue
+        try:
+            process = _of_tf_config(given["TF_CONFIG"]) if launcher == "TF_CONFIG" else _numbered(launcher, given)
+        except NcclSyncError as error:
+            half_set = half_set or error
+        else:
+            several += [process] if process.size > 1 else []  # one process hides no others
+    if several:
+        return _chosen(several, given)
+    if half_set is not None:
+        raise half_set
+    if given.get("PMI_SIZE", "1") != "1":
+        _raise("Open MPI's mpirun, srun or torchrun: no other MPI's processes are joined", _PMI, given)
+    return None
+
+
+def claim() -> None:
+    """Join as the process that the launcher has started, and let no child of it do so: it has the variables, too.
+
+    Raises:
+        NcclSyncError: this is such a child.
+    """
+    job = " ".join(f"{name}={os.environ[name]}" for name in _OF_A_JOB if name in os.environ)
+    if not job:
+        return
+    own = {"pid": os.getpid(), "job": job}
+    before = json.loads(os.environ.get(_JOINED, "null")) or own
+    if before["job"] == job and before["pid"] != own["pid"]:
+        raise NcclSyncError(
+            f"Expected process {before['pid']}, which has joined the others ({job}), to be the only one of its number. "
+            f"Received: process {own['pid']}, which it has started. Write processes=False in a helper script; keep a "
+            "worker that imports the training script from building the model, by if __name__ == '__main__'"
+        )
+    os.environ[_JOINED] = json.dumps(own)
+
+
+def _is_set(launcher: str, given: Mapping[str, str]) -> bool:
+    if launcher == "TF_CONFIG":
+        return bool(given.get("TF_CONFIG"))
+    names = _VARIABLES[launcher][:2]
     # sbatch sets SLURM_PROCID in the batch script as well, of which there is one; srun alone sets the step's.
-    elif "SLURM_STEP_NUM_TASKS" in given and "SLURM_PROCID" in given:
-        process = _numbered("Slurm", given)
-    elif any(name in given for name in _VARIABLES["torchrun"][:2]):
-        process = _numbered("torchrun", given)
-    elif given.get("TF_CONFIG"):
-        process = _of_tf_config(given["TF_CONFIG"])
-    return None if process is None or process.size == 1 else process
+    return (all if launcher == "Slurm" else any)(name in given for name in names)
+
+
+def _chosen(several: Sequence[Process], given: Mapping[str, str]) -> Process:
+    """Return the process as the launcher sees it that has started it last."""
+    by_name = {process.launcher: process for process in several}
+    if "torchrun" in by_name and _WITHIN in given:  # whatever has started torchrun has other numbers
+        return by_name["torchrun"]
+    chosen = several[0]
+    for other in several[1:]:
+        if chosen.launcher == "Open MPI" and other.launcher == "Slurm":  # whose srun has started mpirun's daemons
+            continue
+        if (other.rank, other.size) != (chosen.rank, chosen.size):
+            raise NcclSyncError(
+                f"Expected one number for this process. Received: {chosen.rank} of {chosen.size} from "
+                f"{chosen.launcher} ({chosen.reason}), and {other.rank} of {other.size} from {other.launcher} "
+                f"({other.reason}). Unset the variables of that which has not started it. {_APART}"
+            )
+    return chosen
 
 
 def _numbered(launcher: str, given: Mapping[str, str]) -> Process:
@@ -133,7 +211,7 @@ def _number(launcher: str, name: str, given: Mapping[str, str], default: int | N
     return int(text) if text else int(default or 0)
 
 
-def _of_tf_config(text: str) -> Process | None:
+def _of_tf_config(text: str) -> Process:
     expected = (
         'TF_CONFIG to be JSON such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     )

@@ -11,11 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
-from ncclsync.communicator.peers import HEARTBEAT_S, Peers, ServicePeers, end_with_process
-from ncclsync.communicator.processes import Process, find_process
+from ncclsync.communicator.messages import MessageError
+from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
+from ncclsync.communicator.processes import Process, claim, find_process
+from ncclsync.communicator.service import KeyService
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.coordination import CoordinationService
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
@@ -185,7 +186,7 @@ def connect(
                 keep_xla_from_capturing()
         return communicator
     if process is not None:
-        mpi.check_joins(process)
+        mpi.check_joins(process, timeout_s)
         return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
 
@@ -204,24 +205,31 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         NcclSyncError: they cannot be joined.
     """
     if process.launcher == "Open MPI":
-        return mpi.peers()
+        return mpi.peers(timeout_s)
     if process.address is None:
         raise NcclSyncError(
             "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
             f"others. Received: none of them, from {process.launcher} ({process.reason})"
         )
+    claim()
     if process not in _peers:
-        found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        try:
+            found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        except MessageError:
+            raise
+        except NcclSyncError as error:
+            raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
         end_with_process(found.end)
         _peers[process] = found
     return _peers[process]
 
 
-def _service(process: Process, timeout_s: float | None) -> CoordinationService:
-    """Join the processes by TensorFlow's coordination service."""
+def _service(process: Process, timeout_s: float | None) -> KeyService:
+    """Join the processes by the service that process 0 runs."""
     assert process.address is not None
-    arguments, join_s = (process.address, process.rank, process.size), timeout_s or _FOR_EVER_S
-    return CoordinationService(*arguments, join_s=join_s, heartbeat_s=HEARTBEAT_S)
+    alone = process.local_size == process.size
+    join_s = timeout_s or _FOR_EVER_S
+    return KeyService(process.address, process.rank, process.size, join_s=join_s, on_one_host=alone)
 
 
 def keep_xla_from_capturing() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import DivergenceError, NcclSyncError, ProcessError
@@ -579,7 +580,8 @@ class TowerState:
         unused = [variable for variable in variables if id(variable) not in self._replicas]
         is_root = self.places.ranks[0] == 0
         own = [variable.numpy() for variable in unused] if is_root else None
-        values = self._of_all_processes(own, "variables that no step has used")[0]
+        room = sum(map(_most_bytes, unused))
+        values = self._of_all_processes(own, "variables that no step has used", room)[0]
         if not is_root:
             for variable, value in zip(unused, values, strict=True):
                 variable.assign(value)
@@ -641,16 +643,16 @@ class TowerState:
             self.devices, self.backend, self.options.bucket_bytes, same_seeds, joins=joins, shards=self._shards
         )
 
-    def _of_all_processes(self, value: Any, what: str) -> list[Any]:
-        """Return what each process gives, an object. Collective."""
-        return self.communicator.exchange(value, what)
+    def _of_all_processes(self, value: Any, what: str, array_bytes: int = 0) -> list[Any]:
+        """Return what each process gives; see `Communicator.exchange`. Collective."""
+        return self.communicator.exchange(value, what, MOST_BYTES + array_bytes)
 
     def _of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it. Collective, if another process has."""
         value = variable.value()
         if not self.meets_processes:
             return value
-        numbers = self._of_all_processes(value.numpy() if self.is_chief else None, what)[0]
+        numbers = self._of_all_processes(value.numpy() if self.is_chief else None, what, _most_bytes(value))[0]
         return tf.convert_to_tensor(numbers, value.dtype)
 
     def _total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
@@ -666,7 +668,8 @@ class TowerState:
             self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
             before = self.places.ranks[0]
             return tf.pad(rows, [[before, len(self) - before - len(rows)], [0, 0]])
-        return tf.concat(self._of_all_processes(rows.numpy(), what), 0)
+        row_bytes = _most_bytes(rows) // max(1, len(rows))
+        return tf.concat(self._of_all_processes(rows.numpy(), what, len(self) * row_bytes), 0)
 
     def _send(self, keys: list[int]) -> None:
         """Send tower 0's values. One that has not arrived stays pending, or that a graph may write."""
@@ -775,3 +778,8 @@ def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
         towers._pending.discard(key)
         towers.in_flight.forget(key)
         towers.shared.discard(key)
+
+
+def _most_bytes(value: tf.Tensor | tf.Variable) -> int:
+    """Return how many bytes its numbers have as a message, and more than short texts have."""
+    return (value.shape.num_elements() or 0) * (256 if value.dtype == tf.string else value.dtype.size)

@@ -350,3 +350,20 @@ except NcclUnavailableError as error:
     assert "Expected usable GPUs [0]" in done.stdout, done.stderr
     assert "ncclCommInitAll returned ncclUnhandledCudaError (1): " in done.stdout
     assert "CUDA driver version is insufficient" in done.stdout
+
+
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count(run):
+    """All 2^32 + 5 of them arrive: by count, in memory that is one piece many times."""
+    code = """
+from tests.support.large import aliased
+count = (1 << 32) + 5
+buffers = [aliased(count) for _ in range(2)]
+buffers[1][: 1 << 24] = 2
+with NcclCommunicator([0, 1]) as comm:
+    comm.broadcast(on_device(buffers), root=1)
+assert (buffers[0][: 1 << 24] == 2).all()  # not the 5 that an int would count
+print("done")
+"""
+    root = str(pathlib.Path(__file__).parents[2])
+    run(code, PYTHONPATH=os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))

@@ -25,12 +25,26 @@ CLUSTER = {"chief": ["a:1"], "worker": ["a:2", "b:1"]}
 TF_CONFIG = {"TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 0}})}
 
 
+ONE_BY_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+ONE_BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
     "variables, expected",
     [
         ({}, None),
         (OPEN_MPI, ("Open MPI", 3, 4, 1, 2, None)),
-        ({**OPEN_MPI, **TORCHRUN}, ("Open MPI", 3, 4, 1, 2, "host:29500")),
+        ({**OPEN_MPI, **TORCHRUN, "RANK": "3", "WORLD_SIZE": "4"}, ("Open MPI", 3, 4, 1, 2, "host:29500")),
+        # A launcher of one process hides no other; nor do variables that are half set.
+        ({**ONE_BY_SRUN, **TORCHRUN}, ("torchrun", 1, 2, 1, None, "host:29500")),
+        ({**ONE_BY_MPIRUN, **STEP}, ("Slurm", 1, 5, 0, 2, "gpu07:20193")),
+        ({**ONE_BY_MPIRUN, **TF_CONFIG}, ("TF_CONFIG", 1, 3, 1, 2, "a:1")),
+        ({**OPEN_MPI, "RANK": "7"}, ("Open MPI", 3, 4, 1, 2, None)),
+        # mpirun's daemons are a step of Slurm's, and torchrun is a task of one.
+        ({**OPEN_MPI, **STEP}, ("Open MPI", 3, 4, 1, 2, None)),
+        ({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "1"}, ("torchrun", 1, 2, 1, None, "host:29500")),
+        ({**STEP, "PMI_RANK": "1", "PMI_SIZE": "5"}, ("Slurm", 1, 5, 0, 2, "gpu07:20193")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
         (SLURM, ("Slurm", 1, 2, 0, None, None)),
         (STEP, ("Slurm", 1, 5, 0, 2, "gpu07:20193")),
@@ -77,14 +91,20 @@ def test_launchers(variables, expected):
         ({**TORCHRUN, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2"),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID="),
         ({"TF_CONFIG": "{"}, "TF_CONFIG to be JSON"),
+        ({**ONE_BY_SRUN, "RANK": "0"}, "WORLD_SIZE not set"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1, PMI_SIZE=2"),
+        ({**OPEN_MPI, **TORCHRUN}, "3 of 4 from Open MPI (OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4"),
+        ({**OPEN_MPI, **TORCHRUN}, "1 of 2 from torchrun (RANK=1, WORLD_SIZE=2"),
+        ({**STEP, **TORCHRUN}, "1 of 5 from Slurm (SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=5"),
+        ({**TORCHRUN, **TF_CONFIG}, "1 of 3 from TF_CONFIG (TF_CONFIG names 3 workers)"),
         ({"TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": {"type": "ps", "index": 0}})}, "TF_CONFIG"),
     ],
 )
 def test_half_set(variables, named):
-    """An error names the variables, and how to train apart."""
+    """An error names the variables, of both launchers where they disagree, and how to train apart."""
     with pytest.raises(NcclSyncError) as caught:
         find_process(variables)
-    assert named in str(caught.value) and "processes=False" in str(caught.value)
+    assert named in str(caught.value) and "unset them, or write processes=False" in str(caught.value)
 
 
 class Others(Peers):

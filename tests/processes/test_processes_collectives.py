@@ -9,3 +9,17 @@ def test_as_in_one_process(mpirun, ranks):
     count = len(ranks.split(","))
     done = mpirun(count, "collectives.py", ranks)
     assert done.stdout.count("equal on") == count, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_messages_in_pieces(mpirun):
+    """The same where MPI takes a few bytes at a time."""
+    done = mpirun(2, "collectives.py", "2,1", 30_000)
+    assert done.stdout.count("equal on") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_message_of_more_than_two_gibibytes(mpirun):
+    """MPI counts bytes by an int: it goes in pieces, as of an embedding of 8.5 million rows."""
+    done = mpirun(2, "large.py")
+    assert done.stdout.count(f"has {(1 << 31) + 12_345} bytes") == 2, done.stdout + done.stderr

@@ -47,6 +47,16 @@ def test_failed_step_in_one_process(mpirun):
 
 
 @pytest.mark.slow
+def test_busy_process(mpirun):
+    """A process that is alive is waited for, however long one call keeps Python from running there, or everywhere."""
+    done = mpirun(2, "faults.py", "busy", timeout_s=150)
+    assert sorted(done.stdout.split("\n")) == ["", *sorted(["[0] nothing", "[1] nothing"] * 2)], (
+        done.stdout + done.stderr
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
 def test_stopped_process(mpirun):
     """A process that a signal has stopped is named within 30 s, and all end."""
     began = time.monotonic()

@@ -35,17 +35,23 @@ def test_cpu_towers_by_srun():
     assert done.returncode and "Start them by: srun --mpi=pmix python" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["RANK", "torchrun"])
+@pytest.mark.parametrize("launcher", ["RANK", "RANK in srun -n1", "torchrun", "torchrun in srun -n1"])
 def test_cpu_towers_need_mpi(launcher):
-    """An error says how to start them, in each process, before anything is trained."""
+    """An error says how to start them, in each process, before anything is trained; also within a step of one task."""
     command = [sys.executable, PROGRAM, 2]
-    if launcher == "torchrun":
+    if launcher == "torchrun in srun -n1":
+        done = run(*LAUNCHERS["srun"](1), *LAUNCHERS["torchrun"](2), *command)
+    elif launcher == "RANK in srun -n1":
+        step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+        done = run(*command, **variables_of("RANK", 0, free_port()), **step)
+    elif launcher == "torchrun":
         done = run(*LAUNCHERS["torchrun"](2), *command)
     else:
         done = run(*command, **variables_of("RANK", 0, free_port()))
     words = r"NcclUnavailableError: Expected MPI to join the 2 processes that torchrun has started \(RANK=\d"
     assert re.search(words, done.stderr), done.stderr
     assert "Start them by: mpirun -np 2 python train.py" in done.stderr
+    assert "unset RANK, WORLD_SIZE, or write processes=False" in done.stderr
     assert done.returncode and "Epoch" not in done.stdout
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ncclsync.communicator import MpiCommunicator, empty_aligned
+from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern, timed
 from ncclsync.tools.bench.turns import Requests
 
@@ -31,8 +32,11 @@ class RankRequests:
 
     def answer(self, **values: float) -> None:
         """Answer the last request: the longest time, and the sum of what all processes' cores have worked."""
-        each = self._world.allgather(values)
-        if self._world.Get_rank() == 0:
+        each = [values]
+        if self._world.Get_rank() > 0:
+            send(self._world, values, 0)
+        else:
+            each += [receive(self._world, other) for other in range(1, self._world.Get_size())]
             found = {name: [one[name] for one in each] for name in values}
             self._requests.answer(**{name: sum(all_) if "cpu" in name else max(all_) for name, all_ in found.items()})
 
@@ -41,11 +45,32 @@ def share(world: Any, request: dict[str, Any] | None) -> dict[str, Any]:
     """Give rank 0's request to all ranks of MPI, which waits by looking again and again: sleep between two looks."""
     if request is not None:
         for other in range(1, world.Get_size()):
-            world.send(request, dest=other)
+            send(world, request, other)
         return request
-    while not world.iprobe(source=0):
+    while not world.Iprobe(source=0):
         time.sleep(0.001)
-    return world.recv(source=0)
+    return receive(world, 0)
+
+
+def send(world: Any, values: dict[str, Any], to: int) -> None:
+    """Send values to a rank of MPI, as JSON: MPI's own objects are pickled."""
+    world.Send([json.dumps(values).encode(), _mpi().BYTE], dest=to)
+
+
+def receive(world: Any, source: int) -> dict[str, Any]:
+    """Return the next values that a rank of MPI has sent."""
+    status = _mpi().Status()
+    world.Probe(source=source, status=status)
+    received = bytearray(min(status.Get_count(_mpi().BYTE), MOST_BYTES))
+    world.Recv([received, _mpi().BYTE], source=source)
+    values: dict[str, Any] = json.loads(received)
+    return values
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
 
 
 class RankReducer(Reducer):
@@ -184,7 +209,9 @@ class MpiReducer(RankReducer):
 
     def total(self, number: int) -> int:
         """See `RankReducer.total`."""
-        return self._world.allreduce(number)
+        total = np.zeros(1, np.int64)
+        self._world.Allreduce(np.array([number]), total)
+        return int(total[0])
 
 
 class ProcessReducer(MpiReducer):

@@ -11,6 +11,7 @@ EFFECTS = {
     "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
     "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",
     "NCCLSYNC_CUDA_DRIVER_LIBRARY": "the libcuda to use; no other is tried",
+    "NCCLSYNC_SECRET": "what keys the digests of messages between processes",
     "NCCLSYNC_PROGRESS": "where backups report to `python -m ncclsync run` how far they are",
     "NCCL_ALGO": "overrides NCCL's choice of algorithm",
     "NCCL_PROTO": "overrides NCCL's choice of protocol",
@@ -90,7 +91,7 @@ def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] =
         files: NCCL's configuration files; those that cannot be read are left out.
     """
     found = [
-        Variable(name, environ[name], "environment", EFFECTS.get(name, ""))
+        Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else environ[name], "environment", EFFECTS.get(name, ""))
         for name in sorted(environ)
         if name in EFFECTS or name.startswith(_PREFIXES)
     ]

@@ -1,4 +1,7 @@
-"""Compare collectives over ranks of several processes with those of one process, bit for bit. Arguments: ranks each."""
+"""Compare collectives over ranks of several processes with those of one process, bit for bit.
+
+Arguments: ranks each, bytes of a piece.
+"""
 
 import itertools
 import sys
@@ -6,10 +9,12 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from ncclsync.communicator import AllGather, AllReduce, Broadcast, CpuCommunicator, MpiCommunicator, ReduceScatter
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, CpuCommunicator, MpiCommunicator, ReduceScatter, mpi
 from ncclsync.communicator.mpi import peers
 from ncclsync.errors import ProcessError
 
+if sys.argv[2:]:
+    mpi._PIECE_BYTES = int(sys.argv[2])
 communicator = MpiCommunicator(int(sys.argv[1].split(",")[peers().rank]))
 ranks, world = communicator.ranks, communicator.world_size
 alone = CpuCommunicator(world)

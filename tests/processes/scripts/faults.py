@@ -1,5 +1,7 @@
 """Fail in one of two processes, in the way that the argument names; print what each process comes to know."""
 
+import ctypes
+import functools
 import os
 import random
 import signal
@@ -119,6 +121,12 @@ if WAY == "stopped":
         # Woken after a while, so that the test leaves nothing behind.
         os.system(f"(sleep 60; kill -9 {pid}) > /dev/null 2>&1 &")
     told(lambda: fit(model, callbacks=[At(2, lambda: os.kill(pid, signal.SIGSTOP))]))
+if WAY == "busy":
+    # One call that keeps Python from running, as a sort of many integers or a long json.loads.
+    hold = functools.partial(ctypes.PyDLL(None).sleep, 20)
+    told(lambda: fit(model, epochs=1, callbacks=[At(2, hold)]))
+    hold()  # and all at once
+    told(lambda: fit(model, epochs=1))
 if WAY == "killed":
     seconds = float(sys.argv[2])
     if RANK == LAST:

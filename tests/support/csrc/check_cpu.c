@@ -1,5 +1,5 @@
 /* Runs csrc/cpu under a sanitizer: every dtype, operation and instruction set, several callers on one pool, pools made
- * and ended, several threads that record while another takes. Prints what is wrong and returns 1; silent and 0 if
+ * and ended, several threads that record while another takes, beats. Prints what is wrong and returns 1; silent and 0 if
  * nothing is. Built by tests/communicator/test_csrc.py. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -7,6 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "cpu/arithmetic.h"
 
@@ -285,6 +288,77 @@ static void record_from_several_threads(void) {
   EXPECT(ncs_meter_destroy(meter) == ncclSuccess && ncs_meter_destroy(NULL) == ncclSuccess);
 }
 
+/* Beats come, also to who joins late; one who has closed is forgotten. */
+static void beat_on_sockets(void) {
+  ncs_beat* beat = NULL;
+  int first[2], second[2];
+  char received[64];
+  EXPECT(ncs_beat_create(0, &beat) == ncclInvalidArgument && beat == NULL);
+  EXPECT(ncs_beat_create(0.001, &beat) == ncclSuccess);
+  EXPECT(socketpair(AF_UNIX, SOCK_STREAM, 0, first) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, second) == 0);
+  EXPECT(ncs_beat_add(beat, -1, "beat", 4) == ncclInvalidArgument);
+  EXPECT(ncs_beat_add(beat, first[0], "", 0) == ncclInvalidArgument);
+  EXPECT(ncs_beat_add(beat, first[0], "beat", 4) == ncclSuccess && ncs_beat_add(beat, second[0], "ta", 2) == ncclSuccess);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT(recv(first[1], received, 4, MSG_WAITALL) == 4 && memcmp(received, "beat", 4) == 0);
+    EXPECT(recv(second[1], received, 2, MSG_WAITALL) == 2 && memcmp(received, "ta", 2) == 0);
+  }
+  EXPECT(close(second[1]) == 0 && close(first[0]) == 0);
+  for (int i = 0; i < 5; ++i) EXPECT(recv(first[1], received, 4, MSG_WAITALL) == 4);
+  EXPECT(ncs_beat_destroy(beat) == ncclSuccess && ncs_beat_destroy(NULL) == ncclSuccess);
+  while (recv(first[1], received, sizeof(received), 0) > 0) continue;
+  EXPECT(close(first[1]) == 0 && close(second[0]) == 0);
+}
+
+enum { COMM = 7, BYTE = 9, REQUEST = 11 };
+static int tested, news[2]; /* how many messages of each of two ranks have come that say "new" */
+
+static int check_message(const void* message, int size, int rank) {
+  if (size == 3 && memcmp(message, "new", 3) == 0) ++news[rank];
+  return size == 3 || memcmp(message, "old one", 7) == 0 ? 0 : 1;
+}
+
+static int isend_by_int(const void* message, int size, int byte, int rank, int tag, int comm, int* request) {
+  *request = REQUEST;
+  return byte == BYTE && comm == COMM && tag == 0 ? check_message(message, size, rank) : 1;
+}
+
+static int isend_by_pointer(const void* message, int size, void* byte, int rank, int tag, void* comm, void** request) {
+  *request = &tested;
+  return byte == (void*)BYTE && comm == (void*)COMM && tag == 0 ? check_message(message, size, rank) : 1;
+}
+
+/* Complete every second time. */
+static int test_by_int(int* request, int* is_done, void* status) {
+  *is_done = *request == REQUEST && ++tested % 2 == 0;
+  return status == NULL;
+}
+
+static int test_by_pointer(void** request, int* is_done, void* status) {
+  *is_done = *request == &tested && ++tested % 2 == 0;
+  return status == NULL;
+}
+
+/* By MPI's handles of both kinds; a rank hears what it was told last, soon where that is said. */
+static void beat_by_mpi(void) {
+  const ncs_mpi calls[] = {{(void*)isend_by_int, (void*)test_by_int, COMM, BYTE, sizeof(int)},
+                           {(void*)isend_by_pointer, (void*)test_by_pointer, COMM, BYTE, sizeof(void*)}};
+  const ncs_mpi wrong = {(void*)isend_by_int, (void*)test_by_int, COMM, BYTE, 3};
+  for (int i = 0; i < 2; ++i) {
+    const struct timespec nap = {0, 100000000L};
+    ncs_beat* beat = NULL;
+    news[0] = news[1] = 0;
+    EXPECT(ncs_beat_create(i == 0 ? 0.001 : 0.05, &beat) == ncclSuccess);
+    EXPECT(ncs_beat_tell(beat, &wrong, 0, "new", 3, 1) == ncclInvalidArgument);
+    EXPECT(ncs_beat_tell(beat, &calls[i], -1, "new", 3, 1) == ncclInvalidArgument);
+    for (int rank = 0; rank < 2; ++rank) EXPECT(ncs_beat_tell(beat, &calls[i], rank, "old one", 7, rank) == ncclSuccess);
+    for (int rank = 0; rank < 2; ++rank) EXPECT(ncs_beat_tell(beat, &calls[i], rank, "new", 3, 1) == ncclSuccess);
+    for (int naps = 0; naps < 5; ++naps) nanosleep(&nap, NULL);
+    EXPECT(ncs_beat_destroy(beat) == ncclSuccess);
+    EXPECT(news[0] > 0 && news[1] > 0);
+  }
+}
+
 int main(void) {
   ncs_pool* pool = NULL;
   pthread_t callers[CALLERS];
@@ -315,6 +389,8 @@ int main(void) {
   EXPECT(ncs_pool_destroy(pool) == ncclSuccess);
 
   record_from_several_threads();
+  beat_on_sockets();
+  beat_by_mpi();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
     EXPECT(ncs_pool_create(1 + i % 4, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);

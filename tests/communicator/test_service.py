@@ -1,0 +1,282 @@
+"""The service by which processes meet: keys and values, at one address, for who knows the secret; and who is silent."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import pickle
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ncclsync.communicator.messages import MessageError
+from ncclsync.communicator.peers import ServicePeers
+from ncclsync.communicator.service import KeyService
+from ncclsync.errors import NcclSyncError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def free_port(host="127.0.0.1"):
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def address():
+    return f"127.0.0.1:{free_port()}"
+
+
+def joined(address, size):
+    """Return [size] services; all in this process."""
+    return [KeyService(address, rank, size, join_s=10) for rank in range(size)]
+
+
+def test_keys_and_values(address):
+    """A key has one value for all; whoever waits for it has it at once, and nobody waits for longer than he wants."""
+    services = joined(address, 3)
+    found = []
+    waiting = [threading.Thread(target=lambda s=s: found.append(s.get("late", 30))) for s in services]
+    for thread in waiting:
+        thread.start()
+    for rank, service in enumerate(services):
+        assert service.put(f"of {rank}", (rank, b"\x00", None))
+        assert not service.put(f"of {rank}", "another")
+    assert [s.get(f"of {r}", 5) for s in services for r in range(3)] == 3 * [(r, b"\x00", None) for r in range(3)]
+    began = time.monotonic()
+    assert [s.get("nothing", 0.1) for s in services] == 3 * [None]
+    assert time.monotonic() - began < 5
+    services[2].put("late", 1.5)
+    for thread in waiting:
+        thread.join(10)
+    assert found == [1.5] * 3
+    services[1].delete("of 2")
+    assert services[0].put("of 2", "again") and services[2].get("of 2", 5) == "again"
+
+
+def test_arrays_and_their_limit(address):
+    """Whoever asks for a value says how large it may be."""
+    services = joined(address, 2)
+    numbers = np.arange(1 << 19, dtype=np.float64)
+    for giver, taker in (services, services[::-1]):
+        giver.put(str(id(giver)), numbers)
+        with pytest.raises(MessageError, match=r"at most 1048576 bytes"):
+            taker.get(str(id(giver)), 5)
+        np.testing.assert_array_equal(taker.get(str(id(giver)), 5, 1 << 23), numbers)
+
+
+def test_listens_at_the_named_address_only(address):
+    """Another address of the host is nobody's; and no other process than the first one listens."""
+    before = listening()
+    services = joined(address, 2)
+    assert listening() - before == {("127.0.0.1", int(address.split(":")[1]))}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(address.split(":")[1])), timeout=5)
+    assert services[1].put("a", "b")
+
+
+def listening():
+    """The addresses and ports of this process at which something listens."""
+    psutil = pytest.importorskip("psutil")
+    found = psutil.Process().net_connections("tcp")
+    return {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_address_that_is_no_address_of_the_host(monkeypatch):
+    """An error that says what to set; and that is listened at."""
+    port = free_port()
+    with pytest.raises(NcclSyncError, match=r"listen at 192.0.2.7, port \d+.*set NCCLSYNC_LISTEN to its own"):
+        KeyService(f"192.0.2.7:{port}", 0, 2, join_s=1)
+    monkeypatch.setenv("NCCLSYNC_LISTEN", "127.0.0.1")
+    KeyService(f"192.0.2.7:{port}", 0, 2, join_s=1)
+    assert KeyService(f"127.0.0.1:{port}", 1, 2, join_s=5).put("a", "b")
+
+
+def test_name_that_means_the_host_alone(monkeypatch, caplog):
+    """Where the others are elsewhere, process 0 listens at the address of its network; on one host as named."""
+    usual = socket.getaddrinfo
+    named = {"this-host": "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda h, *a, **k: usual(named.get(h, h), *a, **k))
+    for alone in (True, False):
+        before = listening()
+        try:
+            KeyService(f"this-host:{free_port()}", 0, 2, join_s=1, on_one_host=alone)
+        except OSError:
+            pytest.skip("no route to a network")
+        ((found, _),) = listening() - before
+        assert (found == "127.0.1.1") == alone or "listens at 127" in caplog.text
+    assert "NCCLSYNC_LISTEN" in caplog.text
+
+
+def test_strangers(address, monkeypatch):
+    """Whatever they send, or if nothing: no thread fails, no code runs, and processes join."""
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    first = KeyService(address, 0, 2, join_s=10)
+    where = ("127.0.0.1", int(address.split(":")[1]))
+    rng = random.Random(0)
+    silent = socket.create_connection(where)
+    for i in range(60):
+        with socket.create_connection(where, timeout=5) as stranger:
+            greeting = stranger.recv(200)
+            assert greeting.startswith(b"ncclsync")
+            sent = pickle.dumps(Exploit()) if i % 3 == 0 else rng.randbytes(rng.randrange(1, 300))
+            sent = b"\x00" * 16 + (1 << 62).to_bytes(8, "little") if i % 3 == 1 else sent
+            stranger.sendall(sent)
+            with contextlib.suppress(OSError):  # it may be closed already
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(100) == b""
+    second = KeyService(address, 1, 2, join_s=10)
+    assert second.put("a", "b") and first.get("a", 5) == "b"
+    silent.close()
+    assert not failed and not ran
+
+
+def test_a_client_that_goes_wrong(address, monkeypatch):
+    """Of who has joined: bytes that are changed on their way end that connection, and no other."""
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    first, bad, good = joined(address, 3)
+    bad._requests.raw.sendall(b"x" * 100)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            bad.get("a", 0.1)
+        except NcclSyncError as error:
+            assert "process 0 to be reached" in str(error)
+            break
+    else:
+        raise AssertionError("it is served")
+    assert good.put("a", "b") and first.get("a", 5) == "b"
+    assert not failed
+
+
+ran = []
+
+
+class Exploit:
+    """Runs code where somebody unpickles it."""
+
+    def __reduce__(self):
+        return ran.append, ("code of a stranger",)
+
+
+def test_other_secret(address, monkeypatch):
+    """Is told which variable to set."""
+    monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 0")
+    KeyService(address, 0, 2, join_s=10)
+    monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 1")
+    with pytest.raises(MessageError, match=r"process 0 at .* to take this process.*the same NCCLSYNC_SECRET"):
+        KeyService(address, 1, 2, join_s=10)
+
+
+def test_a_process_that_is_there_already(address):
+    """A second process of a number is refused, as is a number that there is not."""
+    services = joined(address, 2)
+    with pytest.raises(MessageError, match=r"each process once.*another process 1 of 2.*processes=False"):
+        KeyService(address, 1, 2, join_s=10)
+    with pytest.raises(MessageError, match=r"one of 2 processes. Received: process 2 of 3"):
+        KeyService(address, 2, 3, join_s=10)
+    assert services[1].put("a", "b")
+
+
+def test_process_0_that_does_not_come(address):
+    """An error that says where, and for how long it was tried."""
+    with pytest.raises(NcclSyncError, match=rf"2 processes to meet at {address}, within 1 s.*process 0 is not reached"):
+        KeyService(address, 1, 2, join_s=1)
+
+
+def test_processes_that_do_not_come(address):
+    """Each process that has come names those that have not."""
+    errors = [None] * 4
+
+    def join(rank):
+        try:
+            ServicePeers(KeyService(address, rank, 4, join_s=10), rank, 4, timeout_s=2)
+        except NcclSyncError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for rank in (0, 2):
+        assert "the joining of processes to end" in errors[rank]
+        assert re.search("within 2 s: process 1, process 3 not arrived", errors[rank]), errors
+
+
+def test_another_program_has_the_port(address):
+    """An error in process 0, which cannot listen; and in the others, which hear something else."""
+    with socket.create_server(("127.0.0.1", int(address.split(":")[1]))) as other:
+        with pytest.raises(NcclSyncError, match="to listen at"):
+            KeyService(address, 0, 2, join_s=1)
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400\r\n" * 9), daemon=True).start()
+        with pytest.raises(NcclSyncError, match="process 0 is not reached"):
+            KeyService(address, 1, 2, join_s=2)
+
+
+CHILD = """
+import ctypes, sys, time
+from ncclsync.communicator.peers import ServicePeers
+from ncclsync.communicator.service import KeyService
+
+service = KeyService(sys.argv[1], 1, 2, join_s=20)
+service.put("here", None)
+service.get("go on", 60)
+ctypes.PyDLL(None).sleep(int(sys.argv[2]))  # no other thread runs Python
+service.put("back", service.silence()[0])
+service.get("end", 60)
+"""
+
+
+@pytest.fixture
+def child(address):
+    """A process 1 in a process of its own; with the service of process 0."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHILD, address]
+    started = []
+
+    def start(seconds):
+        started.append(subprocess.Popen([*command, str(seconds)], env=environment))
+        service = KeyService(address, 0, 2, join_s=20)
+        service.get("here", 30)
+        return service, started[0]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_keeps_python_from_running_is_alive(child):
+    """As in one long call: its beat is heard by the other, and the other's counts when it is through."""
+    service, _ = child(5)
+    service.put("go on", None)
+    most = 0.0
+    while (heard_s := service.get("back", 0.2)) is None:
+        most = max(most, service.silence()[1])
+    assert most < 2.5 and heard_s < 2.5
+    ctypes.PyDLL(None).sleep(4)  # and the same in process 0
+    assert service.silence()[1] < 2.5
+
+
+@pytest.mark.parametrize("way", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_stopped_or_killed_is_silent(child, way):
+    """Seconds are counted from its last beat."""
+    service, process = child(0)
+    assert service.silence()[1] < 2.5
+    process.send_signal(way)
+    time.sleep(5)
+    assert service.silence()[1] > 3

@@ -1,0 +1,45 @@
+"""Join two processes, or fail to, in the way that the argument names; print what each process comes to know."""
+
+import os
+import subprocess
+import sys
+import time
+
+import ncclsync
+
+WAY = sys.argv[1]
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+LAST = int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1 == RANK
+
+
+def told(call):
+    """Print what a call raises, and how long that took."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
+        return
+    print(f"[{RANK}] nothing", flush=True)
+
+
+if WAY == "secrets":
+    os.environ["NCCLSYNC_SECRET"] = f"the secret of process {RANK}"
+    told(lambda: ncclsync.Towers(1, timeout_s=20))
+if WAY == "child":
+    towers = ncclsync.Towers(1, timeout_s=20)
+    # As a helper script, or a spawned worker that imports the training script.
+    subprocess.run([sys.executable, __file__, "helper"], timeout=60, check=True)
+    subprocess.run([sys.executable, __file__, "helper apart"], timeout=60, check=True)
+    print(f"[{RANK}] towers {len(towers)}, divergence {towers.divergence()}", flush=True)
+if WAY == "helper":
+    told(lambda: ncclsync.Towers(1, timeout_s=20))
+if WAY == "helper apart":
+    print(f"[{RANK}] apart {len(ncclsync.Towers(1, processes=False))}", flush=True)
+if WAY in ("late", "late after MPI"):
+    if LAST:
+        if WAY != "late":
+            from mpi4py import MPI  # noqa: F401
+        time.sleep(60)
+    told(lambda: ncclsync.Towers(1, timeout_s=4))
+    os._exit(1)  # so that mpirun ends the other

@@ -25,15 +25,15 @@ def told(call):
 
 if WAY == "secrets":
     os.environ["NCCLSYNC_SECRET"] = f"the secret of process {RANK}"
-    told(lambda: ncclsync.Towers(1, timeout_s=20))
+    told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20)))
 if WAY == "child":
-    towers = ncclsync.Towers(1, timeout_s=20)
+    towers = ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20))
     # As a helper script, or a spawned worker that imports the training script.
     subprocess.run([sys.executable, __file__, "helper"], timeout=60, check=True)
     subprocess.run([sys.executable, __file__, "helper apart"], timeout=60, check=True)
     print(f"[{RANK}] towers {len(towers)}, divergence {towers.divergence()}", flush=True)
 if WAY == "helper":
-    told(lambda: ncclsync.Towers(1, timeout_s=20))
+    told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20)))
 if WAY == "helper apart":
     print(f"[{RANK}] apart {len(ncclsync.Towers(1, processes=False))}", flush=True)
 if WAY in ("late", "late after MPI"):
@@ -41,5 +41,5 @@ if WAY in ("late", "late after MPI"):
         if WAY != "late":
             from mpi4py import MPI  # noqa: F401
         time.sleep(60)
-    told(lambda: ncclsync.Towers(1, timeout_s=4))
+    told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=4)))
     os._exit(1)  # so that mpirun ends the other

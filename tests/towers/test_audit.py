@@ -325,8 +325,8 @@ def test_no_false_alarm(deterministic):
 @pytest.mark.parametrize(
     ("health", "error", "words"),
     [
-        ({"health": Health(audit_every=0)}, ValueError, "Expected audit_every to be at least 1"),
-        ({"health": Health(audit_every=True)}, TypeError, "Expected audit_every to be a number of steps"),
+        ({"audit_every": 0}, ValueError, "Expected audit_every to be at least 1"),
+        ({"audit_every": True}, TypeError, "Expected audit_every to be a number of steps"),
     ],
 )
 def test_a_wrong_option_is_an_error(health, error, words):

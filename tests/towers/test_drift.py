@@ -159,9 +159,9 @@ def test_towers_run():
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        ({"health": Health(check_every=0)}, r"check_every to be at least 1\. Received: 0"),
-        ({"health": Health(check_every=True)}, r"check_every to be a number of steps\. Received: True"),
-        ({"health": Health(on_divergence="heal")}, r"on_divergence to be one of .*'repair'.*\. Received: 'heal'"),
+        ({"check_every": 0}, r"check_every to be at least 1\. Received: 0"),
+        ({"check_every": True}, r"check_every to be a number of steps\. Received: True"),
+        ({"on_divergence": "heal"}, r"on_divergence to be one of .*'repair'.*\. Received: 'heal'"),
     ],
 )
 def test_bad_arguments(arguments, error):

@@ -136,7 +136,7 @@ RUNS = {
     "adamw, accumulation": Run(adamw(gradient_accumulation_steps=2)),
     "adamw, ema": Run(adamw(use_ema=True, ema_overwrite_frequency=2)),
     "compression": Run(mlp, options={"compression": "bfloat16"}, exact=False),
-    "health": Health(on_nonfinite=Run(mlp, options={"health": Health(on_nonfinite="skip")})),
+    "on_nonfinite": Run(mlp, options={"health": Health(on_nonfinite="skip")}),
     "checked": Run(mlp, options={"health": Health(check_every=1)}),
     "custom step": Run(custom),
     "sample weights": Run(mlp, (X, Y, np.linspace(0, 1, ROWS, dtype="float32"))),

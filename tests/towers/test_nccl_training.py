@@ -21,7 +21,7 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from virtual_host import command
 
-from ncclsync import (  # FIXME Health
+from ncclsync import (
     BackupAndRestore,
     Health,
     NcclError,
@@ -323,10 +323,10 @@ def test_checkpoint_that_cannot_be_saved(nccl, tmp_path, caplog):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"health": Health(emergency_checkpoint="model.h5")}, ValueError, "to end in .weights.h5"),
-        ({"health": Health(emergency_checkpoint=3)}, TypeError, "to be a path"),
-        ({"health": Health(timeout_s=0)}, ValueError, "Expected timeout_s to be positive"),
-        ({"health": Health(preflight=1)}, TypeError, "Expected preflight to be a bool"),
+        ({"emergency_checkpoint": "model.h5"}, ValueError, "to end in .weights.h5"),
+        ({"emergency_checkpoint": 3}, TypeError, "to be a path"),
+        ({"timeout_s": 0}, ValueError, "Expected timeout_s to be positive"),
+        ({"preflight": 1}, TypeError, "Expected preflight to be a bool"),
     ],
 )
 def test_bad_options(options, error, message):

@@ -114,7 +114,7 @@ def test_health_is_a_health():
 
 def test_the_decorator_has_few_options():
     """A newcomer reads all of them."""
-    assert len(DEFAULTS) <= 13
+    assert len(DEFAULTS) <= 14
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,12 @@ class Partition(Placer):
         if op.type == "Assert":
             self._assert(call)
             return []
-        hidden = self._hides(op, REPEATABLE | rules.DRAWS)
+        # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
+        taken = [
+            name for name, tensor in zip(graph.inputs[op.name], op.inputs, strict=True) if tensor.dtype == tf.resource
+        ]
+        unheld = op.type in rules.DRAWS and not graph.role.keys() >= set(taken)
+        hidden = unheld or self._hides(op, REPEATABLE | rules.DRAWS)
         if hidden or op.type in PRINTS:
             return self._hidden(call)
         if op.type == "RngReadAndSkip":
@@ -306,7 +311,10 @@ class Partition(Placer):
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
         if before.kind is Kind.SHARD:
-            return self._anew(tensor) if self.spares(tensor, before) else self._gathered(tensor, before, op)
+            if not self.spares(tensor, before):
+                return self._gathered(tensor, before, op)
+            self.costs.repeat(tensor.op)
+            return self._anew(tensor)
         if before.kind is Kind.PARTIAL:
             boolean = tensor.dtype == tf.bool
             if boolean:
@@ -377,11 +385,16 @@ class Partition(Placer):
         return self._rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
-        """Return whether every tower can compute all of a tensor, element by element, of what it has whole."""
+        """Return whether every tower can compute all of a tensor, element by element, of what it has whole.
+
+        Args:
+            tensor, placed: see `Placer`.
+            depth: of how many ops, one behind the other, at most.
+        """
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
             return True
         op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
-        if not depth or given is None or op.type not in rules.ELEMENTWISE:
+        if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
             return placed.kind is Kind.ROWS
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 

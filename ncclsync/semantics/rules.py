@@ -176,6 +176,7 @@ ALIKE = names(
 
 # These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
+MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
 
 
 @_rule(*UNARY)

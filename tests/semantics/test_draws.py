@@ -45,6 +45,10 @@ DRAWS = {
         1e4 * X[:, 0] / (2 * ROWS),
     ),
     "binomial_of_generator": (lambda x, seed, g: g.binomial([rows(x)], 1e4 * numbers(x), 0.9), 9e3 * X[:, 0]),
+    "binomial_beside_rows": (
+        lambda x, seed, g: tf.cast(g.binomial([rows(x)], 1e4 * numbers(x), 0.9), tf.float32) + 0.0 * x[:, 0],
+        9e3 * X[:, 0],
+    ),
     "truncated": (
         lambda x, seed, g: random.stateless_parameterized_truncated_normal(
             [rows(x)], seed, 1e4 * numbers(x), 1.0, 0.0, 1e9

@@ -95,7 +95,7 @@ class Costs:
 
     def repeat(self, op: tf.Operation) -> None:
         """Count an op that every tower does for all rows, besides what it does for its own."""
-        self.alike.append((op, self.of(op)))
+        self.alike.append(op)
 
     def leave_out(self, op: tf.Operation) -> None:
         """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""

@@ -143,6 +143,8 @@ class Axes:
             self._settle(op)
         if (op.name, name) not in self._bodies:  # all of whose results have known shapes
             self._inferred(op)
+        if (op.name, name) not in self._bodies:  # which does not run: the condition of the branch is a constant
+            self._entered(op, name, [self._state(tensor) for tensor in op.inputs[op.type in BRANCHES :]])
         graph, axes = self._bodies[op.name, name]
         for tensor in graph.inputs:
             axes.refine(tensor)

@@ -127,7 +127,7 @@ def test_a_layer_of_the_users_own_has_a_line(caplog, monkeypatch):
     monkeypatch.setattr(step, "MOST_LOST", 0.0)
     (message,) = trained(Ranked(), caplog)
     assert "# of all rows): " in message and ".fit(" not in message and "keras" not in message.split("(return")[0]
-    assert "sort, rank or add up along another axis" in message
+    assert "Instead, compute there what each row needs by itself" in message
 
 
 def test_a_layer_of_keras_is_named(caplog, monkeypatch):

@@ -237,7 +237,7 @@ def test_all_gather_of_a_scalar_is_an_error():
 
 def test_shapes_that_differ_are_an_error():
     """Towers that bring tensors of different shapes get an error, no hang and no wrong sum."""
-    with pytest.raises(ncclsync.NcclSyncError, match="^Expected the towers' tensors to be of one size"):
+    with pytest.raises(ncclsync.NcclSyncError, match=r"^Expected the towers' tensors to be of one size"):
         run(lambda model, x: {"sum": tf.reduce_sum(ops.all_reduce(x, "sum"))})
 
 

@@ -209,7 +209,9 @@ def test_slices_are_a_result():
 
 
 @pytest.mark.slow
-def test_a_costly_line_is_warned_of_once(caplog):
+def test_a_costly_line_is_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr("ncclsync.towers.step.MOST_LOST", 0.0)
+
     def build():
         inputs = keras.Input((4,))
         model = keras.Model(inputs, keras.layers.Dense(2)(keras.ops.sort(inputs, 0)))

@@ -180,8 +180,8 @@ class Plugin:
             self._test.trained += step._name == "train_step"
             return results
 
-        def find_inexact(model, **kwargs):
-            return find(model, **kwargs) if isinstance(model, keras.Model) else ()
+        def find_inexact(model, *args):
+            return find(model, *args) if isinstance(model, keras.Model) else ()
 
         find, keras_model.find_inexact = keras_model.find_inexact, find_inexact
         owner.compile, keras_model.ModelStep.run = compile_on_towers, run_counted

@@ -54,7 +54,6 @@ def nccl_parallel(
     backend: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     shards: int | None = None,
-    shards_at_once: int = 1,
     shares: Sequence[int] | str | None = None,
     exact: bool | Sequence[str] = False,
     compression: str | None = None,

@@ -196,8 +196,7 @@ def _order(program: Program, towers: TowerState) -> str:
         for name in segment.fetches
         if any(name in later.sources for later in of_shards[i + 1 :])
     }
-    how = "one after another" if towers.shards_at_once == 1 else f"{towers.shards_at_once} at a time"
-    what = f"It has {count} shards: a tower computes {most} of them, {how}"
+    what = f"It has {count} shards: a tower computes {most} of them, one after another"
     if not kept:
         return f"{what}, and keeps of each what it adds to the sums alone."
     return (

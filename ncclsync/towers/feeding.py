@@ -101,6 +101,7 @@ class Staging:
 
     Attributes:
         signature: the specs of the tensors that a step takes.
+        total: how many shards it divides a batch into.
     """
 
     def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, places: Places, meter: Meter | None) -> None:
@@ -113,6 +114,7 @@ class Staging:
             meter: see `split_batch`.
         """
         self._specs, self._places = specs, places
+        self.total = places.total
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
             return components_of(fetch(handle))
@@ -181,8 +183,20 @@ class CountingDataset(tf_compat.SameDataset, abc.ABC):
         return None
 
 
-# A batch's components in the host's memory, what a step takes, and the places after it of the datasets that count.
-_Staged = concurrent.futures.Future[tuple[list[tf.Tensor], list[tf.Tensor], list[Any]]]
+class _Staged(NamedTuple):
+    """Hold a batch that was fetched.
+
+    Attributes:
+        components: in the host's memory.
+        places: of the datasets that count, after it.
+        shards: how many it was divided into.
+        parts: what a step takes, once that has been brought.
+    """
+
+    components: list[tf.Tensor]
+    places: list[Any]
+    shards: int
+    parts: concurrent.futures.Future[list[tf.Tensor]]
 
 
 class Feeder:
@@ -197,7 +211,7 @@ class Feeder:
         (self._handle,) = tf.nest.flatten(iterator, expand_composites=True)
         self._counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
         self._wanted: queue.SimpleQueue = queue.SimpleQueue()
-        self._staged: collections.deque[_Staged] = collections.deque()
+        self._staged: collections.deque[concurrent.futures.Future[_Staged]] = collections.deque()
         self._name = object()  # for datasets that count, which must not keep it alive
         order = threading.Lock()
         for _ in range(AHEAD):
@@ -208,15 +222,22 @@ class Feeder:
     def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return the next batch, as `Staging.fetch` and `Staging.bring` do; let later ones be fetched. Waits for it.
 
+        It is divided anew if it was divided otherwise than steps are by now, or did not fit the memory beside a step.
+
         Raises:
             Exception: what `Staging` raises for this batch.
         """
         while len(self._staged) <= AHEAD:
-            future: _Staged = concurrent.futures.Future()
+            future: concurrent.futures.Future[_Staged] = concurrent.futures.Future()
             fetch = functools.partial(_fetch, staging, self._handle, self._counting, self._name)
-            self._wanted.put((future, fetch, staging.bring))
+            self._wanted.put((future, fetch, staging))
             self._staged.append(future)
-        components, parts, places = self._staged.popleft().result()
+        components, places, shards, brought = self._staged.popleft().result()
+        if isinstance(brought.exception(), tf.errors.ResourceExhaustedError) or shards != staging.total:
+            del brought  # its memory
+            parts = staging.bring(components)
+        else:
+            parts = brought.result()
         for dataset, place in zip(self._counting, places, strict=True):
             dataset.take(place)
         return components, parts
@@ -237,7 +258,7 @@ def _do_next(wanted: queue.SimpleQueue, order: threading.Lock) -> bool:
         task = wanted.get()
         if task is None:
             return False
-        future, fetch, bring = task
+        future, fetch, staging = task
         if not future.set_running_or_notify_cancel():
             return True
         try:
@@ -245,10 +266,12 @@ def _do_next(wanted: queue.SimpleQueue, order: threading.Lock) -> bool:
         except BaseException as error:  # raised by `take`, whatever it is
             future.set_exception(error)
             return True
+    parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()
+    future.set_result(_Staged(components, places, staging.total, parts))
     try:
-        future.set_result((components, bring(components), places))
+        parts.set_result(staging.bring(components))
     except BaseException as error:  # the same
-        future.set_exception(error)
+        parts.set_exception(error)
     return True
 
 

@@ -132,9 +132,9 @@ class _Run:
             own = self._places[i]
             ends: list[Any] = []
             tokens: list[tf.Tensor] = []
-            for turn, place in enumerate(own[:1] if segment.once else own, start=-self._towers.shards_at_once):
-                # So many at once: only what the others give takes memory meanwhile.
-                before = [*after[i], *(tokens[turn : turn + 1] if turn >= 0 else ())]
+            for place in own[:1] if segment.once else own:
+                # One after another: only what the shards before give takes memory meanwhile.
+                before = [*after[i], *tokens[-1:]]
                 incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
                 name, meets = segment_name(self._program, number), bool(segment.incoming)

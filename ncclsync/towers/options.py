@@ -59,6 +59,7 @@ def _instead(name: str, value: Any) -> str:
         "sync_batch_norm": 'exact=("batch_norm",)',
         "batch_invariant_random": 'exact=("random",)',
         "check_first_step": "python -m ncclsync verify",
+        "shards_at_once": "shards alone, which a tower computes one after another,",
     }.get(name, "")
 
 
@@ -152,8 +153,6 @@ class TowerOptions:
             tower computes its shards one after another, each with the random numbers that belong to the shard, and
             what shards give is added up in one tree: with as many shards, any number of towers trains to the same
             bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
-        shards_at_once: how many of its shards a CPU tower computes side by side, where it has several, in the memory
-            of as many; the bits stay. A GPU computes one after another: TensorFlow gives its kernels one stream.
         shares: how many rows of each batch a tower gets beside the others, for GPUs that differ in speed: `[3, 1]`, in
             the order of the devices, gives the first three times the rows of the second; exact as ever. "auto": this is
             measured in the first steps, at most 20 calls of the training step, and then stays; the choice is logged
@@ -178,8 +177,8 @@ class TowerOptions:
         on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`).
             "split": the step leaves no trace, and runs again with twice as many shards, which a tower computes
             one after another, until it fits; a warning says how many, and it stays so. With `shards`, whose bits
-            belong to their number, a tower computes fewer of them side by side instead (`shards_at_once`), to the same
-            bits. It takes the memory of one more copy of weights and optimizer state. None: the error is raised.
+            belong to their number, the error is raised, as with None. It takes the memory of one more copy of
+            weights and optimizer state.
         processes: join the other processes, if mpirun, srun, torchrun or `TF_CONFIG` makes this one of several:
             the towers of all of them train as one device, and `towers` and `devices` are those of this process;
             by default every visible GPU, or, of several processes on a host, the GPU of this one's number there.
@@ -192,7 +191,6 @@ class TowerOptions:
     backend: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     shards: int | None = None
-    shards_at_once: int = 1
     shares: Sequence[int] | str | None = None
     exact: bool | Sequence[str] = False
     compression: str | None = None
@@ -242,14 +240,7 @@ class TowerOptions:
         self._check_shares()
 
     def _check_shards(self) -> None:
-        shards, at_once = self.shards, self.shards_at_once
-        if not _is_int(at_once) or at_once < 1:
-            raise ValueError(f"Expected shards_at_once to be a positive int. Received: {at_once!r}")
-        if at_once > 1 and shards is None and self.on_oom is None:
-            raise ValueError(
-                "Expected shards with shards_at_once: else a tower has one. "
-                f"Received: shards_at_once={at_once}, and no shards"
-            )
+        shards = self.shards
         if shards is None:
             if self.on_oom is not None and self.shard_optimizer:
                 raise ValueError(

@@ -66,7 +66,6 @@ class TowerState:
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
         audits: whether some steps are audited.
-        shards_at_once: how many of its shards a tower computes side by side.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
@@ -107,13 +106,8 @@ class TowerState:
         placement = choose_placement(options.towers, options.devices, options.backend, process)
         self.noise = NoiseAverages()
         self.devices = placement.devices
-        self._shards, self.shards_at_once = options.shards, options.shards_at_once
+        self._shards = options.shards
         self._shards_given = options.shards is not None
-        if self.shards_at_once > 1 and all("GPU" in device for device in self.devices):
-            logger.warning(
-                "shards_at_once has no effect on GPUs: TensorFlow runs a GPU's kernels one after another, in one stream"
-            )
-            self.shards_at_once = 1
         if options.shards is not None and options.shards < len(self.devices):
             raise ValueError(
                 f"Expected at least a shard for each of {len(self.devices)} towers. Received: "
@@ -194,7 +188,7 @@ class TowerState:
         return [rank for rank, own in zip(self.places.ranks, self.shards_of, strict=True) for _ in own]
 
     def split_further(self, rows: int) -> bool:
-        """Let steps take less memory from now on: fewer shards side by side, or twice as many in all.
+        """Let steps take less memory from now on, in twice as many shards.
 
         Args:
             rows: of the batch that did not fit.
@@ -202,33 +196,26 @@ class TowerState:
         Returns:
             Whether they do. Else a warning has said why not.
         """
-        at_once = min(self.shards_at_once, max(map(len, self.shards_of)))
         undivided = self._why_undivided(rows)
-        if at_once > 1:  # the bits stay
-            self.shards_at_once = at_once // 2
-        elif undivided:
+        if undivided:
             logger.warning(
                 'A batch of %d rows does not fit the memory, and on_oom="split" divides it no further: %s',
                 rows,
                 undivided,
             )
             return False
-        else:
-            for key, replicas in list(self._replicas.items()):
-                if replicas.role is not Role.SAME:  # each shard's own
-                    self._forget_copies(key)
-            self._shards = 2 * self.shards.total
-            self.__dict__.pop("target", None)  # programs are cut for it
-        most = max(map(len, self.shards_of))
-        now = min(self.shards_at_once, most)
+        for key, replicas in list(self._replicas.items()):
+            if replicas.role is not Role.SAME:  # each shard's own
+                self._forget_copies(key)
+        self._shards = 2 * self.shards.total
+        self.__dict__.pop("target", None)  # programs are cut for it
         logger.warning(
             "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, up to %d of them on "
-            "each tower, %s. A smaller batch, or %s from the start, saves the attempt",
+            "each tower, one after another. A smaller batch, or shards=%d from the start, saves the attempt",
             rows,
-            self.shards.total,
-            most,
-            "one after another" if now == 1 else f"{now} at a time",
-            f"shards_at_once={now}" if at_once > 1 else f"shards={self._shards}",
+            self._shards,
+            max(map(len, self.shards_of)),
+            self._shards,
         )
         return True
 
@@ -370,6 +357,11 @@ class TowerState:
         Whatever happens, the step after it is not watched by this.
         """
         self._watchers.append(watcher)
+
+    @property
+    def watchers(self) -> list[Callable[[Measured], None]]:
+        """Return the watchers of the step that is about to run."""
+        return list(self._watchers)
 
     def next_watchers(self) -> list[Callable[[Measured], None]]:
         """Return the watchers of the step that is about to run, and forget them."""

@@ -116,7 +116,7 @@ class TowerStep(abc.ABC):
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
-        self._shards = towers.shards.total, towers.shards_at_once  # for which these are
+        self._shards = towers.shards.total  # for which these are
         self._ran: _Setup | None = None  # what was run last
         self._audited: Audit | None = None  # by the steps that have run and are not counted
 
@@ -279,13 +279,30 @@ class TowerStep(abc.ABC):
             feeder = self.towers.feeders.get(iterator)
             if feeder is None:
                 feeder = self.towers.feeders[iterator] = Feeder(iterator)
-            done, results = self._run(iterator.element_spec, _FED, functools.partial(self._run_fed, feeder))
+            source, run = _FED, functools.partial(self._run_fed, feeder)
         else:
             # Its handle, since tf.function looks at whatever else it is called with, in Python.
             (handle,) = tf.nest.flatten(iterator, expand_composites=True)
-            done, results = self._run(iterator.element_spec, _ITERATED, functools.partial(_run_iterated, handle))
-        self.count(done)
+            source, run = _ITERATED, functools.partial(_run_iterated, handle)
+        watchers = self.towers.watchers
+        done = 0
+        while done < self.steps_per_execution:
+            for watcher in watchers if done else ():
+                self.towers.watch_next(watcher)
+            try:
+                made, results = self._run(iterator.element_spec, source, run)
+            except NoBatchLeft:
+                if done == 0:
+                    raise
+                break
+            self.count(made)
+            done += self._steps_per_call
         return results
+
+    @property
+    def _steps_per_call(self) -> int:
+        """Return how many steps one call of the graph makes: where a step may have to run again, one."""
+        return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
     def run_on_batch(self, batch: Any) -> Any:
         """Run one step on a batch of tensors; return its results.
@@ -320,11 +337,6 @@ class TowerStep(abc.ABC):
         """Run the graph function for batches of these specs; divided further if it does not fit the memory."""
         if self.towers.options.on_oom is None:
             return self._run_watched(batch_specs, source, run)
-        if self.steps_per_execution > 1:
-            raise NcclSyncError(
-                "Expected steps_per_execution=1 with on_oom: a step that fails among others cannot run again alone. "
-                f"Received: steps_per_execution={self.steps_per_execution}"
-            )
         self._forget_programs_of_other_shards()
         try:
             return self._run_watched(batch_specs, source, run)
@@ -339,9 +351,8 @@ class TowerStep(abc.ABC):
         return results if source == _GIVEN else (None, results)
 
     def _forget_programs_of_other_shards(self) -> None:
-        shards = self.towers.shards.total, self.towers.shards_at_once
-        if shards != self._shards:
-            self._shards = shards
+        if self.towers.shards.total != self._shards:
+            self._shards = self.towers.shards.total
             self._programs.clear()
             self._graphs.clear()
             self._ran = None
@@ -357,7 +368,7 @@ class TowerStep(abc.ABC):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         self.towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         watchers = self.towers.next_watchers() if self._trains else []
-        audits = self._trains and self.towers.is_audit_due(self.steps_per_execution)
+        audits = self._trains and self.towers.is_audit_due(self._steps_per_call)
         if audits:  # what is computed again is no part of a step's time
             watchers = []
         setup: _Setup | None = None
@@ -403,7 +414,7 @@ class TowerStep(abc.ABC):
         """Run what `_steps_on_iterator` does in a graph, on batches that a feeder has brought to the towers."""
         assert setup.staging is not None
         done, results = 0, None
-        while done < self.steps_per_execution:
+        while done < self._steps_per_call:
             try:
                 with measured(setup.meter, STEPS, WAIT):
                     components, parts = feeder.take(setup.staging)
@@ -630,7 +641,7 @@ class TowerStep(abc.ABC):
         """
         iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
         logs = self._on_towers(setup, _waited_for(setup.meter, iterator.get_next))
-        steps = self.steps_per_execution
+        steps = self._steps_per_call
         if steps == 1:
             return None, logs
         flat = tf.nest.flatten(logs)

@@ -339,3 +339,30 @@ def test_timeline(fed, tmp_path):
     shards = [one for one in events if one["name"] == "tower_1/shard"]
     assert len(shards) >= 6
     assert all(one["dur"] >= 0 for one in events)
+
+
+def test_a_batch_that_does_not_fit_beside_a_step_is_brought_again():
+    """When the step that it is for takes it; what does not fit then is the error."""
+
+    class Staging:
+        total, fails = 2, 1  # times for each batch
+
+        def __init__(self):
+            self.tried = []
+
+        def fetch(self, handle):
+            return [len(self.tried)]
+
+        def bring(self, components):
+            self.tried.append(components[0])
+            if self.tried.count(components[0]) <= self.fails:
+                raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+            return components
+
+    iterator, staging = iter(batches(4)), Staging()
+    feeder = feeding.Feeder(iterator)
+    number, parts = feeder.take(staging)
+    assert number == parts and staging.tried.count(number[0]) == 2
+    staging.fails = 3
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        feeder.take(staging)

@@ -15,9 +15,10 @@ from models import gan, out_of_memory_above, step_of
 from parity import assert_close, assert_towers_agree, bits, data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Towers, nccl_parallel
+from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Throughput, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.communicator.buffers import CUDA, HOST
+from ncclsync.towers import step as step_module
 
 ROWS, BATCH = 43, 20  # the last batch has 3 rows, fewer than there are shards
 X, Y = data(ROWS)
@@ -200,22 +201,9 @@ def test_by_nccl(nccl, name, shards):
     assert found[2] == found[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "cnn, synchronized", "adamw, accumulation"])
-def test_shards_at_once(name):
-    """Shards that are computed side by side have the bits of those that are computed in turn."""
-    run, found = RUNS[name], []
-    for at_once in (1, 2, 3, 9):
-        model = on_towers(run.build, 2, shards=7, shards_at_once=at_once, **run.options)
-        found.append(bits(trained(model, run)))
-        model.towers.close()
-    assert found[1:] == found[:1] * 3
-
-
-@pytest.mark.parametrize(("at_once", "turns"), [(1, 4), (2, 2), (3, 2), (9, 1)])
-def test_so_many_shards_are_computed_at_once(at_once, turns):
-    """And no more: each call of a segment waits for the one so many before."""
-    model = on_towers(mlp, 1, shards=4, shards_at_once=at_once)
+def test_shards_are_computed_one_after_another():
+    """Each call of a segment waits for the one before."""
+    model = on_towers(mlp, 1, shards=4)
     model.train_on_batch(X[:8], Y[:8])
     ((function, _),) = step_of(model)._graphs.values()
 
@@ -233,7 +221,7 @@ def test_so_many_shards_are_computed_at_once(at_once, turns):
     calls = collections.Counter(op.get_attr("f").name for op in ops if op.type.endswith("PartitionedCall"))
     of_shards = [name for name, count in calls.items() if count == 4]
     assert of_shards
-    assert [max(calls_before(op)[name] for op in ops) for name in of_shards] == [turns] * len(of_shards)
+    assert [max(calls_before(op)[name] for op in ops) for name in of_shards] == [4] * len(of_shards)
     model.towers.close()
 
 
@@ -340,32 +328,28 @@ def test_a_validation_batch_that_does_not_fit_is_divided():
     model.towers.close()
 
 
-@pytest.mark.slow
-def test_given_shards_that_do_not_fit_keep_their_bits(caplog):
-    """Fewer of them are computed side by side, until one after another; the step leaves no trace."""
-    towers = []
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("is_fed", [True, False])
+@pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {}, {"watched": True}])
+def test_one_of_many_batches_that_does_not_fit_is_divided(monkeypatch, is_fed, options):
+    """Batches that were fed ahead, divided into fewer shards, are divided anew; a call makes its steps one by one."""
+    monkeypatch.setattr(step_module, "feeds", lambda devices: is_fed)
+    compiled = {name: value for name, value in options.items() if name != "watched"}
 
-    def check():
-        if towers and towers[0].shards_at_once > 1:
-            raise MemoryError("OOM when allocating tensor")
-        return np.float32(0)
+    def build(rows=2**30):
+        keras.utils.set_random_seed(1)
+        return made(keras.Input((12,)), layers.Dense(8), out_of_memory_above(rows), layers.Dense(5), **compiled)
 
-    class Large(layers.Layer):
-        def call(self, x):
-            return x + tf.ensure_shape(tf.numpy_function(check, [], tf.float32), [])
-
-    run = Run(lambda: made(keras.Input((12,)), layers.Dropout(0.3, seed=3), Large(), layers.Dense(5)), exact=False)
-    expected = on_towers(run.build, 1, shards=9)
-    model = on_towers(run.build, 2, shards=9, shards_at_once=8, on_oom="split")
-    towers.append(model.towers)
-    assert bits(trained(model, run)) == bits(trained(expected, run))
-    assert model.towers.shards.total == 9
-    said = [record.message for record in caplog.records if "from now on" in record.message]
-    assert ["2 at a time" in said[0], "one after another" in said[1]] == [True, True], said
-    assert len(said) == 2  # 5 at once of the tower that has so many
-    assert "a tower computes 5 of them, one after another" in str(model.towers.explain())
+    model, alone = on_towers(lambda: build(rows=4), 2, on_oom="split"), build()
+    fit = {"batch_size": 10, "epochs": 3, "shuffle": False, "verbose": 0}
+    fit |= {"validation_data": (X, Y), "validation_batch_size": 30}
+    found = model.fit(X, Y, callbacks=[Throughput()] if "watched" in options else [], **fit).history
+    expected = alone.fit(X, Y, **fit).history
+    assert model.towers.shards.total == 8
+    assert_close({name: found[name] for name in expected}, expected)
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
     model.towers.close()
-    expected.towers.close()
 
 
 @pytest.mark.slow
@@ -405,9 +389,6 @@ def test_explain_tells_of_shards():
     model = on_towers(cnn, 2, shards=4, exact=("batch_norm",))
     assert "since they meet in between" in model.towers.explain(10).order
     model.towers.close()
-    model = on_towers(mlp, 2, shards=6, shards_at_once=2)
-    assert "a tower computes 3 of them, 2 at a time" in model.towers.explain(10).order
-    model.towers.close()
 
 
 @pytest.mark.parametrize(
@@ -419,8 +400,6 @@ def test_explain_tells_of_shards():
         ({"towers": 4, "shards": 3}, ValueError, "Expected at least a shard for each of 4 towers"),
         ({"shards": 4, "shard_optimizer": True}, ValueError, "Expected shards or shard_optimizer, not both"),
         ({"on_oom": "split", "shard_optimizer": True}, ValueError, "Expected on_oom or shard_optimizer, not both"),
-        ({"shards_at_once": 2}, ValueError, "Expected shards with shards_at_once"),
-        ({"shards": 4, "shards_at_once": 0}, ValueError, "Expected shards_at_once to be a positive int"),
         ({"on_oom": "wait"}, ValueError, "Expected on_oom to be None or 'split'"),
     ],
 )

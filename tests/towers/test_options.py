@@ -80,6 +80,7 @@ def test_what_needs_a_model_is_no_option_of_towers():
         ({"sync_batch_norm": True}, 'exact=("batch_norm",)'),
         ({"batch_invariant_random": True}, 'exact=("random",)'),
         ({"check_first_step": True}, "python -m ncclsync verify"),
+        ({"shards_at_once": 2}, "shards alone, which a tower computes one after another,"),
         ({"on_nonfinite": "skip"}, "health=ncclsync.Health(on_nonfinite='skip')"),
         ({"timeout_s": 5}, "health=ncclsync.Health(timeout_s=5)"),
     ],
@@ -114,7 +115,7 @@ def test_health_is_a_health():
 
 def test_the_decorator_has_few_options():
     """A newcomer reads all of them."""
-    assert len(DEFAULTS) <= 14
+    assert len(DEFAULTS) <= 13
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
 MODELS = SCRIPT.parent / "models.py"
 
 
-def on_gpus_of(memory, *arguments):
+def on_gpus_of(memory, *arguments, timeout_s=280):
     """Run the script, with options before it, on two virtual GPUs of so many MB; return what it prints."""
     if run.CXX is None or run.COMPILER is None:
         pytest.skip(run.MISSING)
     command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -37,6 +37,16 @@ def test_a_batch_that_does_not_fit_is_split(memory, shards, options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [[], ["steps_per_execution=3"], ["audit_every=2"], ["watched=1"]])
+def test_batches_that_were_fed_ahead_are_split_anew(options):
+    """They were divided into fewer shards: in training and in validation, however steps are called."""
+    printed = on_gpus_of(22, SCRIPT, "fed", *options)
+    found = re.search(r"shards (\d+) warnings (\d+) equal divergence 0\.0", printed)
+    assert found and int(found[1]) > 2 and 2 ** int(found[2]) == int(found[1]) // 2, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--xla"]])
 def test_a_row_that_does_not_fit_is_the_error(options):
     """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""
@@ -46,8 +56,8 @@ def test_a_row_that_does_not_fit_is_the_error(options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_models_in_a_row_leave_nothing():
     """Of 200, each trained and deleted, with one call of the garbage collector, no GPU holds more than of five."""
-    printed = on_gpus_of(100, MODELS, 200)
+    printed = on_gpus_of(100, MODELS, 200, timeout_s=1100)
     assert re.search(r"after 200: as after 5", printed), printed

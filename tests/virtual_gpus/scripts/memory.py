@@ -1,6 +1,7 @@
 """Train batches whose activations do not fit the GPUs' memory, with on_oom="split", and compare with one CPU.
 
-With the argument "row": batches of which not even one row fits.
+With the argument "row": batches of which not even one row fits. With "fed": batches that are fed ahead, in several
+epochs, with validation, and with the options that the other arguments say.
 """
 
 import logging
@@ -26,18 +27,32 @@ class Keep(logging.Handler):
         warned.append(record.getMessage())
 
 
-def build():
+def build(steps_per_execution=1):
     keras.utils.set_random_seed(1)
     wide = [layers.Dense(4096, activation="tanh"), layers.Dense(16), layers.Dense(4096, activation="tanh")]
     model = keras.Sequential([keras.Input((32,)), *wide, layers.Dense(5)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
     return model
 
 
-def trained(model):
-    losses = model.fit(X, Y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0).history["loss"]
-    return [np.array(losses), *model.get_weights()]
+def trained(model, batch_size=ROWS, callbacks=(), **options):
+    history = model.fit(X, Y, batch_size, epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks], **options).history
+    losses = [np.array(values) for name, values in history.items() if name.endswith("loss")]
+    return [*losses, *model.get_weights()]
+
+
+def fed(audit_every=None, steps_per_execution=1, watched=False):
+    """Return a model that was trained on batches that are fed ahead, and numbers of it and of one CPU."""
+    if audit_every is not None:
+        tf.config.experimental.enable_op_determinism()
+    decorated = ncclsync.nccl_parallel(on_oom="split", health=ncclsync.Health(audit_every=audit_every))(build)
+    options = {"batch_size": 600, "validation_data": (X, Y), "validation_batch_size": 900}
+    model = decorated(steps_per_execution)
+    found = trained(model, callbacks=[ncclsync.Throughput()] if watched else [], **options)
+    with tf.device("CPU:0"):
+        return model, found, trained(build(steps_per_execution), **options)
 
 
 def build_for_long_rows():
@@ -65,10 +80,13 @@ logging.getLogger("ncclsync").addHandler(Keep(level=logging.WARNING))
 if "row" in sys.argv:
     train_long_rows()
     sys.exit()
-model = ncclsync.nccl_parallel(on_oom="split")(build)()
-found = trained(model)
-with tf.device("CPU:0"):
-    expected = trained(build())
+if "fed" in sys.argv:
+    model, found, expected = fed(**{name: int(value) for name, _, value in (a.partition("=") for a in sys.argv[2:])})
+else:
+    model = ncclsync.nccl_parallel(on_oom="split")(build)()
+    found = trained(model)
+    with tf.device("CPU:0"):
+        expected = trained(build())
 apart = max(np.abs(one - other).max() / np.abs(other).max() for one, other in zip(found, expected, strict=True))
 said = [words for words in warned if "does not fit the memory" in words]
 shards = len(model.towers.explain().shards)

@@ -124,8 +124,9 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 
 def same_rows(one: Placement, other: Placement) -> bool:
-    """Return whether two shards have their rows in the same order along their axes."""
-    return one.blocks == other.blocks or 0 in (one.blocks, other.blocks)
+    """Return whether two shards have as many rows, in the same order, along their axes."""
+    counts = {placed.each * max(placed.blocks, 1) for placed in (one, other)} - {0}
+    return len(counts) < 2 and (one.blocks == other.blocks or 0 in (one.blocks, other.blocks))
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
@@ -1201,11 +1202,12 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     if axis is None:
         return None
     here = axis - (rank - len(before))
+    count = max(shape.counts[axis], 0)
     if placed.kind is Kind.SHARD:
-        return [placed.at(axis)] if placed.axis == here else None
+        known = {placed.each * max(placed.blocks, 1), count} - {0}
+        return [placed.at(axis)] if placed.axis == here and len(known) < 2 else None
     if placed.kind is not Kind.REPLICATE:
         return None
-    count = max(shape.counts[axis], 0)
     if here >= 0 and before[here] != 1:
         return None
     return [shard(axis, 0, count)]

@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,6 +25,11 @@ _FIRST_AXIS = (
     "Towers divide a batch along the first axis of each of its tensors, which has to run over the samples. "
     "An axis of roles, as in metric learning, goes after it: (samples, 2, ...) for (2, samples, ...); or "
     "make each role an input of its own."
+)
+_SETS = (
+    "Data sets of different batch sizes go together where each size is a multiple of the smallest, and is known "
+    "beforehand, as by batch(..., drop_remainder=True). Give a value for the whole batch to each row, as tf.repeat "
+    "does, and take the first one's in the step."
 )
 _MERGED = (
     "Of graphs that are merged into one, give a row per graph, as tf.RaggedTensor, and merge them in the "
@@ -99,7 +105,8 @@ def shard_batch(
     if not static or any(_static_rows(leaf) is None for leaf in rowed):
         counts = [count_rows(leaf) for leaf in rowed]
         same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
-        told = [OWN_WORDS + _SAME_ROWS, counts, f"rows. {_FIRST_AXIS} {_MERGED}"]
+        names = ", ".join(_names_of_rowed(batch))
+        told = [OWN_WORDS + _SAME_ROWS, counts, f"rows, of {names}. {_FIRST_AXIS} {_SETS} {_MERGED}"]
         checks.append(tf.debugging.Assert(same, told, summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
@@ -163,9 +170,75 @@ def rowed_leaves(batch: Any) -> list[Any]:
             f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
         )
     if len({_static_rows(leaf) for leaf in rowed} - {None}) > 1:
-        shapes = [tuple(leaf.shape.as_list()) for leaf in rowed]
-        raise ValueError(f"{_SAME_ROWS} {shapes}. {_FIRST_AXIS} {_MERGED}")
+        shapes = [f"{tuple(leaf.shape)} of {name}" for leaf, name in zip(rowed, _names_of_rowed(batch), strict=True)]
+        raise ValueError(f"{_SAME_ROWS} {', '.join(shapes)}. {_FIRST_AXIS} {_SETS} {_MERGED}")
     return rowed
+
+
+def _names_of_rowed(batch: Any) -> list[str]:
+    """Return where in a batch its leaves are that have rows, such as "[0]['left']"."""
+    found = keras.tree.flatten_with_path(batch)
+    names = {id(leaf): "".join(f"[{part!r}]" for part in path) or "the batch" for path, leaf in found}
+    return [names.get(id(leaf), "?") for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+
+
+class Grouped(NamedTuple):
+    """Mark, in the structure of a batch, a leaf that has several rows for each sample.
+
+    Attributes:
+        rows: [n, k, ...] of a leaf [k n, ...], or their spec: sample i has the rows from k i on.
+    """
+
+    rows: Any
+
+
+def grouped(batch: Any) -> Any:
+    """Return a batch, or its specs, with `Grouped` leaves where it holds data sets of different batch sizes.
+
+    The samples are as many as the leaf with the fewest rows has, and every other has k of its own for each of them.
+    Nothing is changed if one is no dense tensor of a known number of rows, or has no multiple of the fewest.
+    The step is to be given what `ungrouped` returns.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    counts = [_static_rows(leaf) or 0 for leaf in leaves]
+    samples = min(counts, default=0)
+    dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves)
+    if samples == max(counts, default=0) or not dense or samples < 1 or any(one % samples for one in counts):
+        return batch
+
+    def group(leaf: Any) -> Any:
+        if not _has_rows(leaf) or leaf.shape[0] == samples:
+            return leaf
+        shape = [samples, leaf.shape[0] // samples, *leaf.shape[1:]]
+        if isinstance(leaf, tf.TypeSpec):
+            return Grouped(tf.TensorSpec(shape, leaf.dtype))
+        if None in shape:
+            shape = tf.concat([shape[:2], tf.shape(leaf)[1:]], 0)
+        return Grouped(tf.reshape(leaf, shape))
+
+    return tf.nest.map_structure(group, batch)
+
+
+def ungrouped(batch: Any) -> Any:
+    """Return what `grouped` was given; of specs, with open rows if these are open."""
+
+    def ungroup(node: Any) -> Any:
+        if not isinstance(node, Grouped):
+            return None
+        leaf = node.rows
+        samples, each, *lengths = leaf.shape
+        if isinstance(leaf, tf.TypeSpec):
+            return tf.TensorSpec([None if samples is None else samples * each, *lengths], leaf.dtype)
+        return tf.reshape(leaf, [-1, *lengths] if None not in lengths else tf.concat([[-1], tf.shape(leaf)[2:]], 0))
+
+    return keras.tree.traverse(ungroup, batch) if has_groups(batch) else batch
+
+
+def has_groups(batch: Any) -> bool:
+    """Return whether a batch, or its specs, has `Grouped` leaves."""
+    found: list[Grouped] = []
+    keras.tree.traverse(lambda node: found.append(node) if isinstance(node, Grouped) else None, batch)
+    return bool(found)
 
 
 def rows_of(batch: Any) -> int | None:

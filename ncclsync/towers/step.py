@@ -34,7 +34,17 @@ from ncclsync.program.trace import Trace, trace
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import components_of, digest_of_rows, fixed_specs, open_specs, rowed_leaves, rows_of
+from ncclsync.semantics.shards import (
+    components_of,
+    digest_of_rows,
+    fixed_specs,
+    grouped,
+    has_groups,
+    open_specs,
+    rowed_leaves,
+    rows_of,
+    ungrouped,
+)
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
 from ncclsync.towers.layout import lay_out
@@ -135,7 +145,7 @@ class TowerStep(abc.ABC):
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
         self.towers.check_repeatable()
-        source = self.source(specs)
+        source = self.source(ungrouped(specs))
         try:
             program = self._trace_and_cut(source, specs, meter)
         except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
@@ -167,7 +177,7 @@ class TowerStep(abc.ABC):
             check_xla_captures_nothing()
         readers = self._readers()
         observer = Observer() if readers else None
-        step = python_step(source.function)
+        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
         with contextlib.ExitStack() as stack:
             if observer is not None:
                 step = observer.around(step, readers)
@@ -234,7 +244,13 @@ class TowerStep(abc.ABC):
         """Warn if towers lose much of a step, since each needs the rows of all; exact it is."""
         rows, towers, program = rows_of(setup.kept.batch()) or 0, len(self.towers), setup.program
         losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
-        if losses.share > MOST_LOST:
+        if rows < towers and has_groups(setup.kept.batch()):
+            self.towers.warn_once(
+                f"Exact, but {towers - rows} of {towers} towers have nothing to do: a batch has as many samples as its "
+                f"tensor with the fewest rows, {rows}. Give a value for the whole batch to each row, as tf.repeat "
+                "does, and take the first one's in the step"
+            )
+        elif losses.share > MOST_LOST:
             # Once for all sizes of batches, and for whoever calls the step.
             self.towers.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
@@ -311,6 +327,7 @@ class TowerStep(abc.ABC):
             ValueError: the batch has no rows, or not as many in each tensor.
             Exception: what `run_on_iterator` raises.
         """
+        batch = grouped(batch)
         rowed_leaves(batch)
         leaves = leaves_of(batch)
         self._counting = []
@@ -482,7 +499,7 @@ class TowerStep(abc.ABC):
         self, batch_specs: Any, source: str, meter: Meter | None, plain: str, *, audits: bool
     ) -> "tuple[Callable, _Setup]":
         """Make what `_graph_of` returns; `plain` names the graph that is not audited, watched or not."""
-        specs = without_optionals(batch_specs)
+        specs = grouped(without_optionals(batch_specs))
         program = self.program_of(specs, meter)
         for _, variable in program.variables:
             self.towers.copies(variable)
@@ -675,7 +692,7 @@ class TowerStep(abc.ABC):
 
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """Run one step on all towers, in a graph."""
-        batch = setup.kept.keep(without_optionals(batch))
+        batch = setup.kept.keep(grouped(without_optionals(batch)))
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter, setup.audit)
 
 
@@ -704,7 +721,7 @@ def _run_iterated(handle: tf.Tensor, graph: Callable, setup: _Setup) -> Any:
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
     """Return the next batch of the iterator of that handle, in a graph."""
     iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
-    return without_optionals(iterator.get_next())
+    return grouped(without_optionals(iterator.get_next()))
 
 
 def _waited_for(meter: Meter | None, get_next: Callable[[], Any]) -> Any:
@@ -733,6 +750,11 @@ def python_step(step: Callable) -> Callable:
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
         return tf_compat.autograph_converted(step.python_function)
     return step
+
+
+def _on_given(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call a step on a batch as its author gave it."""
+    return function(ungrouped(batch))
 
 
 def without_optionals(batch: Any) -> Any:

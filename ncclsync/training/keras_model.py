@@ -22,7 +22,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
-from ncclsync.semantics.shards import fixed_specs, rows_of
+from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
 from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
@@ -134,7 +134,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     if not 1 <= len(batch) <= 3:
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
-    batch = tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch)))
+    batch = grouped(tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch))))
     return explain_program(step.program_of(fixed_specs(batch)), towers, rows or rows_of(batch))
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.semantics.shards import rows_of
+from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
@@ -94,7 +94,8 @@ class Towers(TowerState):
             step: a function of a batch. Pass the same object each time: a new one is traced anew.
             batch: the global batch, a nested structure of tensors or arrays that share their first axis;
                 split as evenly as it goes, or as `shares=` says, for any number of rows; one without rows is
-                tower 0's. None and scalars go to every tower.
+                tower 0's. None and scalars go to every tower. A tensor with k times the rows of the smallest
+                has k of its own for each sample.
             per_tower: whether to return what each tower's step returned, uncombined.
 
         Returns:
@@ -119,7 +120,7 @@ class Towers(TowerState):
         if key not in self._steps:
             self._steps[key] = _FunctionStep(self, step, results)
             self._warn_of_new_functions(step)
-        batch = tf.nest.map_structure(to_tensor, batch)
+        batch = grouped(tf.nest.map_structure(to_tensor, batch))
         rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
         if rows is None:
             raise ValueError(

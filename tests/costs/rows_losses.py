@@ -106,13 +106,15 @@ row(
 )
 
 
-def measured(*made, targets=ONE_HOT, activation="softmax", which=slice(None), loss=losses.CategoricalCrossentropy):
-    """A `run`: outputs with metrics, plain and weighted."""
+def measured(
+    *made, plain_too=(), targets=ONE_HOT, activation="softmax", which=slice(None), loss=losses.CategoricalCrossentropy
+):
+    """A `run`: outputs with metrics, plain and weighted; those of `plain_too` take no weights of such a shape."""
 
     def build():
         inputs = [keras.Input(x.shape[1:]) for x in X[which]]
         model = keras.Model(inputs, [layers.Dense(CLASSES, activation=activation)(one) for one in inputs])
-        plain, weighted = ([[make() for make in made] for _ in inputs] for _ in range(2))
+        plain, weighted = ([[make() for make in some] for _ in inputs] for some in ((*made, *plain_too), made))
         model.compile("sgd", [loss()] * len(inputs), metrics=plain, weighted_metrics=weighted, jit_compile=False)
         return model
 
@@ -194,7 +196,7 @@ row(
     measured(
         lambda: metrics.OneHotIoU(CLASSES, [0, 1]),
         lambda: metrics.OneHotMeanIoU(CLASSES),
-        metrics.BinaryIoU,
+        plain_too=(metrics.BinaryIoU,),
         which=PICTURES,
     ),
 )

@@ -147,7 +147,7 @@ def test_rows_that_differ():
     of leaf.
     """
     x, y = tf.zeros([4, 2]), tf.zeros([3])
-    with pytest.raises(ValueError, match=r"the same number of rows. Received: \[\(4, 2\), \(3,\)\]"):
+    with pytest.raises(ValueError, match=r"same number of rows. Received: \(4, 2\) of \[0\], \(3,\) of \[1\]. Towers"):
         shard_batch((x, y), 2)
     for short in (y, tf.RaggedTensor.from_row_lengths(y, [1, 1, 1]), tf.sparse.from_dense(y[:, None] + 1)):
         split = tf.function(lambda b: shard_batch(b, 2).sizes, input_signature=[open_specs((x, short))])

@@ -387,14 +387,14 @@ def join():
 def test_inputs_of_different_length_known_while_tracing():
     """Static shapes tell, or the batch itself: a ValueError with the shapes, and what to give instead."""
     model = on_towers(join, 4)
-    words = r"the same number of rows. Received: \[\(20, 12\), \(19, 12\), \(20, 1\)\]. Towers divide a batch .*"
+    words = r"the same number of rows. Received: \(20, 12\) of \[0\]\['left'\], \(19, 12\) of .* \(20, 1\) of \[1\]. .*"
     words += r"roles.*\(samples, 2, ...\) for \(2, samples, ...\).*merged.* as tf.RaggedTensor"
     with pytest.raises(ValueError, match=words):
         model.fit(uneven(static=True), verbose=0)
     for call in (model.train_on_batch, model.test_on_batch):
         with pytest.raises(ValueError, match=words):
             call({"left": X[:20], "right": X[:19]}, X[:20, :1])
-    with pytest.raises(ValueError, match=r"Received: \[\(20, 12\), \(3, 12\)\]. Towers divide"):
+    with pytest.raises(ValueError, match=r"Received: \(20, 12\) of .*'left'\], \(3, 12\) of .*'right'\]. Towers"):
         model.predict_on_batch({"left": X[:20], "right": X[:3]})
 
 
@@ -404,7 +404,7 @@ def test_inputs_of_different_length_known_while_running():
     model = on_towers(join, 4)
     with pytest.raises(NcclSyncError) as caught:
         model.fit(uneven(static=False), verbose=0)
-    words = r"^Expected every tensor .* of rows. Received: 20 19 20 rows. Towers divide a batch .* as tf.RaggedTensor"
+    words = r"^Expected every tensor .* of rows. Received: 20 19 20 rows, of \[0\]\['left'\], .* tf.RaggedTensor"
     assert re.search(words, str(caught.value))
     before = model.get_weights()
     loss = model.train_on_batch({"left": X[:20], "right": X[:20]}, X[:20, :1])

@@ -1,0 +1,151 @@
+"""Data sets of different batch sizes in one step: each tower has its rows of each, and the numbers are one device's."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, assert_towers_agree, data, fit, on_towers, state
+
+from ncclsync import NcclSyncError, Towers
+from ncclsync.semantics.shards import Grouped, grouped, has_groups, ungrouped
+
+X, LABELS = data(rows=26, features=5)
+MORE, _ = data(rows=26 * 7, features=5, seed=1)
+
+
+class FixMatch(keras.Model):
+    """Learns of labelled samples, and of seven times as many others where it is sure of them; apart or in one call."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined = joined
+        self.inner = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(5)])
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, batch):
+        (x, y), more, *_ = batch
+        with tf.GradientTape() as tape:
+            if self.joined:
+                sizes = [tf.shape(x)[0], tf.shape(more)[0]]
+                logits, others = tf.split(self(tf.concat([x, more], 0)), sizes)
+            else:
+                logits, others = self(x), self(more)
+            guess = tf.stop_gradient(tf.nn.softmax(others))
+            losses = keras.losses.categorical_crossentropy(tf.one_hot(tf.argmax(guess, -1), 5), others, True)
+            sure = tf.cast(tf.reduce_max(guess, -1) > 0.3, tf.float32)
+            loss = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+            loss = tf.reduce_mean(loss) + 0.5 * tf.reduce_mean(sure * losses)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "sure": tf.reduce_sum(sure), "rows": tf.shape(more)[0]}
+
+
+def build(joined=False):
+    keras.utils.set_random_seed(1)
+    model = FixMatch(joined)
+    model(X[:1])
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+def both(ratio=7, drop=True):
+    pairs = tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(5, drop_remainder=drop)
+    return tf.data.Dataset.zip(pairs, tf.data.Dataset.from_tensor_slices(MORE).batch(5 * ratio, drop_remainder=drop))
+
+
+@pytest.mark.parametrize(("joined", "towers"), [(False, 3), (True, 2)])
+def test_labelled_and_unlabelled(joined, towers):
+    """In fit and train_on_batch; the rows of each are on their towers alone where no op joins them."""
+    model, alone = on_towers(lambda: build(joined), towers), build(joined)
+    for one in (model, alone):
+        one.history_of = [fit(both(), batch_size=None, shuffle=None, epochs=2)(one)["history"]]
+        one.history_of += [one.train_on_batch((X[:n], LABELS[:n]), MORE[: k * n]) for n, k in ((4, 7), (1, 7), (6, 2))]
+    assert_close([model.history_of, state(model)], [alone.history_of, state(alone)])
+    assert_towers_agree(model)
+    assert bool(model.towers.explain().wholes) == joined
+
+
+def test_a_value_for_the_whole_batch(caplog):
+    """It is a batch of one sample: exact, on one tower, with a warning that says what to write instead."""
+    value = np.float32([[1, 2, 3, 4, 5]])
+
+    def step(batch):
+        x, value = batch
+        return tf.reduce_mean(x * value), x * value, tf.reduce_sum(x, 0) / tf.cast(tf.shape(x)[0], tf.float32)
+
+    def step_by_rows(batch):
+        x, value = batch
+        return step((x, value[:1]))
+
+    expected = [np.mean(X * value), X * value, np.mean(X, 0)]
+    with Towers(3) as towers:
+        assert_close(towers.run(step_by_rows, (X, np.repeat(value, len(X), 0))), expected)
+        assert "have nothing to do" not in caplog.text
+        assert_close(towers.run(step, (X, value)), expected)
+    assert "2 of 3 towers have nothing to do" in caplog.text and "as tf.repeat does" in caplog.text
+
+
+OPS = {
+    "broadcast": lambda x, more: (x * more, tf.reduce_sum(x * more), tf.reduce_mean(x * more)),
+    "select": lambda x, more: tf.where(x > 0, x, more),
+    "broadcast_to": lambda x, more: tf.broadcast_to(x, tf.shape(more)),
+    "stack": lambda x, more: tf.stack([x, more]),
+    "products": lambda x, more: tf.nn.softmax(tf.matmul(x, more, transpose_b=True)),
+    "concat": lambda x, more: tf.concat([x, more, x], 0),
+    "as many": lambda x, more: more[: tf.shape(x)[0]] * x,
+    "tiles": lambda x, more: tf.tile(x, [tf.shape(more)[0] // tf.shape(x)[0], 1]) * more,
+    "groups": lambda x, more: tf.reduce_sum(tf.reshape(more, [tf.shape(x)[0], -1, 5]), 1) * x,
+    "statistics": lambda x, more: (tf.math.reduce_std(more, 0), tf.reduce_max(x, 0), tf.cumsum(more), tf.sort(more, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_of_both(name):
+    """One device's result, or a failure as there: a tower's rows alone may fit where the batch's do not."""
+
+    def outcome(run):
+        try:
+            return [np.asarray(one) for one in tf.nest.flatten(run())]
+        except (ValueError, tf.errors.InvalidArgumentError, NcclSyncError):
+            return "refused"
+
+    for (n, k), count in (((1, 10), 2), ((2, 10), 2), ((6, 7), 4)):
+        batch = X[:n], MORE[: k * n]
+        expected = outcome(lambda batch=batch: tf.function(OPS[name])(*map(tf.constant, batch)))
+        with Towers(count) as towers:
+            found = outcome(lambda batch=batch, towers=towers: towers.run(lambda pair: OPS[name](*pair), batch))
+        if "refused" in (expected, found):
+            assert expected == found == "refused", (n, k)
+        else:
+            assert_close(found, expected)
+
+
+def test_refused_with_both_names():
+    """Sizes that are no multiples, or not known beforehand: before anything runs, with the leaves and what to write."""
+    with (
+        Towers(2) as towers,
+        pytest.raises(ValueError, match=r"\(9, 5\) of \['u'\]\[0\], \(4, 5\) of \['x'\]. .* tf.repeat"),
+    ):
+        towers.run(lambda batch: batch["x"], {"x": X[:4], "u": (X[:9],)})
+    model = on_towers(build, 2)
+    before = model.get_weights()
+    with pytest.raises(
+        NcclSyncError, match=r"^Expected .* 5 5 35 rows, of \[0\]\[0\], \[0\]\[1\], \[1\]. .* drop_remainder=True"
+    ):
+        model.fit(both(drop=False), verbose=0)
+    assert_close(model.get_weights(), before)
+
+
+def test_grouped_and_ungrouped():
+    """Contiguous rows for each sample; of tensors and of specs, and back."""
+    batch = {"x": tf.range(3), "u": (tf.reshape(tf.range(24), [6, 4]), None), "s": tf.constant(1.0)}
+    made = grouped(batch)
+    assert isinstance(made["u"][0], Grouped) and made["x"] is batch["x"] and has_groups(made)
+    np.testing.assert_array_equal(made["u"][0].rows, np.arange(24).reshape(3, 2, 4))
+    assert grouped(made) is made and not has_groups(batch) and ungrouped(batch) is batch
+    tf.nest.map_structure(np.testing.assert_array_equal, ungrouped(made)["u"][0], batch["u"][0])
+    assert grouped([tf.TensorSpec([2, 3]), tf.TensorSpec([8])])[1].rows.shape == [2, 4]
+    assert ungrouped(Grouped(tf.TensorSpec([None, 4, 3]))).shape.as_list() == [None, 3]
+    unchanged = [tf.TensorSpec([None]), tf.TensorSpec([4])], [tf.zeros(4), tf.zeros(6)], [tf.zeros(4), tf.zeros(0)]
+    assert all(grouped(one) is one for one in unchanged)

@@ -73,11 +73,9 @@ static void* find_stream(TF_OpKernelContext* context) {
 
 /* ---- All three ---- */
 
-/* A broadcast's `op`: it writes into what the other ranks give, which must be memory that nobody else has. */
-enum { NCS_IN_PLACE = 1 };
-
 typedef struct {
   int64_t launcher, rank, ranks, label, waits, passes;
+  int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
   int n; /* tensors */
   int64_t *kinds, *ops, *roots; /* [n] */
 } exchange_kernel;
@@ -142,7 +140,10 @@ static void let_go(void* held_) {
 static void* create_arrive(TF_OpKernelConstruction* context) {
   TF_Status* status = ncs_tf.TF_NewStatus();
   exchange_kernel* kernel = make_exchange(context, status);
-  if (kernel != NULL) kernel->rank = ncs_tf_read_attr(context, "rank", status);
+  if (kernel != NULL) {
+    kernel->rank = ncs_tf_read_attr(context, "rank", status);
+    kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
+  }
   return end_create(context, kernel, status);
 }
 
@@ -171,7 +172,7 @@ static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kern
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
   if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->rank) return;
-  if (kind == NCS_BROADCAST && kernel->ops[i] == NCS_IN_PLACE) {
+  if (kernel->in_place && (kind == NCS_BROADCAST || kind == NCS_ALL_REDUCE)) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
   }
@@ -285,8 +286,8 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
 
 const ncs_tf_op ncs_tf_arrive = {
     "NcclsyncArrive",
-    {"launcher: int", "rank: int", "ranks: int >= 1", "kinds: list(int)", "ops: list(int)", "roots: list(int)",
-     "T: list(type) >= 0", NULL},
+    {"launcher: int", "rank: int", "in_place: int", "ranks: int >= 1", "kinds: list(int)", "ops: list(int)",
+     "roots: list(int)", "T: list(type) >= 0", NULL},
     {"sends: T", NULL},
     "token: int64",
     create_arrive,

@@ -96,8 +96,8 @@ def launch(
         devices: [N] the towers', such as "GPU:0".
         after: [N] for each tower, ops and tensors on its device that it arrives after.
         launched_after: ops on the CPU, and launches before, that the launch comes after.
-        in_place: whether broadcasts write into the tensors of the towers that are not the root, which must be
-            fresh ones: nobody else has their memory.
+        in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers that are not the
+            root. They must be fresh ones: nobody else has their memory.
     """
     assert takes(communicator) and isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
@@ -109,15 +109,13 @@ def launch(
         "launcher": launcher.address,
         "ranks": len(devices),
         "kinds": [KINDS[type(one)][0] for one in collectives],
-        "ops": [
-            native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else int(in_place) for one in collectives
-        ],
+        "ops": [native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else 0 for one in collectives],
         "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
     }
     tokens = []
     for tower, device in enumerate(devices):
         sends = [column[tower] for column in columns]
-        own = {"rank": tower, "T": [send.dtype for send in sends]}
+        own = {"rank": tower, "in_place": int(in_place), "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
             arrival = _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device)
         tokens += arrival.outputs

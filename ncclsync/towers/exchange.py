@@ -17,7 +17,7 @@ from ncclsync.ops.group_ops import Joining, Turns, gather_rows, group_all_reduce
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards
-from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, total_of_gathered
+from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, sums_of_towers, total_of_gathered
 from ncclsync.towers.state import TowerState
 
 # For each of this process' n towers, the ops and tensors that it waits for: [n] lists.
@@ -143,7 +143,7 @@ class Exchanges:
             if isinstance(received, tuple):
                 tower, launched, column = received
                 received = [launched.deliver(tower, after, waits=waits)[column]]
-                if self._towers.has_shards:
+                if self._towers.has_shards and not self._towers.adds_up:
                     received = [total_of_gathered(received[0], bucket.wire.op, self._towers, tower)]
             tensors += received
         return tensors
@@ -153,14 +153,16 @@ class Exchanges:
         columns = [[tensors[0] for tensors in column] for column in zip(*call.given, strict=True)]
         pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
-        if self._towers.has_shards:
+        if self._towers.adds_up:
+            columns = [sums_of_towers(column, self._towers) for column in columns]
+        elif self._towers.has_shards:
             columns = [
                 nodes_of_towers(column, bucket.wire.op, self._towers)
                 for column, bucket in zip(columns, call.buckets, strict=True)
             ]
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
-        launched = self._launch(columns, collectives, call.done)
+        launched = self._launch(columns, collectives, call.done, in_place=self._towers.adds_up)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
@@ -175,10 +177,12 @@ class Exchanges:
         collectives: Sequence[Joining],
         done: After,
         anywhere: Sequence[Any] = (),
+        *,
+        in_place: bool = False,
     ) -> device_ops.Launched:
         communicator, devices = self._towers.communicator, self._towers.devices
         before = [*self._launches, *anywhere]
-        launched = device_ops.launch(columns, communicator, collectives, devices, done, before)
+        launched = device_ops.launch(columns, communicator, collectives, devices, done, before, in_place=in_place)
         self._launches = [launched.op]
         return launched
 

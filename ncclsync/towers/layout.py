@@ -18,6 +18,7 @@ from ncclsync.towers.exchange import After, Exchanges
 from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
 from ncclsync.towers.results import combine
+from ncclsync.towers.shard_sums import add_up
 from ncclsync.towers.state import TowerState
 
 
@@ -119,22 +120,24 @@ class _Run:
             after: [n] what each tower waits for.
 
         Returns:
-            [s] what each shard sends, flat; and [n] the tower's ops of the segment, and what else ends it.
+            [s] what each shard sends, flat, or, if towers add up, what a tower's shards up to it send together; and
+            [n] the tower's ops of the segment, and what else ends it.
         """
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
         sent: list[list[tf.Tensor]] = []
+        of_shards: list[list[tf.Tensor]] = []
         arguments: list[list[Any]] = []
         done: After = []
         places = self._towers.places
         for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
             own = self._places[i]
             ends: list[Any] = []
-            tokens: list[tf.Tensor] = []
+            tokens: list[Any] = []
             for place in own[:1] if segment.once else own:
                 # One after another: only what the shards before give takes memory meanwhile.
-                before = [*after[i], *tokens[-1:]]
+                before = [*after[i], *tokens]
                 incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
                 name, meets = segment_name(self._program, number), bool(segment.incoming)
@@ -147,12 +150,18 @@ class _Run:
                     outcome = segment.run(self.values[place], arguments[-1])
                 for one in own if segment.once else [place]:
                     self.values[one].update(zip(segment.fetches, outcome, strict=False))
-                sent.append(outcome[len(segment.fetches) : -1])
-                tokens.append(outcome[-1])
+                given = outcome[len(segment.fetches) : -1]
+                with tf.device(f"/{device}"):
+                    before_it = sent[-1] if self._towers.adds_up and tokens else None
+                    sent.append(given if before_it is None else add_up(segment.outgoing, before_it, given))
+                tokens = [outcome[-1], *sent[-1]] if self._towers.adds_up else [outcome[-1]]
+                of_shards.append(given)
                 ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
             done.append(ends)
         if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(number, segment, arguments, sent, list(zip(places.devices, after, done, strict=True)))
+            self._repeats.compute(
+                number, segment, arguments, of_shards, list(zip(places.devices, after, done, strict=True))
+            )
         return sent, done
 
     def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:

@@ -53,8 +53,9 @@ class KeptBatch:
 
     def batch(self) -> Any:
         """Return the last batch kept."""
-        components = [variable.read_value() for variable in self._leaves] if self._held is None else self._held
-        return packed(self._specs, components)
+        with tf.device("/CPU:0"):  # else TensorFlow copies it to a GPU, which may be full
+            components = [variable.read_value() for variable in self._leaves] if self._held is None else self._held
+            return packed(self._specs, components)
 
 
 class Rollback:

@@ -1,14 +1,14 @@
-"""Join what shards give where towers compute several of them: in one tree, whatever tower has which shard.
+"""Join what shards give where towers compute several of them.
 
-A tower adds up its own shards' part of the tree (`ops/tree.py`) as they come, so that few of them take memory at
-once. All towers compute the rest of the tree alike.
+If the number of shards was given, bits belong to it, and there is one tree, whatever tower has which shard: a tower
+adds up its own shards' part of the tree (`ops/tree.py`), and all towers compute the rest of it alike. If a step was
+split for lack of memory, a tower adds each shard to the sum of those before it, so that one sum takes memory.
 """
 
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from ncclsync.ops import Collective
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket
 from ncclsync.towers.state import TowerState
@@ -36,10 +36,34 @@ def join_shards(
     """
     joined: list[list[list[tf.Tensor]]] = [[] for _ in given]
     for bucket, rows in zip(buckets, zip(*given, strict=True), strict=True):  # [s] lists of tensors
-        columns = [_join(bucket.wire, column, towers) for column in zip(*rows, strict=True)]
+        columns = [_join(bucket, column, towers) for column in zip(*rows, strict=True)]
         for received, tensors in zip(joined, zip(*columns, strict=True), strict=True):
             received.append(list(tensors))
     return joined
+
+
+def add_up(buckets: Sequence[Bucket], total: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return what a tower's shards give together: the `total` of some, and what the next one has `given`.
+
+    Args:
+        buckets: [B] in order; what is not reduced is of the next shard.
+        total, given: as many tensors as the buckets' `specs`.
+    """
+    each = [bucket for bucket in buckets for _ in bucket.specs]
+    return [
+        _COMBINE[bucket.wire.op](before, new) if _adds_up(bucket) else new
+        for bucket, before, new in zip(each, total, given, strict=True)
+    ]
+
+
+def _adds_up(bucket: Bucket) -> bool:
+    """Return whether a tower may add up what its shards give for a bucket, before the towers meet."""
+    return not bucket.wire.concatenates and bucket.wire.kind != "broadcast" and bucket.when is None
+
+
+def sums_of_towers(values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+    """Return [n] what each tower has of all of its shards, of [s] what `add_up` has returned."""
+    return [values[own[-1]] for own in towers.shards_of]
 
 
 def nodes_of_towers(values: Sequence[tf.Tensor], op: str, towers: TowerState) -> list[tf.Tensor]:
@@ -65,15 +89,19 @@ def total_of_gathered(gathered: tf.Tensor, op: str, towers: TowerState, tower: i
         return reduce_tree(_COMBINE[op], shards, values)
 
 
-def _join(wire: Collective, values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+def _join(bucket: Bucket, values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
     """Join one tensor of each shard; [s] in, [s] out."""
-    shards, owned = len(values), towers.shards_of
+    wire, shards, owned = bucket.wire, len(values), towers.shards_of
     if wire.root >= shards:
         raise ValueError(f"Expected root to be below the number of shards, {shards}. Received: {wire.root}")
     if wire.kind == "broadcast":
         return [values[wire.root]] * shards
     nodes: dict[Node, tf.Tensor] = {}
-    if not wire.concatenates:
+    leaves = shards
+    if towers.adds_up and _adds_up(bucket):
+        leaves, combine = len(owned), _COMBINE[wire.op]
+        nodes = {Node(0, tower): value for tower, value in enumerate(sums_of_towers(values, towers))}
+    elif not wire.concatenates:
         combine = _COMBINE[wire.op]
         for device, own in zip(towers.devices, owned, strict=True):
             with tf.device(f"/{device}"):
@@ -82,7 +110,7 @@ def _join(wire: Collective, values: Sequence[tf.Tensor], towers: TowerState) -> 
     for device in towers.devices:
         if device not in received:
             with tf.device(f"/{device}"):
-                received[device] = tf.concat(values, 0) if wire.concatenates else reduce_tree(combine, shards, nodes)
+                received[device] = tf.concat(values, 0) if wire.concatenates else reduce_tree(combine, leaves, nodes)
     results = [received[device] for device, own in zip(towers.devices, owned, strict=True) for _ in own]
     if wire.kind != "reduce_scatter":
         return results

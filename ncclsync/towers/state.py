@@ -230,8 +230,13 @@ class TowerState:
 
     @property
     def has_shards(self) -> bool:
-        """Return whether the number of shards was given: a tower may have several."""
+        """Return whether a tower may have several shards: their number was given, or a step was split."""
         return self._shards is not None
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether a tower adds up its shards as they come, and no bits belong to the number of shards."""
+        return self.has_shards and not self._shards_given
 
     @property
     def is_chief(self) -> bool:
@@ -631,9 +636,9 @@ class TowerState:
     def target(self) -> Target:
         """Return the target that programs for these towers are cut for."""
         joins, same_seeds = not self.meets_processes, self.options.exact_random
-        return make_target(
-            self.devices, self.backend, self.options.bucket_bytes, same_seeds, joins=joins, shards=self._shards
-        )
+        # Where memory is short, none is taken for the copies that buckets are packed of.
+        bucket_bytes = 1 if self.adds_up else self.options.bucket_bytes
+        return make_target(self.devices, self.backend, bucket_bytes, same_seeds, joins=joins, shards=self._shards)
 
     def _of_all_processes(self, value: Any, what: str, array_bytes: int = 0) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`. Collective."""

@@ -373,6 +373,7 @@ class TowerStep(abc.ABC):
             self._programs.clear()
             self._graphs.clear()
             self._ran = None
+            gc.collect()  # what the programs before kept on the towers, such as old weights, is in cycles
 
     def _run_watched(self, batch_specs: Any, source: str, run: "Callable[[Callable, _Setup], Any]") -> Any:
         """Run the graph function for batches of these specs; another one if somebody watches the step.

@@ -48,6 +48,16 @@ def test_batches_that_were_fed_ahead_are_split_anew(options):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--xla"]])
+def test_a_divided_step_keeps_one_sum(options):
+    """Beside the gradients of a shard, and what some of them take while they are added: not those of 16 shards."""
+    printed = on_gpus_of(2000, *options, SCRIPT, "sums")
+    found = re.search(r"shards 32 sets (\d+\.\d+)", printed)
+    assert found and float(found[1]) < 2.5, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [[], ["--xla"]])
 def test_a_row_that_does_not_fit_is_the_error(options):
     """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""
     printed = on_gpus_of(70, *options, SCRIPT, "row")

@@ -1,6 +1,7 @@
 """Train batches whose activations do not fit the GPUs' memory, with on_oom="split", and compare with one CPU.
 
-With the argument "row": batches of which not even one row fits. With "fed": batches that are fed ahead, in several
+With the argument "row": batches of which not even one row fits. With "sums": how much a divided step takes, in sets of
+gradients. With "fed": batches that are fed ahead, in several
 epochs, with validation, and with the options that the other arguments say.
 """
 
@@ -76,9 +77,31 @@ def train_long_rows():
             print(rows, "rows: exhausted", "same" if same else "changed", "divergence", model.towers.divergence())
 
 
+def measure_sums(splits=4):
+    """Print what a step that was split takes on GPU 1 at most beyond weights and rows, in sets of gradients."""
+
+    def build():
+        model = keras.Sequential([keras.Input((32,)), *(layers.Dense(1024, "tanh") for _ in range(6)), layers.Dense(5)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    model = ncclsync.nccl_parallel(on_oom="split")(build)()
+    for _ in range(splits):
+        model.towers.split_further(ROWS)
+    model.train_on_batch(X[:256], Y[:256])
+    before = tf.config.experimental.get_memory_info("GPU:1")["current"]
+    tf.config.experimental.reset_memory_stats("GPU:1")
+    model.train_on_batch(X[:256], Y[:256])
+    taken = tf.config.experimental.get_memory_info("GPU:1")["peak"] - before
+    print("shards", model.towers.shards.total, "sets", round(taken / 4 / model.count_params(), 2))
+
+
 logging.getLogger("ncclsync").addHandler(Keep(level=logging.WARNING))
 if "row" in sys.argv:
     train_long_rows()
+    sys.exit()
+if "sums" in sys.argv:
+    measure_sums()
     sys.exit()
 if "fed" in sys.argv:
     model, found, expected = fed(**{name: int(value) for name, _, value in (a.partition("=") for a in sys.argv[2:])})

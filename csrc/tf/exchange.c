@@ -147,18 +147,21 @@ static void* create_arrive(TF_OpKernelConstruction* context) {
   return end_create(context, kernel, status);
 }
 
-/* Holds tensor i and makes what it is received into; fills in the buffer. */
-static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kernel, int i, held* all,
+/* Whether no other tensor that is sent has the memory of tensor i: TensorFlow may have made one of two that are equal. */
+static int is_alone(const held* all, int i) {
+  const void* own = ncs_tf.TF_TensorData(all->tensors[2 * i]);
+  for (int other = 0; other < all->n; ++other)
+    if (other != i && ncs_tf.TF_TensorData(all->tensors[2 * other]) == own) return 0;
+  return 1;
+}
+
+/* Makes what tensor i is received into; fills in the buffer. */
+static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* kernel, int i, held* all,
                         ncs_buffer* buffer, TF_Status* status) {
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
   int64_t dims[NCS_MOST_DIMS];
-  TF_Tensor *send = NULL, *recv = NULL;
-  const int kind = (int)kernel->kinds[i];
-  int n_dims;
-  ncs_tf.TF_GetInput(context, i, &send, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return;
-  all->tensors[2 * i] = send;
-  n_dims = ncs_tf.TF_NumDims(send);
+  TF_Tensor *send = all->tensors[2 * i], *recv = NULL;
+  const int kind = (int)kernel->kinds[i], n_dims = ncs_tf.TF_NumDims(send);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
   buffer->dtype = ncs_tf_find_dtype(ncs_tf.TF_TensorType(send));
   buffer->send = ncs_tf.TF_TensorData(send);
@@ -172,7 +175,7 @@ static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kern
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
   if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->rank) return;
-  if (kernel->in_place && (kind == NCS_BROADCAST || kind == NCS_ALL_REDUCE)) {
+  if (kernel->in_place && (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && is_alone(all, i)))) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
   }
@@ -195,7 +198,9 @@ static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
   if (all == NULL || buffers == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (all != NULL) all->n = kernel->n;
   for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
-    hold_tensor(context, kernel, i, all, &buffers[i], status);
+    ncs_tf.TF_GetInput(context, i, &all->tensors[2 * i], status);
+  for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
+    prepare_tensor(context, kernel, i, all, &buffers[i], status);
   if (ncs_tf.TF_GetCode(status) == TF_OK) {
     const ncs_buffers arriving = {buffers, kernel->n, all, let_go};
     const ncclResult_t result =

@@ -150,12 +150,13 @@ class _Run:
                     outcome = segment.run(self.values[place], arguments[-1])
                 for one in own if segment.once else [place]:
                     self.values[one].update(zip(segment.fetches, outcome, strict=False))
-                given = outcome[len(segment.fetches) : -1]
-                with tf.device(f"/{device}"):
-                    before_it = sent[-1] if self._towers.adds_up and tokens else None
-                    sent.append(given if before_it is None else add_up(segment.outgoing, before_it, given))
-                tokens = [outcome[-1], *sent[-1]] if self._towers.adds_up else [outcome[-1]]
-                of_shards.append(given)
+                of_shards.append(outcome[len(segment.fetches) : -1])
+                tokens, sends = [outcome[-1]], of_shards[-1]
+                if self._towers.adds_up:
+                    with tf.device(f"/{device}"):
+                        sends = sends if place == own[0] else add_up(segment.outgoing, sent[-1], sends)
+                    tokens += sends  # the next shard waits for the sum
+                sent.append(sends)
                 ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
             done.append(ends)
         if self._repeats is not None and number < len(self._program.segments):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from ncclsync.communicator import native
 from ncclsync.communicator.buffers import Buffers
 from ncclsync.communicator.messages import MOST_BYTES
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, ProcessError
 
 
 class AllReduce(NamedTuple):
@@ -48,6 +48,7 @@ class AllGather(NamedTuple):
 
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
+_TOLD = "_ncclsync_told"  # of an error: the other processes know of it
 _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 
 
@@ -281,7 +282,25 @@ class Communicator(abc.ABC):
         return None
 
     def report_failure(self, error: BaseException) -> None:
-        """Let the other processes' next collective raise that something of this one's own has failed."""
+        """Let the other processes' next collective raise that something of this one's own has failed; once for each.
+
+        Not what another process has made this one raise.
+        """
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ProcessError) or _TOLD in vars(cause):
+                return
+            cause = cause.__cause__
+        self.mark_told(error)
+        self._tell(f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    def mark_told(error: BaseException) -> None:
+        """Remember that the other processes know of an error: `report_failure` is not to report it."""
+        vars(error)[_TOLD] = True
+
+    def _tell(self, words: str) -> None:
+        """Let the other processes' next collective raise these words."""
         return
 
     def interrupt(self) -> None:

@@ -578,10 +578,9 @@ class MpiCommunicator(Communicator):
         error, self.peers.raised = self.peers.raised, None
         return error
 
-    def report_failure(self, error: BaseException) -> None:
-        """Report it to the others; see `Communicator.report_failure`."""
+    def _tell(self, words: str) -> None:
         if not self.closed:
-            self.peers.report_failure(f"{type(error).__name__}: {error}", self.timeout_s)
+            self.peers.report_failure(words, self.timeout_s)
 
     def close(self) -> None:
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""

@@ -65,7 +65,6 @@ class NcclCommunicator(Communicator):
     waits = True
     memory = CUDA
     peers: Peers | None = None
-    _reported: BaseException | None = None
 
     def __init__(
         self,
@@ -431,11 +430,10 @@ class NcclCommunicator(Communicator):
         if self.peers is not None:
             self.peers.wait_for_file(self.timeout_s)
 
-    def report_failure(self, error: BaseException) -> None:
-        """Let the other processes, whatever they wait for, raise that something of this one's own has failed."""
-        if self.peers is not None and not isinstance(error, ProcessError) and error is not self._reported:
-            self._reported = error
-            self.peers.report(f"{type(error).__name__}: {error}")
+    def _tell(self, words: str) -> None:
+        """Let the other processes raise it, whatever they wait for."""
+        if self.peers is not None:
+            self.peers.report(words)
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""

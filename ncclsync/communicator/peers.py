@@ -67,6 +67,7 @@ class Peers(abc.ABC):
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
+        self._agreed = 0  # failures of this process that the others have met after
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
 
@@ -193,6 +194,8 @@ class Peers(abc.ABC):
         failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
             self.reported = list(self.failures)
+            if self.failures[self.rank] > self._agreed:  # it has failed since they met, too, and said so
+                return
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
@@ -212,6 +215,7 @@ class Peers(abc.ABC):
         """Take over [size][size] what each process knows of failures: all of them have been raised."""
         self.failures = [max(column) for column in zip(*each, strict=True)]
         self.reported = list(self.failures)
+        self._agreed = self.failures[self.rank]
 
     def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
         """Take over what a process has reported."""

@@ -47,6 +47,33 @@ def test_failed_step_in_one_process(mpirun):
 
 
 @pytest.mark.slow
+def test_callback_that_raises(mpirun):
+    """In one process: the others hear of it, in a step or at the end of an epoch; then all may go on, equal."""
+    done = mpirun(2, "faults.py", "pruned", timeout_s=120)
+    first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
+    said = "ProcessError .*process 1 on [^ ]+: ValueError: pruned in process 1.*"
+    assert re.search(said * 2 + "ValueError .*pruned in process 0.*goes on", first), done.stdout + done.stderr
+    assert last.count("ValueError after") == 3
+    assert re.search("goes on (.*)", first)[1] == re.search("goes on (.*)", last)[1]
+
+
+@pytest.mark.slow
+def test_callbacks_of_one_process(mpirun, tmp_path):
+    """What only writes may be in process 0 alone; others are named before training, and all go on."""
+    done = mpirun(2, "faults.py", "writers", tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = ("fit.*Random in process 0", "fit.*CSVLogger in process 1", "evaluate.*Random in process 1")
+    words = [f"same callbacks for {one} alone" for one in alone]
+    words += [
+        "EarlyStopping, Random in process 0, Random, EarlyStopping in process 1",
+        "ModelCheckpoint in process 0 alone",
+    ]
+    for rank in (0, 1):
+        assert re.search("ProcessError.*" + ".*".join(words), lines_of(done.stdout, rank)), done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"1.keras", "2.keras", "3.keras", "log.csv", "board"}
+
+
+@pytest.mark.slow
 def test_busy_process(mpirun):
     """A process that is alive is waited for, however long one call keeps Python from running there, or everywhere."""
     done = mpirun(2, "faults.py", "busy", timeout_s=150)

@@ -41,6 +41,26 @@ class At(keras.callbacks.Callback):
             self.call()
 
 
+class Raises(keras.callbacks.Callback):
+    """Raise in the last process, or in all, behind a batch or at the end of an epoch."""
+
+    def __init__(self, where, everywhere=False):
+        super().__init__()
+        self.where, self.everywhere = where, everywhere
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.where == "batch" and batch == 1:
+            self.fail()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.where == "epoch":
+            self.fail()
+
+    def fail(self):
+        if RANK == LAST or self.everywhere:
+            raise ValueError(f"pruned in process {RANK}")
+
+
 class Random(keras.callbacks.Callback):
     """Stop after an epoch, if a random number says so."""
 
@@ -115,6 +135,27 @@ if WAY == "label":
     fit(model, epochs=1)  # all go on together
     assert model.towers.divergence() == 0.0
     print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "pruned":
+    for where, everywhere in (("batch", False), ("epoch", False), ("batch", True)):
+        told(lambda where=where, everywhere=everywhere: fit(model, callbacks=[Raises(where, everywhere)]))
+        fit(model, epochs=1)  # all go on together
+        assert model.towers.divergence() == 0.0
+    print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "writers":
+    os.chdir(sys.argv[2])
+    callbacks = keras.callbacks
+    chief = [callbacks.ModelCheckpoint("{epoch}.keras"), callbacks.CSVLogger("log.csv"), callbacks.TensorBoard("board")]
+    both = [callbacks.EarlyStopping("loss", patience=5)]
+    for rest in ([], both):
+        fit(model, callbacks=[*chief * (RANK == 0), *rest])
+    told(lambda: fit(model, callbacks=[*both, *[Random()] * (RANK == 0)]))
+    told(lambda: fit(model, callbacks=[*both, *[callbacks.CSVLogger("other.csv")] * (RANK == LAST)]))
+    told(lambda: model.evaluate(X, Y, verbose=0, callbacks=[Random()] * (RANK == LAST)))
+    told(lambda: fit(model, callbacks=[Random(), *both] if RANK else [*both, Random()]))
+    divided = nccl_parallel(towers=2, shard_optimizer=True)(build)()
+    told(lambda: fit(divided, callbacks=chief[: 1 - RANK]))
+    fit(model, epochs=1)
+    assert model.towers.divergence() == 0.0
 if WAY == "stopped":
     pid = os.getpid()
     if RANK == LAST:

@@ -27,7 +27,6 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
 from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
-from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -64,7 +63,6 @@ class NcclCommunicator(Communicator):
 
     waits = True
     memory = CUDA
-    peers: Peers | None = None
 
     def __init__(
         self,
@@ -408,27 +406,6 @@ class NcclCommunicator(Communicator):
         if self.peers is not None and self.peers.failure is not None:
             raise self.peers.failure
         super().raise_closed()
-
-    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
-        """Return what each process gives; see `Communicator.exchange`."""
-        if self.peers is None:
-            return [value]
-        return self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
-
-    def remark(self, words: str) -> None:
-        """Say it in messages of other processes, too."""
-        if self.peers is not None:
-            self.peers.remark = f"; {words}"
-
-    def report_file(self) -> None:
-        """Let other processes go on that wait for it; see `Communicator.report_file`."""
-        if self.peers is not None:
-            self.peers.report_file()
-
-    def wait_for_file(self) -> None:
-        """Wait for process 0; see `Communicator.wait_for_file`."""
-        if self.peers is not None:
-            self.peers.wait_for_file(self.timeout_s)
 
     def _tell(self, words: str) -> None:
         """Let the other processes raise it, whatever they wait for."""

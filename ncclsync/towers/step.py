@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.communicator.peers import SAME_ROWS
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import innermost
@@ -47,7 +48,9 @@ logger = logging.getLogger("ncclsync")
 # Where a graph function's batches come from: it is given them, takes them from an iterator, or is fed.
 _GIVEN, _ITERATED, _FED = "given", "iterated", "fed"
 
-_COMPARED = 2  # batches of an iterator, or of none, that the processes compare
+# Where no call within a step does, processes compare the first batches of an iterator, or of none, and then every 50th:
+# it takes about a millisecond.
+_COMPARED, _EVERY = 2, 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +110,8 @@ class TowerStep(abc.ABC):
         self._meter: Meter | None = None  # of all graphs that are watched
         self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
         self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
-        self._to_compare = _COMPARED
-        self._counting: list[CountingDataset] = []  # that the batches to be compared come from
+        self._number = 0  # of the last of these
+        self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
         # By the specs of a shard, the readers of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
@@ -272,9 +275,10 @@ class TowerStep(abc.ABC):
         """
         if self.towers.meets_processes:
             if self._compared is None or self._compared() is not iterator:
-                self._compared, self._to_compare = weakref.ref(iterator), _COMPARED
-            made_of = tf_compat.datasets_of(iterator) if self._to_compare else []
-            self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
+                self._compared, self._number = weakref.ref(iterator), 0
+                counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
+                self._digest = next((one.digest for one in counting if one.digest() is not None), None)
+            self.towers.communicator.reads_same_rows = self._digest is None
         if feeds(self.towers.devices):
             feeder = self.towers.feeders.get(iterator)
             if feeder is None:
@@ -296,7 +300,7 @@ class TowerStep(abc.ABC):
         """
         rowed_leaves(batch)
         leaves = leaves_of(batch)
-        self._counting = []
+        self._compared, self._digest, self.towers.communicator.reads_same_rows = None, None, True
         results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
@@ -380,23 +384,24 @@ class TowerStep(abc.ABC):
         return results
 
     def _compare_batches(self, setup: _Setup) -> None:
-        """See that all processes have run a step on the same batch, for the first of them.
+        """See that all processes have run a step on the same batch, where the step itself does not.
 
         Raises:
             ProcessError: they have not.
         """
-        if not self.towers.meets_processes or self._to_compare == 0:
+        communicator = self.towers.communicator
+        if not self.towers.meets_processes or (communicator.compares_batches and communicator.reads_same_rows):
             return
-        self._to_compare -= 1
-        known = [one.digest() for one in self._counting]
-        digest = next(filter(None, known), None) or digest_of_rows(setup.kept.batch())
-        digests = self.towers.communicator.exchange(digest, "the comparison of batches")
+        self._number += 1
+        if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
+            return
+        digest = digest_of_rows(setup.kept.batch()) if self._digest is None else self._digest()
+        digests = communicator.exchange(digest, "the comparison of batches")
         other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ProcessError(
-                "Expected all processes to read the same batches: each keeps its towers' rows. Received: other rows "
-                f"in process {other} than in process 0. Seed what shuffles or draws, by keras.utils.set_random_seed "
-                "and tf.data's shuffle(seed=...); and divide no dataset by process, as by shard()"
+                f"Expected all processes to read the same batches. Received: other rows in process {other} than in "
+                f"process 0, in batch {self._number}{' or before' * (self._number > _COMPARED)}. {SAME_ROWS}"
             )
 
     def _run_fed(self, feeder: Feeder, graph: Callable, setup: "_Setup") -> Any:

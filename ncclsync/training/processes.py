@@ -56,6 +56,10 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
     def in_step(*args, **kwargs):
         towers.require_open()
         with _told(towers), contextlib.ExitStack() as stack:
+            before = towers.communicator.at("")
+            stack.callback(towers.communicator.at, *before)
+            within = f", within {before[0]}" if before[0] else ""
+            towers.communicator.at(f"`{method.__name__}`{within}")
             args, kwargs = named_arguments(method, args, kwargs)
             callbacks = kwargs.pop("callbacks", None) or []
             if method.__name__ != "predict" and not model.run_eagerly:  # which take whole batches
@@ -360,6 +364,10 @@ class _Compare(keras.callbacks.Callback):
     def __init__(self, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
         super().__init__()
         self._decisions, self._towers = decisions, towers
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Let other processes say where this one is."""
+        self._towers.communicator.at(f"`fit`, at epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare.

@@ -6,18 +6,23 @@ import time
 import pytest
 
 WORDS = {
-    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: has ended: ValueError: told to fail"),
+    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
     "ends": (None, r"process 1 on \S+: has ended"),
     "callback": ("the callback Random to decide the same", "the callback Random to decide the same"),
     "rate": ("the callback RandomRate to decide .* learning rate 0.005 in process 1", "the callback RandomRate"),
     "between": (
-        "process 1 on .* StopBetween has set stop_training",
-        "process 1 on .* StopBetween has set stop_training",
-    ),
-    "data": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
-    "seeds": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
-    "rows": ("a batch of 8 rows.*a batch of 11 rows", "a batch of 8 rows.*a batch of 11 rows"),
-    "read alone": ("process 0 on .*: divergence; process 1 on .*: all-reduce", "process 0 on .*: divergence"),
+        "process 0 on [^ ]+ is in `fit`, at epoch 1, batch 3; process 1 on [^ ]+ is in `fit`, at epoch 1, the end of "
+        "epoch 1; StopBetween has set stop_training. Let all processes make the same calls",
+    )
+    * 2,
+    "data": ("other rows in process 1 on [^ ]+ than in process 0 on [^ ]+, in `fit`, at epoch 1, batch 1. Seed what",)
+    * 2,
+    "skips": ("other rows in process 1 on [^ ]+ than in process 0 on [^ ]+, in `fit`, at epoch 2, batch 2. Seed",) * 2,
+    "seeds": ("other rows in process 1 than in process 0, in batch 1. Seed what shuffles",) * 2,
+    "rows": ("8 rows in process 0 on [^ ]+ and 11 in process 1 on [^ ]+, in `fit`, at epoch 1, batch 3. Seed",) * 2,
+    "read alone": ("process 0 on [^ ]+ is at divergence; process 1 on [^ ]+ is in `fit`",) * 2,
+    "evaluates": ("process 0 on [^ ]+ is in `evaluate`; process 1 on [^ ]+ is in `fit`. Let all processes make",) * 2,
+    "model": (r"at broadcast \(\S+\) of 48 .* at broadcast \(\S+\) of 78 .*Let all build the same model",) * 2,
 }
 
 

@@ -11,6 +11,7 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ncclsync import Health, Shuffled, nccl_parallel
 
@@ -21,9 +22,9 @@ X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 5, 64)
 
 
-def build():
+def build(width=8):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)])
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(width, "relu"), keras.layers.Dense(5)])
     model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -123,6 +124,18 @@ if WAY == "between":
     told(lambda: fit(model, callbacks=[StopBetween()]))
 if WAY == "data":
     told(lambda: fit(model, x=X if RANK == 0 else X[::-1]))
+if WAY == "skips":  # the fifth batch of an endless stream
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat()
+    if RANK == LAST:
+        batches = batches.take(4).concatenate(batches.skip(5))
+    told(lambda: model.fit(batches, steps_per_epoch=3, epochs=4, verbose=0))
+    fit(model, epochs=1)  # all go on together
+    assert model.towers.divergence() == 0.0
+if WAY == "evaluates":
+    told(lambda: fit(model) if RANK else model.evaluate(X, Y, verbose=0))
+if WAY == "model":
+    width = 8 if RANK == 0 else 13
+    told(nccl_parallel(towers=2, health=Health(timeout_s=60))(lambda: build(width)))
 if WAY == "seeds":
     told(lambda: model.fit(Shuffled(X, Y, batch_size=16, seed=RANK), verbose=0))
 if WAY == "rows":

@@ -7,11 +7,11 @@ import random
 import signal
 import sys
 import threading
-import time
 
 import keras
 import numpy as np
 import tensorflow as tf
+from telling import told
 
 from ncclsync import Health, Shuffled, nccl_parallel
 
@@ -91,18 +91,6 @@ def raise_error():
 def fit(model, **options):
     options = {"epochs": 3, "shuffle": False, "verbose": 0, **options}
     return model.fit(options.pop("x", X), options.pop("y", Y), batch_size=16, **options)
-
-
-def told(call):
-    """Print what a call raises, and how long that took."""
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
-        return error
-    print(f"[{RANK}] nothing", flush=True)
-    return None
 
 
 model = nccl_parallel(towers=2, health=Health(timeout_s=60))(build)()

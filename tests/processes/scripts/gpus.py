@@ -14,6 +14,7 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
+from telling import told
 
 import ncclsync
 from ncclsync import nccl_parallel
@@ -93,18 +94,6 @@ def train():
     print(model.towers, model.towers.explain())
     np.savez(f"{OUT}.{RANK}.npz", **found, **own_loop())
     print([device.name for device in tf.config.list_logical_devices()], tf.constant(1.0).device)
-
-
-def told(call):
-    """Print what a call raises, and how long that took."""
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
-        return error
-    print(f"[{RANK}] nothing", flush=True)
-    return None
 
 
 def fail():

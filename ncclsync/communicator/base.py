@@ -270,6 +270,11 @@ class Communicator(abc.ABC):
         )
 
     @property
+    def process(self) -> int:
+        """Return this process' number."""
+        return 0 if self.peers is None else self.peers.rank
+
+    @property
     def leads(self) -> bool:
         """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
         return self.ranks[0] == 0

@@ -78,7 +78,11 @@ class Shards:
 
 
 def shard_batch(
-    batch: Any, towers: int, local: Sequence[int] | None = None, weights: tf.Tensor | None = None
+    batch: Any,
+    towers: int,
+    local: Sequence[int] | None = None,
+    weights: tf.Tensor | None = None,
+    held: tf.Tensor | None = None,
 ) -> Shards:
     """Split every tensor of a batch along its first axis.
 
@@ -88,6 +92,8 @@ def shard_batch(
         towers: how many shards.
         local: the numbers of this process' towers, whose shards are made; None: of all.
         weights: see `shard_sizes`, [towers] int32.
+        held: [towers] int32, the rows of each shard, where the batch has those of `local` alone, or, for none of them,
+            a row to compute on.
 
     Raises:
         ValueError: while the graph is built, if static shapes show that the rows differ in number, or that
@@ -106,12 +112,16 @@ def shard_batch(
         checks.append(tf.debugging.Assert(same, told, summarize=len(counts)))
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
-    sizes = _sizes(rows, towers, weights)
     made = range(towers) if local is None else local
-    if weights is not None:
-        held, shares = divide_rows(rows, sizes)
-        slices = [[_slice(leaf, shares[index]) for leaf in leaves] for index in made]
-        return Shards([tf.nest.pack_sequence_as(batch, one) for one in slices], held, shares)
+    begin: Any = 0  # of the first row that the batch has
+    if held is not None:
+        sizes, rows, begin = held, tf.reduce_sum(held), tf.reduce_sum(held[: made[0]])
+    else:
+        sizes = _sizes(rows, towers, weights)
+    if weights is not None or held is not None:
+        unstacked, shares = divide_rows(rows, sizes)
+        slices = [[_slice(leaf, shares[index], begin) for leaf in leaves] for index in made]
+        return Shards([tf.nest.pack_sequence_as(batch, one) for one in slices], unstacked, shares)
     # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
     # sum.
     counts = tf.maximum(sizes, tf.minimum(rows, 1))
@@ -277,9 +287,9 @@ def _split(leaf: Any, splits: Any, missing: tf.Tensor, towers: int) -> list[Any]
     return [_take_rows(leaf, ends[i] - splits[i], splits[i]) for i in range(towers)]
 
 
-def _slice(leaf: Any, share: Share) -> Any:
-    """Return the rows that a tower computes on."""
-    return _take_rows(leaf, share.begin, share.rows) if _has_rows(leaf) else leaf
+def _slice(leaf: Any, share: Share, begin: Any) -> Any:
+    """Return the rows that a tower computes on, of a leaf whose first row is number `begin` of the batch."""
+    return _take_rows(leaf, tf.maximum(share.begin - begin, 0), share.rows) if _has_rows(leaf) else leaf
 
 
 def _repeat_first_row(leaf: Any, times: tf.Tensor) -> Any:

@@ -37,7 +37,7 @@ from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import components_of, digest_of_rows, fixed_specs, open_specs, rowed_leaves, rows_of
 from ncclsync.towers.audit import Audit
-from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
+from ncclsync.towers.feeding import CountingDataset, Feeder, Places, Staging, feeds, split_batch
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.recovery import KeptBatch, Rollback
@@ -116,6 +116,7 @@ class TowerStep(abc.ABC):
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
+        self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
@@ -278,6 +279,7 @@ class TowerStep(abc.ABC):
                 self._compared, self._number = weakref.ref(iterator), 0
                 counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
                 self._digest = next((one.digest for one in counting if one.digest() is not None), None)
+                self._sizes = next((one.sizes for one in counting if one.sizes is not None), None)
             self.towers.communicator.reads_same_rows = self._digest is None
         if feeds(self.towers.devices):
             feeder = self.towers.feeders.get(iterator)
@@ -300,7 +302,9 @@ class TowerStep(abc.ABC):
         """
         rowed_leaves(batch)
         leaves = leaves_of(batch)
-        self._compared, self._digest, self.towers.communicator.reads_same_rows = None, None, True
+        self._compared, self._sizes = None, self.towers.sizes_of_given
+        self._digest = None if self._sizes is None else bytes
+        self.towers.communicator.reads_same_rows = self._sizes is None
         results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
@@ -496,7 +500,7 @@ class TowerStep(abc.ABC):
             setup = dataclasses.replace(setup, audit=Audit(program, self.towers))
         if source == _FED:
             fetch = functools.partial(_next_batch, batch_specs)
-            staging = Staging(fetch, specs, self.towers.shards, meter)
+            staging = Staging(fetch, specs, self._places, meter)
             setup = dataclasses.replace(setup, staging=staging)
             on_parts = functools.partial(self._on_parts, setup)
             graph = self._graph_function(on_parts, staging.signature)
@@ -661,6 +665,12 @@ class TowerStep(abc.ABC):
         )
         return done, tf.nest.pack_sequence_as(logs, flat)
 
+    @property
+    def _places(self) -> Places:
+        """Return where the shards of the batches that come are computed."""
+        places = self.towers.shards
+        return places if self._sizes is None else places._replace(held=self._sizes)
+
     def _on_parts(self, setup: "_Setup", *parts: tf.Tensor) -> Any:
         """Run one step, in a graph, on a batch that a `Staging` has brought to the towers."""
         assert setup.staging is not None
@@ -670,6 +680,8 @@ class TowerStep(abc.ABC):
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(without_optionals(batch))
+        if self._sizes is not None:
+            batch = split_batch(batch, self._places, setup.meter)
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter, setup.audit)
 
 
@@ -719,7 +731,12 @@ def _report_nonfinite(
     """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
-    state.on_nonfinite.report(finite, sizes, names, batch.batch(), state.owners)
+    given, total = batch.batch(), int(sizes.sum())
+    if rows_of(given) != total:  # it has this process' rows alone: copies stand in the others' places
+        rows = tf.range(total) - int(sizes[: state.shards.ranks[0]].sum())
+        rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
+        given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
+    state.on_nonfinite.report(finite, sizes, names, given, state.owners)
 
 
 def python_step(step: Callable) -> Callable:

@@ -10,7 +10,7 @@ import contextvars
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from ncclsync.training.arguments import named_arguments, takes
 from ncclsync.training.callbacks.backup import BackupAndRestore
 from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
+from ncclsync.training.local import Local, LocalRows
 from ncclsync.training.loop import Towers, towers_of
 
 # Callbacks that write files or send what others send as well.
@@ -62,10 +63,14 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
             towers.communicator.at(f"`{method.__name__}`{within}")
             args, kwargs = named_arguments(method, args, kwargs)
             callbacks = kwargs.pop("callbacks", None) or []
-            if method.__name__ != "predict" and not model.run_eagerly:  # which take whole batches
-                for name in ("x", "validation_data"):
-                    if isinstance(kwargs.get(name), Shuffled):
-                        kwargs[name] = _own_rows(kwargs[name], towers)
+            for name in ("x", "validation_data"):
+                if isinstance(kwargs.get(name), Local):
+                    kwargs[name] = _local_rows(kwargs[name], method.__name__, model, towers, kwargs)
+                    if method.__name__ == "predict":
+                        stack.enter_context(_replaced(towers, sizes_of_given=kwargs[name].sizes))
+                # `predict`, and a step that runs line by line, take whole batches.
+                elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
+                    kwargs[name] = _own_rows(kwargs[name], towers)
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 callbacks = keras.tree.flatten(callbacks)
                 _arrange(callbacks, method.__name__, model, towers)
@@ -105,6 +110,21 @@ def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
     """Return the same batches, of which this process reads what its towers get."""
     ranks = towers.places.ranks
     return data.of_towers(ranks[0], ranks[-1] + 1, len(towers))
+
+
+def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, given: Mapping[str, Any]) -> LocalRows:
+    """Return the batches of all processes' parts, of which this process reads its own. Collective."""
+    refused = {
+        "run_eagerly=True": model.run_eagerly,
+        "class_weight=, in whose place Local takes sample weights": given.get("class_weight") is not None,
+        "predict with steps_per_execution above 1": name == "predict" and model.steps_per_execution > 1,
+    }
+    if any(refused.values()):
+        wrong = " and ".join(one for one, is_given in refused.items() if is_given)
+        raise ValueError(f"Expected Local, in several processes, without some options. Received: {wrong}")
+    own = data.samples, len(towers.devices), data.batch_size
+    parts = towers.communicator.exchange(own, "the parts of Local")
+    return data.of_process(towers.process, parts)
 
 
 def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers) -> None:

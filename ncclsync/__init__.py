@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ncclsync.training.callbacks.shuffled import Shuffled as Shuffled
     from ncclsync.training.callbacks.throughput import Throughput as Throughput
     from ncclsync.training.callbacks.timeline import Timeline as Timeline
+    from ncclsync.training.local import Local as Local
     from ncclsync.training.loop import Towers as Towers
     from ncclsync.training.loop import towers_of as towers_of
 
@@ -39,6 +40,7 @@ _HOMES = {
     "DivergenceError": "errors",
     "Health": "towers.options",
     "LargeBatch": "training.callbacks.large_batch",
+    "Local": "training.local",
     "nccl_parallel": "parallel",
     "nccl_version": "communicator.native",
     "NcclError": "errors",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync.communicator import native
 from ncclsync.communicator.buffers import Buffers
 from ncclsync.communicator.messages import MOST_BYTES
-from ncclsync.errors import NcclSyncError
+from ncclsync.communicator.peers import Peers
+from ncclsync.errors import NcclSyncError, ProcessError
 
 
 class AllReduce(NamedTuple):
@@ -48,6 +50,7 @@ class AllGather(NamedTuple):
 
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
+_TOLD = "_ncclsync_told"  # of an error: the other processes know of it
 _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 
 
@@ -97,11 +100,20 @@ class Communicator(abc.ABC):
         repeatable: whether sums have equal bits in every call and every run.
         failure: what ended it, if a failed collective did.
         waits: whether a collective may wait for another process or a GPU, and Ctrl-C is to end that.
+        peers: the other processes, if there are any.
+        timeout_s: how long a collective may take; None for no limit.
+        compares_batches: whether all processes compare what each call of `on_batch` gives.
+        reads_same_rows: whether their batches are the same: not, where each reads its own rows alone.
         enqueues: whether ops launch collectives on it without anybody waiting for their ends.
         failed_group: the number of the first launched group that the last failure has ended, from 1.
         was_delivered: whether somebody may have computed with what such groups should have brought.
     """
 
+    peers: Peers | None = None
+    timeout_s: float | None = None
+    compares_batches = False
+    reads_same_rows = True
+    _batch = ""  # of the last call that has named it
     size: int
     ranks: Sequence[int]
     memory: Mapping[int, str]
@@ -253,7 +265,14 @@ class Communicator(abc.ABC):
         Raises:
             ProcessError, NcclTimeoutError: another process does something else, or nothing.
         """
-        return [value]
+        return (
+            [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
+        )
+
+    @property
+    def process(self) -> int:
+        """Return this process' number."""
+        return 0 if self.peers is None else self.peers.rank
 
     @property
     def leads(self) -> bool:
@@ -262,11 +281,44 @@ class Communicator(abc.ABC):
 
     def remark(self, words: str) -> None:
         """Let messages in other processes say this of this one, too."""
-        return
+        if self.peers is not None:
+            self.peers.remark = f"; {words}"
+
+    def at(self, place: str, number: int = 0) -> tuple[str, int]:
+        """Let messages in other processes say that this one is in `place`; return the arguments of the call before.
+
+        Args:
+            place: such as "`fit`, at epoch 3".
+            number: of the batch that it has come to there.
+        """
+        if self.peers is None:
+            return "", 0
+        before = self.peers.place, self.peers.number
+        self.peers.place, self.peers.number = place, number
+        return before
+
+    @contextlib.contextmanager
+    def on_batch(self, batch: str | None) -> Iterator[None]:
+        """Let collectives within be of a batch, which has to be the same in all processes.
+
+        Args:
+            batch: its rows: how many, and a digest of some. None: the batch of the last call.
+        """
+        if self.peers is None:
+            yield
+            return
+        if batch is not None:
+            self.peers.number, self._batch = self.peers.number + 1, batch
+        self.peers.batch = self._batch
+        try:
+            yield
+        finally:
+            self.peers.batch = ""
 
     def report_file(self) -> None:
         """Let other processes know that this one has written a file that they leave to it. Waits for nobody."""
-        return
+        if self.peers is not None:
+            self.peers.report_file()
 
     def wait_for_file(self) -> None:
         """Wait for a file that this process leaves to process 0.
@@ -274,14 +326,33 @@ class Communicator(abc.ABC):
         Raises:
             ProcessError, NcclTimeoutError: process 0 fails, or does not write it.
         """
-        return
+        if self.peers is not None:
+            self.peers.wait_for_file(self.timeout_s)
 
     def take_error(self) -> Exception | None:
         """Return what another process has made the last collective raise, once; None if none has."""
         return None
 
     def report_failure(self, error: BaseException) -> None:
-        """Let the other processes' next collective raise that something of this one's own has failed."""
+        """Let the other processes' next collective raise that something of this one's own has failed; once for each.
+
+        Not what another process has made this one raise.
+        """
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ProcessError) or _TOLD in vars(cause):
+                return
+            cause = cause.__cause__
+        self.mark_told(error)
+        self._tell(f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    def mark_told(error: BaseException) -> None:
+        """Remember that the other processes know of an error: `report_failure` is not to report it."""
+        vars(error)[_TOLD] = True
+
+    def _tell(self, words: str) -> None:
+        """Let the other processes' next collective raise these words."""
         return
 
     def interrupt(self) -> None:

@@ -41,7 +41,7 @@ from ncclsync.communicator.base import (
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.communicator.native import ffi
-from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Peers, end_with_process
+from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Doing, Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
 
@@ -177,11 +177,11 @@ class MpiPeers(Peers):
         if self.failure is not None and not (kind == _ENDED and self.by_notice):
             raise self.failure
         self.begun += 1
-        digest = hashlib.blake2b(what + text.encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(what + f"{text}\n{self.batch}".encode(), digest_size=16).digest()
         if self.size == 1:
             return []
         given = {i: data[i] if data else [] for i in self.others}
-        own = kind, digest, _cut_off(text + self.remark)
+        own = kind, digest, _cut_off("\n".join(map(str, self.doing(text))))
         received = [bytearray(messages.SEAL_BYTES + _HEADER.size) for _ in range(self.size)]
         numbers = [self._number_from(i, "header") if i != self.rank else "" for i in range(self.size)]
         waited = [one for i in self.others for one in self.receive(received[i], i, _HEADERS)]
@@ -202,10 +202,8 @@ class MpiPeers(Peers):
         sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
         dropped = [one for i, most in sizes for one in self.receive(bytearray(most), i)]
         self.wait([*sent, *dropped], text, timeout_s)
-        said = [
-            f"{self.name(i)}: {words.rstrip(bytes(1)).decode(errors='replace')}"
-            for i, (_, _, words, *_) in enumerate(headers)
-        ]
+        each = [_doing(words) for _, _, words, *_ in headers]
+        said = [f"{self.name(i)}: {one.text}" for i, one in enumerate(each)]
         failed = [one for one, header in zip(said, headers, strict=True) if header[0] == _FAILED]
         if failed and all(header[0] != _ENDED for header in headers):
             # All come to know of it here: they may go on together.
@@ -213,7 +211,7 @@ class MpiPeers(Peers):
             raise self.raised
         self.lost = {i for i, header in enumerate(headers) if header[0] == _ENDED}
         ended = [said[i] for i in sorted(self.lost)]
-        self.fail(f"Expected all processes to do the same. Received: {'; '.join(ended or said)}")
+        self.fail(f"Expected all processes to go on. Received: {'; '.join(ended)}" if ended else self.difference(each))
 
     def send(self, message: Any, to: int, kind: int = _DATA) -> list[Any]:
         """Return requests of a message to a process: bytes, which nobody changes until they have ended."""
@@ -510,7 +508,8 @@ class MpiCommunicator(Communicator):
     """
 
     memory = HOST
-    waits = True
+    waits = compares_batches = True
+    peers: MpiPeers
 
     def __init__(self, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
         """Join the ranks of all processes. Collective.
@@ -561,27 +560,14 @@ class MpiCommunicator(Communicator):
         """Return whether this process writes files; see `Communicator.leads`."""
         return self.peers.lost.issuperset(range(self.peers.rank))
 
-    def remark(self, words: str) -> None:
-        """Say it in messages of other processes, too."""
-        self.peers.remark = f"; {words}"
-
-    def report_file(self) -> None:
-        """Let other processes go on that wait for it; see `Communicator.report_file`."""
-        self.peers.report_file()
-
-    def wait_for_file(self) -> None:
-        """Wait for process 0; see `Communicator.wait_for_file`."""
-        self.peers.wait_for_file(self.timeout_s)
-
     def take_error(self) -> ProcessError | None:
         """Return what another process has made a collective raise, once; see `Communicator.take_error`."""
         error, self.peers.raised = self.peers.raised, None
         return error
 
-    def report_failure(self, error: BaseException) -> None:
-        """Report it to the others; see `Communicator.report_failure`."""
+    def _tell(self, words: str) -> None:
         if not self.closed:
-            self.peers.report_failure(f"{type(error).__name__}: {error}", self.timeout_s)
+            self.peers.report_failure(words, self.timeout_s)
 
     def close(self) -> None:
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""
@@ -721,6 +707,12 @@ def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) 
 def _apart(sends: list[np.ndarray], written: np.ndarray) -> list[np.ndarray]:
     """Return copies of those that are written while they may still be on their way."""
     return [send.copy() if np.shares_memory(send, written) else send for send in sends]
+
+
+def _doing(words: bytes) -> Doing:
+    """Return what `MpiPeers.agree` has sent."""
+    place, number, batch, text = words.rstrip(bytes(1)).decode(errors="replace").split("\n", 3)
+    return Doing(place, int(number), batch, text)
 
 
 def _described(collective: AnyCollective, writes: Buffers) -> str:

@@ -27,7 +27,6 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
 from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
-from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -64,8 +63,6 @@ class NcclCommunicator(Communicator):
 
     waits = True
     memory = CUDA
-    peers: Peers | None = None
-    _reported: BaseException | None = None
 
     def __init__(
         self,
@@ -410,32 +407,10 @@ class NcclCommunicator(Communicator):
             raise self.peers.failure
         super().raise_closed()
 
-    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
-        """Return what each process gives; see `Communicator.exchange`."""
-        if self.peers is None:
-            return [value]
-        return self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
-
-    def remark(self, words: str) -> None:
-        """Say it in messages of other processes, too."""
+    def _tell(self, words: str) -> None:
+        """Let the other processes raise it, whatever they wait for."""
         if self.peers is not None:
-            self.peers.remark = f"; {words}"
-
-    def report_file(self) -> None:
-        """Let other processes go on that wait for it; see `Communicator.report_file`."""
-        if self.peers is not None:
-            self.peers.report_file()
-
-    def wait_for_file(self) -> None:
-        """Wait for process 0; see `Communicator.wait_for_file`."""
-        if self.peers is not None:
-            self.peers.wait_for_file(self.timeout_s)
-
-    def report_failure(self, error: BaseException) -> None:
-        """Let the other processes, whatever they wait for, raise that something of this one's own has failed."""
-        if self.peers is not None and not isinstance(error, ProcessError) and error is not self._reported:
-            self._reported = error
-            self.peers.report(f"{type(error).__name__}: {error}")
+            self.peers.report(words)
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""

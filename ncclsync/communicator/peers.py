@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ncclsync.communicator import timeouts
 from ncclsync.communicator.messages import MOST_BYTES, MessageError
@@ -29,6 +29,41 @@ _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 _END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
+
+
+_SAME_CALLS = (
+    "Let all processes make the same calls in the same order, with as many batches; within `if towers.is_chief:` only "
+    "save and print"
+)
+_SAME_MODEL = "Let all build the same model, with the same options"
+SAME_ROWS = (
+    "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
+    "dataset by process, as by shard()"
+)
+
+
+class Doing(NamedTuple):
+    """Say what a process does, for messages in others.
+
+    Attributes:
+        place: what it is in, in a user's words, such as "`fit`, at epoch 3"; "" where nobody has said.
+        number: of the batch that it is at, from 1, in that place.
+        batch: how many rows that has, and a digest of some; equal in all processes. "" where it is at none.
+        text: the call.
+    """
+
+    place: str
+    number: int
+    batch: str
+    text: str
+
+    def words(self, *, with_text: bool) -> str:
+        """Return where it is, and what it does there, if that is asked for or all that is known."""
+        words = [f"in {self.place}"] if self.place else []
+        words += [f"batch {self.number}"] if self.batch else []
+        if with_text or not words:
+            words.append(self.text)
+        return ", ".join(words) if self.place else f"at {', '.join(words)}"
 
 
 class Peers(abc.ABC):
@@ -45,6 +80,7 @@ class Peers(abc.ABC):
         raised: an error of another process that nobody may have seen yet.
         lost: numbers of the processes that have ended or are silent.
         remark: what else a message about this process is to say.
+        place, number, batch: as of `Doing`.
         failures: [size] how often each process is known to have failed.
         reported: [size] how many of these have been raised here.
         begun: how often this process has begun to meet the others.
@@ -62,11 +98,13 @@ class Peers(abc.ABC):
         self.failure: ProcessError | None = None
         self.raised: ProcessError | None = None
         self.lost: set[int] = set()
-        self.remark = ""
+        self.remark = self.place = self.batch = ""
+        self.number = 0
         self.failures, self.reported = [0] * size, [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
+        self._agreed = 0  # failures of this process that the others have met after
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
 
@@ -117,6 +155,32 @@ class Peers(abc.ABC):
     def name(self, rank: int) -> str:
         """Return what messages call a process."""
         return f"process {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"process {rank}"
+
+    def doing(self, text: str) -> Doing:
+        """Return what this process does, whose call is `text`."""
+        return Doing(self.place, self.number, self.batch, text + self.remark)
+
+    def difference(self, each: Sequence[Doing]) -> str:
+        """Return the words of an error, of [size] processes that do different things."""
+        first, places = each[0], {(one.place, bool(one.batch)) for one in each}
+        other = next((i for i, one in enumerate(each) if one.batch != first.batch), None)
+        if len(places) == 1 and other is not None:
+            rows = [one.batch.split()[0] for one in (first, each[other])]
+            names = [self.name(i) for i in (0, other)]
+            found = f"{rows[0]} rows in {names[0]} and {rows[1]} in {names[1]}"
+            if rows[0] == rows[1]:
+                found = f"other rows in {names[1]} than in {names[0]}"
+            where = each[other].words(with_text=False)
+            return f"Expected all processes to read the same batches. Received: {found}, {where}. {SAME_ROWS}"
+        # Collectives of other tensors at the same point.
+        is_model = len(places) == 1 and len({one.text.split(" (")[0] for one in each}) == 1
+        by_text = len({one.place for one in each}) == 1
+        said = [
+            f"{self.name(i)} is {one.words(with_text=is_model or (by_text and not one.batch))}"
+            for i, one in enumerate(each)
+        ]
+        remedy = _SAME_MODEL if is_model else _SAME_CALLS
+        return f"Expected all processes to do the same. Received: {'; '.join(said)}. {remedy}"
 
     def report(self, words: str) -> None:
         """Let the others raise, whatever they wait for, that something of this process' own has failed."""
@@ -193,6 +257,8 @@ class Peers(abc.ABC):
         failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
             self.reported = list(self.failures)
+            if self.failures[self.rank] > self._agreed:  # it has failed since they met, too, and said so
+                return
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
@@ -212,6 +278,7 @@ class Peers(abc.ABC):
         """Take over [size][size] what each process knows of failures: all of them have been raised."""
         self.failures = [max(column) for column in zip(*each, strict=True)]
         self.reported = list(self.failures)
+        self._agreed = self.failures[self.rank]
 
     def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
         """Take over what a process has reported."""
@@ -280,7 +347,7 @@ class ServicePeers(Peers):
                 raise self.failure
             self.begun += 1
             number = self.begun
-            given = (text, self.remark, value)
+            given = (*self.doing(text), text, value)
             received: list[Any] = []
 
             def run() -> None:
@@ -289,8 +356,9 @@ class ServicePeers(Peers):
                     found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes + _ROOM)
                     if found is None:
                         return
-                    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str)):
-                        raise MessageError(f"Expected three values from {self.name(i)}. Received: others")
+                    kinds = [type(one) for one in found[:-1]] if isinstance(found, tuple) else []
+                    if kinds != [str, int, str, str, str]:
+                        raise MessageError(f"Expected six values from {self.name(i)}. Received: others")
                     received.append(found)
                 if number > 1:  # whoever has come here has read that
                     self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
@@ -308,10 +376,9 @@ class ServicePeers(Peers):
                 if self.failure is None:  # this process' number of exchanges is another than that of the rest
                     self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
                 raise
-            if len({one[0] for one in received}) > 1:
-                said = [f"{self.name(i)}: {text}{remark}" for i, (text, remark, _) in enumerate(received)]
-                self.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}")
-            return [one[2] for one in received]
+            if len({one[4] for one in received}) > 1:
+                self.fail(self.difference([Doing(*one[:4]) for one in received]))
+            return [one[5] for one in received]
 
     def _is_there(self, number: int, rank: int) -> bool:
         """Return whether a process has given what this one waits for."""

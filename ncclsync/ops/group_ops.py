@@ -3,6 +3,7 @@
 On NCCL by the ops of `device_ops`; by py ops over the CPU's communicator, and where TensorFlow does not take ours.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,13 +38,13 @@ class Turns:
     A control dependency would not do: TensorFlow's optimiser drops those of ops that it folds away.
 
     Attributes:
-        rows: of the batch, an int32 scalar; they must be as many in all processes.
+        batch: what processes compare of the batch.
         last: a tensor of the last call, none before the first.
     """
 
-    def __init__(self, rows: tf.Tensor) -> None:
-        """Begin."""
-        self.rows = rows
+    def __init__(self, batch: Sequence[tf.Tensor], describe: Callable[..., str]) -> None:
+        """Begin a step; `describe` returns words of a communicator and the arrays of `batch`."""
+        self.batch, self.describe = batch, describe
         self.last: list[tf.Tensor] = []
 
 
@@ -176,9 +177,9 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
     return received
 
 
-def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any], suffix: str = "") -> Joining:
-    """Return the same with buffers, and with a suffix to the label."""
-    return collective._replace(sends=sends, recvs=recvs, label=collective.label + suffix)
+def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
+    """Return the same with buffers."""
+    return collective._replace(sends=sends, recvs=recvs)
 
 
 def _join_on_host(
@@ -191,25 +192,27 @@ def _join_on_host(
     borrowed, ranks, world_size = weakref.ref(communicator), len(columns[0]), communicator.world_size
     # How many different tensors this process' towers receive of each column.
     counts = [ranks if isinstance(collective, ReduceScatter) else 1 for collective in collectives]
+    in_step, describe = turns is not None, turns.describe if turns is not None and not turns.last else None
 
     def join(*flat):
         given, group, results = iter(flat), [], []
-        # Processes compare labels.
-        suffix = "" if turns is None else f", a batch of {flat[len(counts) * ranks]} rows"
         for collective, count in zip(collectives, counts, strict=True):
             sends = [next(given) for _ in range(ranks)]
             shape = shape_received(collective, tf.TensorShape(sends[0].shape), world_size)
             recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(count)]
-            group.append(_filled(collective, sends, recvs * (ranks // count), suffix))
+            group.append(_filled(collective, sends, recvs * (ranks // count)))
             results += recvs
-        _alive(borrowed).run_group(group)
+        joined = _alive(borrowed)
+        batch = describe(joined, *given) if describe is not None else None
+        with joined.on_batch(batch) if in_step else contextlib.nullcontext():
+            joined.run_group(group)
         return results
 
     # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
     # merged with another call: every py op carries a token of its own. Where other processes take part it
     # is run even if this one needs nothing of it.
     dtypes = [column[0].dtype for column, count in zip(columns, counts, strict=True) for _ in range(count)]
-    inputs = [*tf.nest.flatten(columns), *([] if turns is None else [turns.rows, *turns.last])]
+    inputs = [*tf.nest.flatten(columns), *([] if turns is None else turns.last or turns.batch)]
     with tf.device("/CPU:0"):
         # Outside a graph one result comes as itself, not in a list.
         flat = tf.nest.flatten(tf.numpy_function(join, inputs, dtypes, stateful=turns is not None))

@@ -9,14 +9,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import AllGather, AllReduce, ReduceScatter, native
+from ncclsync.communicator import AllGather, AllReduce, Communicator, ReduceScatter, native
 from ncclsync.ops import Collective, device_ops
 from ncclsync.ops.group_ops import Joining, Turns, gather_rows, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
-from ncclsync.semantics.shards import Shards
+from ncclsync.semantics.shards import Shards, digest_of_rows
 from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, sums_of_towers, total_of_gathered
 from ncclsync.towers.state import TowerState
 
@@ -65,7 +66,7 @@ class Exchanges:
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self._launches: list[tf.Operation] = []  # the last one
         self.recorded: list[tf.Operation] = []
-        self.turns = Turns(shards.shares[0].total)
+        self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
         # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
         self._received: list[dict[str, Any]] = [{} for _ in towers.shards.devices]
 
@@ -220,6 +221,11 @@ class Exchanges:
         name = called[0] if len(called) == 1 else f"{called[0]}-{called[-1]}"
         after = [one for each in call.done for one in each]
         return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
+
+
+def _described(communicator: Communicator, rows: np.ndarray, *whole: np.ndarray) -> str:
+    """Return what processes compare of a batch: how many rows it has, and a digest, unless each reads other rows."""
+    return f"{rows} {digest_of_rows(whole).hex() if communicator.reads_same_rows else ''}"
 
 
 def together(buckets: Sequence[Bucket]) -> list[list[int]]:

@@ -44,16 +44,29 @@ class Places(NamedTuple):
         ranks: [n] their numbers.
         total: how many there are in all processes.
         weights: [total] int32, by which they share a batch; see `shard_sizes`.
+        held: [total] int32, their rows in the batch that was handed out last, where each process reads its own alone.
     """
 
     devices: Sequence[str]
     ranks: Sequence[int]
     total: int
     weights: tf.Variable | None = None
+    held: tf.Variable | None = None
+
+    def read(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return what there is of `weights` and `held`, for a batch of these components."""
+        with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing it out may write them
+            return [one.read_value() for one in (self.weights, self.held) if one is not None]
 
 
 def split_batch(
-    batch: Any, places: Places, meter: Meter | None, after: Sequence[Any] = (), *, copies: bool = False
+    batch: Any,
+    places: Places,
+    meter: Meter | None,
+    after: Sequence[Any] = (),
+    *,
+    copies: bool = False,
+    divided: Sequence[tf.Tensor] | None = None,
 ) -> Shards:
     """Split a batch, in the host's memory, in the graph that is being built if there is one.
 
@@ -64,12 +77,14 @@ def split_batch(
         after: what it waits for.
         copies: whether each tower's part is copied to its device here; with a meter it is in any case. Otherwise
             TensorFlow copies it when it is used.
+        divided: what `places.read` has returned for this batch; None: it is read now.
     """
     spans = [begin(meter, rank, SHARD, after) for rank in places.ranks]
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
-        weights = None if places.weights is None else places.weights.read_value()
-        shards = shard_batch(given, places.total, places.ranks, weights)
+        (value,) = (places.read(components_of(given)) if divided is None else divided) or [None]
+        weights, held = (value, None) if places.held is None else (None, value)
+        shards = shard_batch(given, places.total, places.ranks, weights, held)
     batches, shares = [], list(shards.shares)
     for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
         batch, share = shards.batches[i], shares[rank]
@@ -117,12 +132,14 @@ class Staging:
         self.total = places.total
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
-            return components_of(fetch(handle))
+            components = components_of(fetch(handle))
+            return [*components, *places.read(components)]  # the next batch may have others
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:
-            shards = split_batch(packed(specs, components), places, meter, copies=True)
+            divided = components[len(components_of(specs)) :]
+            shards = split_batch(packed(specs, components), places, meter, copies=True, divided=divided)
             with tf.device("/CPU:0"):
-                parts = [tf.stack(shards.sizes)]  # what the next batch is split by may be other weights
+                parts = [tf.stack(shards.sizes)]
             for shard, rank in zip(shards.batches, places.ranks, strict=True):
                 parts += [shards.shares[rank].fraction, *components_of(shard)]
             return parts
@@ -164,7 +181,13 @@ class Staging:
 
 
 class CountingDataset(tf_compat.SameDataset, abc.ABC):
-    """Know how much of a dataset has been handed out; what is fetched ahead of a step has not."""
+    """Know how much of a dataset has been handed out; what is fetched ahead of a step has not.
+
+    Attributes:
+        sizes: where processes have parts of any size, [total] rows of each tower in the batch handed out last.
+    """
+
+    sizes: tf.Variable | None = None
 
     @abc.abstractmethod
     def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:

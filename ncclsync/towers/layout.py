@@ -4,6 +4,7 @@ Called while a graph is built, or outside one to run the same parts one after an
 is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` what the step returns.
 """
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -49,6 +50,8 @@ def lay_out(
     else:
         step = begin(meter, STEPS, STEP, components_of(batch))
         shards = split_batch(batch, towers.shards, meter, step.ops)
+        if towers.communicator.compares_batches:
+            shards = dataclasses.replace(shards, whole=components_of(batch))
     run = _Run(program, towers, shards, meter, audit)
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):

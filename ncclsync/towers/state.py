@@ -73,7 +73,10 @@ class TowerState:
         checks_first_step: whether steps are checked before they are relied upon; see `program.check`.
         options: as they were given.
         found_by_check: what differed, `program.check.Found`.
+        sizes_of_given: `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
     """
+
+    sizes_of_given: tf.Variable | None = None
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them.
@@ -242,6 +245,16 @@ class TowerState:
     def is_chief(self) -> bool:
         """Return whether this process is to write files, and to print: the first, or the only one."""
         return self.places.ranks[0] == 0
+
+    @property
+    def process(self) -> int:
+        """Return the number of this process among `processes`."""
+        return self.communicator.process
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes train together."""
+        return 1 if self.communicator.peers is None else self.communicator.peers.size
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

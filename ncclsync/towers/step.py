@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.communicator.peers import SAME_ROWS
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import innermost
@@ -46,7 +47,7 @@ from ncclsync.semantics.shards import (
     ungrouped,
 )
 from ncclsync.towers.audit import Audit
-from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds
+from ncclsync.towers.feeding import CountingDataset, Feeder, Places, Staging, feeds, split_batch
 from ncclsync.towers.layout import lay_out
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.recovery import KeptBatch, Rollback
@@ -57,7 +58,9 @@ logger = logging.getLogger("ncclsync")
 # Where a graph function's batches come from: it is given them, takes them from an iterator, or is fed.
 _GIVEN, _ITERATED, _FED = "given", "iterated", "fed"
 
-_COMPARED = 2  # batches of an iterator, or of none, that the processes compare
+# Where no call within a step does, processes compare the first batches of an iterator, or of none, and then every 50th:
+# it takes about a millisecond.
+_COMPARED, _EVERY = 2, 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +120,13 @@ class TowerStep(abc.ABC):
         self._meter: Meter | None = None  # of all graphs that are watched
         self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
         self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
-        self._to_compare = _COMPARED
-        self._counting: list[CountingDataset] = []  # that the batches to be compared come from
+        self._number = 0  # of the last of these
+        self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
         # By the specs of a shard, the readers of its gradients, and whether watched.
         self._programs: dict[tuple[str, bool], Program] = {}
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
+        self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
@@ -288,9 +292,11 @@ class TowerStep(abc.ABC):
         """
         if self.towers.meets_processes:
             if self._compared is None or self._compared() is not iterator:
-                self._compared, self._to_compare = weakref.ref(iterator), _COMPARED
-            made_of = tf_compat.datasets_of(iterator) if self._to_compare else []
-            self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
+                self._compared, self._number = weakref.ref(iterator), 0
+                counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
+                self._digest = next((one.digest for one in counting if one.digest() is not None), None)
+                self._sizes = next((one.sizes for one in counting if one.sizes is not None), None)
+            self.towers.communicator.reads_same_rows = self._digest is None
         if feeds(self.towers.devices):
             feeder = self.towers.feeders.get(iterator)
             if feeder is None:
@@ -330,7 +336,9 @@ class TowerStep(abc.ABC):
         batch = grouped(batch)
         rowed_leaves(batch)
         leaves = leaves_of(batch)
-        self._counting = []
+        self._compared, self._sizes = None, self.towers.sizes_of_given
+        self._digest = None if self._sizes is None else bytes
+        self.towers.communicator.reads_same_rows = self._sizes is None
         results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
@@ -409,23 +417,24 @@ class TowerStep(abc.ABC):
         return results
 
     def _compare_batches(self, setup: _Setup) -> None:
-        """See that all processes have run a step on the same batch, for the first of them.
+        """See that all processes have run a step on the same batch, where the step itself does not.
 
         Raises:
             ProcessError: they have not.
         """
-        if not self.towers.meets_processes or self._to_compare == 0:
+        communicator = self.towers.communicator
+        if not self.towers.meets_processes or (communicator.compares_batches and communicator.reads_same_rows):
             return
-        self._to_compare -= 1
-        known = [one.digest() for one in self._counting]
-        digest = next(filter(None, known), None) or digest_of_rows(setup.kept.batch())
-        digests = self.towers.communicator.exchange(digest, "the comparison of batches")
+        self._number += 1
+        if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
+            return
+        digest = digest_of_rows(setup.kept.batch()) if self._digest is None else self._digest()
+        digests = communicator.exchange(digest, "the comparison of batches")
         other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ProcessError(
-                "Expected all processes to read the same batches: each keeps its towers' rows. Received: other rows "
-                f"in process {other} than in process 0. Seed what shuffles or draws, by keras.utils.set_random_seed "
-                "and tf.data's shuffle(seed=...); and divide no dataset by process, as by shard()"
+                f"Expected all processes to read the same batches. Received: other rows in process {other} than in "
+                f"process 0, in batch {self._number}{' or before' * (self._number > _COMPARED)}. {SAME_ROWS}"
             )
 
     def _run_fed(self, feeder: Feeder, graph: Callable, setup: "_Setup") -> Any:
@@ -520,7 +529,7 @@ class TowerStep(abc.ABC):
             setup = dataclasses.replace(setup, audit=Audit(program, self.towers))
         if source == _FED:
             fetch = functools.partial(_next_batch, batch_specs)
-            staging = Staging(fetch, specs, self.towers.shards, meter)
+            staging = Staging(fetch, specs, self._places, meter)
             setup = dataclasses.replace(setup, staging=staging)
             on_parts = functools.partial(self._on_parts, setup)
             graph = self._graph_function(on_parts, staging.signature)
@@ -685,6 +694,12 @@ class TowerStep(abc.ABC):
         )
         return done, tf.nest.pack_sequence_as(logs, flat)
 
+    @property
+    def _places(self) -> Places:
+        """Return where the shards of the batches that come are computed."""
+        places = self.towers.shards
+        return places if self._sizes is None else places._replace(held=self._sizes)
+
     def _on_parts(self, setup: "_Setup", *parts: tf.Tensor) -> Any:
         """Run one step, in a graph, on a batch that a `Staging` has brought to the towers."""
         assert setup.staging is not None
@@ -694,6 +709,8 @@ class TowerStep(abc.ABC):
     def _on_towers(self, setup: "_Setup", batch: Any) -> Any:
         """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(grouped(without_optionals(batch)))
+        if self._sizes is not None:
+            batch = split_batch(batch, self._places, setup.meter)
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter, setup.audit)
 
 
@@ -743,7 +760,12 @@ def _report_nonfinite(
     """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
-    state.on_nonfinite.report(finite, sizes, names, batch.batch(), state.owners)
+    given, total = batch.batch(), int(sizes.sum())
+    if rows_of(given) != total:  # it has this process' rows alone: copies stand in the others' places
+        rows = tf.range(total) - int(sizes[: state.shards.ranks[0]].sum())
+        rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
+        given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
+    state.on_nonfinite.report(finite, sizes, names, given, state.owners)
 
 
 def python_step(step: Callable) -> Callable:

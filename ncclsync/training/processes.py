@@ -4,12 +4,13 @@ Every process runs the same script. The others would miss what is done in rank 0
 as often as there are processes: here a model's methods, and its callbacks, are made to fit.
 """
 
+import collections
 import contextlib
 import contextvars
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,11 +23,13 @@ from ncclsync.training.arguments import named_arguments, takes
 from ncclsync.training.callbacks.backup import BackupAndRestore
 from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
+from ncclsync.training.local import Local, LocalRows
 from ncclsync.training.loop import Towers, towers_of
 
 # Callbacks that write files or send what others send as well.
 _WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor, Timeline)
 _SHOWS = keras.callbacks.ProgbarLogger
+_DECIDE_NOTHING = (*_WRITERS, _SHOWS, keras.callbacks.History, keras.callbacks.ModelCheckpoint)
 
 
 def keep_in_step(model: keras.Model, towers: Towers) -> None:
@@ -52,18 +55,27 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
     @functools.wraps(method)
     def in_step(*args, **kwargs):
-        args, kwargs = named_arguments(method, args, kwargs)
-        callbacks = kwargs.pop("callbacks", None) or []
-        if method.__name__ != "predict" and not model.run_eagerly:  # which take whole batches
+        towers.require_open()
+        with _told(towers), contextlib.ExitStack() as stack:
+            before = towers.communicator.at("")
+            stack.callback(towers.communicator.at, *before)
+            within = f", within {before[0]}" if before[0] else ""
+            towers.communicator.at(f"`{method.__name__}`{within}")
+            args, kwargs = named_arguments(method, args, kwargs)
+            callbacks = kwargs.pop("callbacks", None) or []
             for name in ("x", "validation_data"):
-                if isinstance(kwargs.get(name), Shuffled):
+                if isinstance(kwargs.get(name), Local):
+                    kwargs[name] = _local_rows(kwargs[name], method.__name__, model, towers, kwargs)
+                    if method.__name__ == "predict":
+                        stack.enter_context(_replaced(towers, sizes_of_given=kwargs[name].sizes))
+                # `predict`, and a step that runs line by line, take whole batches.
+                elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
                     kwargs[name] = _own_rows(kwargs[name], towers)
-        with contextlib.ExitStack() as stack:
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 callbacks = keras.tree.flatten(callbacks)
-                _arrange(callbacks, method.__name__, towers)
+                _arrange(callbacks, method.__name__, model, towers)
             elif method.__name__ == "fit":  # else it may be that of the `fit` which validates
-                _arrange(callbacks.callbacks, "fit", towers)
+                _arrange(callbacks.callbacks, "fit", model, towers)
                 for one in callbacks.callbacks:
                     if isinstance(one, (_Watch, _Compare)):
                         one.set_model(model)
@@ -74,15 +86,24 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                 if takes(method, "verbose"):
                     kwargs["verbose"] = 0
                 stack.enter_context(_quiet())
-            try:
-                results = method(*args, **kwargs, callbacks=callbacks)
-                towers.communicator.exchange(None, f"the end of {method.__name__}")
-            except ProcessError:  # not always within a step, which saves by itself
-                towers.failed_collective()
-                raise
+            results = method(*args, **kwargs, callbacks=callbacks)
+            towers.communicator.exchange(None, f"the end of {method.__name__}")
         return results
 
     return in_step
+
+
+@contextlib.contextmanager
+def _told(towers: Towers) -> Iterator[None]:
+    """Let the other processes hear of what is raised within: all of them can go on, from what tower 0 has then."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ProcessError):  # not always within a step, which saves by itself
+            towers.failed_collective()
+        towers.mark_stale()
+        towers.communicator.report_failure(error)
+        raise
 
 
 def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
@@ -91,12 +112,57 @@ def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
     return data.of_towers(ranks[0], ranks[-1] + 1, len(towers))
 
 
-def _arrange(callbacks: list[Any], name: str, towers: Towers) -> None:
-    """Change a list of callbacks to those that are to run here, each followed by what watches it in `fit`."""
+def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, given: Mapping[str, Any]) -> LocalRows:
+    """Return the batches of all processes' parts, of which this process reads its own. Collective."""
+    refused = {
+        "run_eagerly=True": model.run_eagerly,
+        "class_weight=, in whose place Local takes sample weights": given.get("class_weight") is not None,
+        "predict with steps_per_execution above 1": name == "predict" and model.steps_per_execution > 1,
+    }
+    if any(refused.values()):
+        wrong = " and ".join(one for one, is_given in refused.items() if is_given)
+        raise ValueError(f"Expected Local, in several processes, without some options. Received: {wrong}")
+    own = data.samples, len(towers.devices), data.batch_size
+    parts = towers.communicator.exchange(own, "the parts of Local")
+    return data.of_process(towers.process, parts)
+
+
+def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers) -> None:
+    """Change a list of callbacks to those that are to run here, each followed by what watches it in `fit`. Collective.
+
+    Raises:
+        ProcessError: other processes have other callbacks.
+    """
     here = [one for one in callbacks if not isinstance(one, (_Watch, _Compare))]
+    _compare_classes(here, name, model, towers)
     if not towers.is_chief:
         here = [one for one in here if not isinstance(one, (*_WRITERS, _SHOWS))]
     callbacks[:] = _watched(here, towers) if name == "fit" else here
+
+
+def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, towers: Towers) -> None:
+    """See that all processes have callbacks of the same classes, but for those that only write."""
+    # A save of state that towers hold parts of needs all processes.
+    divides = towers.sharding is not None or bool(getattr(model.optimizer, "gradient_accumulation_steps", None))
+    writers = _WRITERS if divides else (*_WRITERS, keras.callbacks.ModelCheckpoint)
+    compared = [one for one in callbacks if not isinstance(one, (_SHOWS, keras.callbacks.History))]
+    own = [(type(one).__name__, isinstance(one, writers)) for one in compared]
+    first, *others = towers.communicator.exchange(own, f"the begin of {name}")
+    for rank, found in enumerate(others, start=1):
+        decide = [[kind for kind, writes in each if not writes] for each in (first, found)]
+        here, there = (collections.Counter(kind for kind, _ in each) for each in (first, found))
+        if decide[0] == decide[1] and here >= there:
+            continue
+        alone = [
+            f"{', '.join(more)} in process {i} alone"
+            for i, more in ((0, sorted(here - there)), (rank, sorted(there - here)))
+            if more
+        ]
+        what = " and ".join(alone) or f"{', '.join(decide[0])} in process 0, {', '.join(decide[1])} in process {rank}"
+        raise ProcessError(
+            f"Expected the same callbacks for {name} in all processes. Received: {what}. Give all the same list; in "
+            f"process 0 alone may be what only writes: {', '.join(one.__name__ for one in writers)}"
+        )
 
 
 @contextlib.contextmanager
@@ -201,6 +267,7 @@ def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere:
     words = failed and f"{type(failed).__name__}: {failed}"
     reports = towers.communicator.exchange((words, found), what)
     if failed is not None:
+        towers.communicator.mark_told(failed)
         raise failed
     for i, (words, _) in enumerate(reports):
         if words is not None:
@@ -274,12 +341,10 @@ def _nothing_of(function: Callable, *args: Any, **kwargs: Any) -> None:
 
 def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
     """Return the callbacks, each followed by one that sees what it has decided."""
-    if not callbacks:
-        return []
     watched: list[Any] = []
     decisions: list[tuple[str, bool, float]] = []
     for callback in callbacks:
-        if isinstance(callback, (*_WRITERS, _SHOWS, keras.callbacks.History)):  # decides nothing, or runs here alone
+        if isinstance(callback, _DECIDE_NOTHING):
             watched.append(callback)
             continue
         watched += [callback, _Watch(type(callback).__name__, decisions, towers)]
@@ -319,6 +384,10 @@ class _Compare(keras.callbacks.Callback):
     def __init__(self, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
         super().__init__()
         self._decisions, self._towers = decisions, towers
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Let other processes say where this one is."""
+        self._towers.communicator.at(f"`fit`, at epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare.

@@ -121,7 +121,7 @@ class Others(Peers):
         raise AssertionError
 
     def _report(self, words, ended):
-        raise AssertionError
+        assert not ended
 
     def _silent(self):
         return []
@@ -163,3 +163,16 @@ def test_a_file_that_nobody_writes():
     """Ends the wait in time."""
     with pytest.raises(NcclTimeoutError, match=r"a file that process 0 writes.*process 0 has not written it"):
         Others().wait_for_file(0.05)
+
+
+def test_processes_that_fail_together():
+    """Raise what is their own alone; a failure after they have met again is one for the other, too."""
+    others = Others()
+    others.report("ValueError: pruned")
+    others.hear(0, 1, "ValueError: pruned", "", (0, 0))
+    others.check("the next step")
+    others.agree_on_failures([(1, 0), (1, 1)])
+    others.hear(0, 2, "ValueError: other", "", (0, 0))
+    with pytest.raises(ProcessError, match="process 0: ValueError: other"):
+        others.check("the next step")
+    others.check("the next step")

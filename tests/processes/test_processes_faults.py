@@ -6,18 +6,23 @@ import time
 import pytest
 
 WORDS = {
-    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: has ended: ValueError: told to fail"),
+    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
     "ends": (None, r"process 1 on \S+: has ended"),
     "callback": ("the callback Random to decide the same", "the callback Random to decide the same"),
     "rate": ("the callback RandomRate to decide .* learning rate 0.005 in process 1", "the callback RandomRate"),
     "between": (
-        "process 1 on .* StopBetween has set stop_training",
-        "process 1 on .* StopBetween has set stop_training",
-    ),
-    "data": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
-    "seeds": ("other rows in process 1 than in process 0. Seed what shuffles", "other rows in process 1"),
-    "rows": ("a batch of 8 rows.*a batch of 11 rows", "a batch of 8 rows.*a batch of 11 rows"),
-    "read alone": ("process 0 on .*: divergence; process 1 on .*: all-reduce", "process 0 on .*: divergence"),
+        "process 0 on [^ ]+ is in `fit`, at epoch 1, batch 3; process 1 on [^ ]+ is in `fit`, at epoch 1, the end of "
+        "epoch 1; StopBetween has set stop_training. Let all processes make the same calls",
+    )
+    * 2,
+    "data": ("other rows in process 1 on [^ ]+ than in process 0 on [^ ]+, in `fit`, at epoch 1, batch 1. Seed what",)
+    * 2,
+    "skips": ("other rows in process 1 on [^ ]+ than in process 0 on [^ ]+, in `fit`, at epoch 2, batch 2. Seed",) * 2,
+    "seeds": ("other rows in process 1 than in process 0, in batch 1. Seed what shuffles",) * 2,
+    "rows": ("8 rows in process 0 on [^ ]+ and 11 in process 1 on [^ ]+, in `fit`, at epoch 1, batch 3. Seed",) * 2,
+    "read alone": ("process 0 on [^ ]+ is at divergence; process 1 on [^ ]+ is in `fit`",) * 2,
+    "evaluates": ("process 0 on [^ ]+ is in `evaluate`; process 1 on [^ ]+ is in `fit`. Let all processes make",) * 2,
+    "model": (r"at broadcast \(\S+\) of 48 .* at broadcast \(\S+\) of 78 .*Let all build the same model",) * 2,
 }
 
 
@@ -44,6 +49,33 @@ def test_failed_step_in_one_process(mpirun):
     assert "InvalidArgumentError" in last, done.stdout + done.stderr
     assert "ProcessError" in first and "process 1 on" in first, done.stdout
     assert re.search("goes on (.*)", first)[1] == re.search("goes on (.*)", last)[1]
+
+
+@pytest.mark.slow
+def test_callback_that_raises(mpirun):
+    """In one process: the others hear of it, in a step or at the end of an epoch; then all may go on, equal."""
+    done = mpirun(2, "faults.py", "pruned", timeout_s=120)
+    first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
+    said = "ProcessError .*process 1 on [^ ]+: ValueError: pruned in process 1.*"
+    assert re.search(said * 2 + "ValueError .*pruned in process 0.*goes on", first), done.stdout + done.stderr
+    assert last.count("ValueError after") == 3
+    assert re.search("goes on (.*)", first)[1] == re.search("goes on (.*)", last)[1]
+
+
+@pytest.mark.slow
+def test_callbacks_of_one_process(mpirun, tmp_path):
+    """What only writes may be in process 0 alone; others are named before training, and all go on."""
+    done = mpirun(2, "faults.py", "writers", tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = ("fit.*Random in process 0", "fit.*CSVLogger in process 1", "evaluate.*Random in process 1")
+    words = [f"same callbacks for {one} alone" for one in alone]
+    words += [
+        "EarlyStopping, Random in process 0, Random, EarlyStopping in process 1",
+        "ModelCheckpoint in process 0 alone",
+    ]
+    for rank in (0, 1):
+        assert re.search("ProcessError.*" + ".*".join(words), lines_of(done.stdout, rank)), done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"1.keras", "2.keras", "3.keras", "log.csv", "board"}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variable
 RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
 # By the way: what the message says of the process that fails.
 WORDS = {
-    "raises": "process {} on {} has ended: ValueError: told to fail",
+    "raises": "process {} on {}(?: has ended)?: ValueError: told to fail",
     "ends": "process {} on {} has ended",
     "killed": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
     "cut": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
@@ -148,6 +148,15 @@ def test_failing_host_ends_the_other(several, hosts, way):
         check_told(said(processes[rank]), way, 1 - rank, ("left", "right")[1 - rank])
 
 
+@pytest.mark.parametrize("launcher", ["RANK", "TF_CONFIG"])
+def test_end_of_a_process_that_cannot_join(several, launcher):
+    """Is that of any program which an exception ends: no signal, and nothing but its traceback."""
+    process, other = several(launcher, "late")
+    other.kill()
+    assert process.wait(150) == 1, said(process)
+    assert re.search(r"NcclTimeoutError.*process 1", said(process)) and "bad_function_call" not in said(process)
+
+
 def wait_for(condition, timeout_s=150):
     """Wait until something holds."""
     end = time.monotonic() + timeout_s
@@ -159,7 +168,7 @@ def wait_for(condition, timeout_s=150):
 def check_told(text, way, fails, host=None):
     """The process that does not fail has printed an error, which came in time."""
     words = WORDS[way.split()[-1]].format(fails, re.escape(host or socket.gethostname()))
-    found = re.search(rf"\[{1 - fails}\] ProcessError after (\d+) s: Expected .* to end. Received: {words}", text)
+    found = re.search(rf"\[{1 - fails}\] ProcessError after (\d+) s: Expected .*. Received: {words}", text)
     assert found and int(found[1]) <= 30, text
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from ncclsync.program.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
 from ncclsync.program.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
+from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import predict, step_seconds
+from ncclsync.tools.plan.results import Found, result_of
 from ncclsync.tools.plan.workload import Compute, Message, Stage, Workload, fit_compute
 
 ONE_LEVEL = Cluster(Link(24e9, 4e-6))
@@ -267,6 +269,14 @@ def test_prediction_adds_up():
     assert found.efficiency == pytest.approx(compute_s / found.step_s)
     assert found.speedup == pytest.approx(8 * found.efficiency)
     assert found.algorithms == ("ring",)
+
+
+def test_what_a_process_reads():
+    """All rows, or those of its host; of GPUs of one host there is one process."""
+    found = Found(32, {32: Spread.of([8e-3])}, "as said", MB.stages, False)
+    notes = result_of("model", "nvlink", [8, 24], CLUSTERS["nvlink"], found).notes
+    words = "24 GPUs: a process on each host reads all 768 rows of a batch; of a Shuffled or a Local the 256 of its own"
+    assert [words in note for note in notes if "a process" in note] == [True]
 
 
 def test_break_even_batches_are_the_smallest():

@@ -110,6 +110,13 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
         notes.append("Some buckets gather rows, as of embeddings: they grow with the batch, and with N.")
     if found.conditional:
         notes.append("Some buckets travel in certain steps only (as with accumulation); here in every one.")
+    for gpus, hosts in ((one.gpus, cluster.hosts(one.gpus)) for one in predictions):
+        rows = gpus * found.batch_size
+        if hosts > 1:
+            notes.append(
+                f"{gpus} GPUs: a process on each host reads all {rows} rows of a batch; of a Shuffled or a Local the "
+                f"{-(-rows // hosts)} of its own GPUs."
+            )
     if any(cluster.hosts(one.gpus) > 1 for one in predictions):
         notes.append("Between hosts ncclsync waits for its GPUs at each exchange: this is what the links would allow.")
     return notes

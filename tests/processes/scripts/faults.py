@@ -7,10 +7,11 @@ import random
 import signal
 import sys
 import threading
-import time
 
 import keras
 import numpy as np
+import tensorflow as tf
+from telling import told
 
 from ncclsync import Health, Shuffled, nccl_parallel
 
@@ -21,9 +22,9 @@ X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 5, 64)
 
 
-def build():
+def build(width=8):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(5)])
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(width, "relu"), keras.layers.Dense(5)])
     model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -39,6 +40,26 @@ class At(keras.callbacks.Callback):
         self.seen += 1
         if RANK == LAST and self.seen == self.batch:
             self.call()
+
+
+class Raises(keras.callbacks.Callback):
+    """Raise in the last process, or in all, behind a batch or at the end of an epoch."""
+
+    def __init__(self, where, everywhere=False):
+        super().__init__()
+        self.where, self.everywhere = where, everywhere
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.where == "batch" and batch == 1:
+            self.fail()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.where == "epoch":
+            self.fail()
+
+    def fail(self):
+        if RANK == LAST or self.everywhere:
+            raise ValueError(f"pruned in process {RANK}")
 
 
 class Random(keras.callbacks.Callback):
@@ -72,18 +93,6 @@ def fit(model, **options):
     return model.fit(options.pop("x", X), options.pop("y", Y), batch_size=16, **options)
 
 
-def told(call):
-    """Print what a call raises, and how long that took."""
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
-        return error
-    print(f"[{RANK}] nothing", flush=True)
-    return None
-
-
 model = nccl_parallel(towers=2, health=Health(timeout_s=60))(build)()
 fit(model, epochs=1)
 if WAY == "raises":
@@ -103,6 +112,18 @@ if WAY == "between":
     told(lambda: fit(model, callbacks=[StopBetween()]))
 if WAY == "data":
     told(lambda: fit(model, x=X if RANK == 0 else X[::-1]))
+if WAY == "skips":  # the fifth batch of an endless stream
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat()
+    if RANK == LAST:
+        batches = batches.take(4).concatenate(batches.skip(5))
+    told(lambda: model.fit(batches, steps_per_epoch=3, epochs=4, verbose=0))
+    fit(model, epochs=1)  # all go on together
+    assert model.towers.divergence() == 0.0
+if WAY == "evaluates":
+    told(lambda: fit(model) if RANK else model.evaluate(X, Y, verbose=0))
+if WAY == "model":
+    width = 8 if RANK == 0 else 13
+    told(nccl_parallel(towers=2, health=Health(timeout_s=60))(lambda: build(width)))
 if WAY == "seeds":
     told(lambda: model.fit(Shuffled(X, Y, batch_size=16, seed=RANK), verbose=0))
 if WAY == "rows":
@@ -115,6 +136,27 @@ if WAY == "label":
     fit(model, epochs=1)  # all go on together
     assert model.towers.divergence() == 0.0
     print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "pruned":
+    for where, everywhere in (("batch", False), ("epoch", False), ("batch", True)):
+        told(lambda where=where, everywhere=everywhere: fit(model, callbacks=[Raises(where, everywhere)]))
+        fit(model, epochs=1)  # all go on together
+        assert model.towers.divergence() == 0.0
+    print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "writers":
+    os.chdir(sys.argv[2])
+    callbacks = keras.callbacks
+    chief = [callbacks.ModelCheckpoint("{epoch}.keras"), callbacks.CSVLogger("log.csv"), callbacks.TensorBoard("board")]
+    both = [callbacks.EarlyStopping("loss", patience=5)]
+    for rest in ([], both):
+        fit(model, callbacks=[*chief * (RANK == 0), *rest])
+    told(lambda: fit(model, callbacks=[*both, *[Random()] * (RANK == 0)]))
+    told(lambda: fit(model, callbacks=[*both, *[callbacks.CSVLogger("other.csv")] * (RANK == LAST)]))
+    told(lambda: model.evaluate(X, Y, verbose=0, callbacks=[Random()] * (RANK == LAST)))
+    told(lambda: fit(model, callbacks=[Random(), *both] if RANK else [*both, Random()]))
+    divided = nccl_parallel(towers=2, shard_optimizer=True)(build)()
+    told(lambda: fit(divided, callbacks=chief[: 1 - RANK]))
+    fit(model, epochs=1)
+    assert model.towers.divergence() == 0.0
 if WAY == "stopped":
     pid = os.getpid()
     if RANK == LAST:

@@ -5,22 +5,13 @@ import subprocess
 import sys
 import time
 
+from telling import told
+
 import ncclsync
 
 WAY = sys.argv[1]
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 LAST = int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1 == RANK
-
-
-def told(call):
-    """Print what a call raises, and how long that took."""
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        print(f"[{RANK}] {type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", flush=True)
-        return
-    print(f"[{RANK}] nothing", flush=True)
 
 
 if WAY == "secrets":

@@ -1,0 +1,209 @@
+"""Let each process read its own part of the data: `Local`.
+
+The batch stays the global one. In several processes each has the rows of its own towers alone; how many each tower has
+comes along.
+"""
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import ProcessError
+from ncclsync.semantics.shards import shard_sizes
+from ncclsync.towers.feeding import CountingDataset
+
+_ENDLESS = 1 << 62  # samples
+_COUNTED = (
+    "Tell how many there are, by dataset.apply(tf.data.experimental.assert_cardinality(samples)), or let them have no "
+    "end, by dataset.repeat() and steps_per_epoch="
+)
+
+
+class Local(tf_compat.SameDataset):
+    """Batch the samples that this process reads, as its part of the data; a `tf.data.Dataset` for Keras.
+
+    ```python
+    files = tf.data.Dataset.from_tensor_slices(names).shard(model.towers.processes, model.towers.process)
+    samples = files.interleave(tf.data.TFRecordDataset).map(parsed)
+    samples = samples.apply(tf.data.experimental.assert_cardinality(count))
+    model.fit(ncclsync.Local(samples, batch_size=256), epochs=5)
+    ```
+
+    A batch has the rows of all processes, in the order of the processes: of each as many as its towers get of
+    `batch_size`. So `fit`, `evaluate` and `predict` do what one device does with the batches of all processes
+    concatenated. A process whose part ends earlier than others' has no rows in the last batches. In one process it is
+    `dataset.batch(batch_size)`.
+
+    Attributes:
+        batch_size: as given.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, *, batch_size: int) -> None:
+        """Take the samples.
+
+        Args:
+            dataset: of this process' samples, not batched: dense tensors, in any structure that Keras takes. In several
+                processes it knows how many there are, or has no end.
+            batch_size: rows of the global batch.
+
+        Raises:
+            TypeError: no dataset of dense tensors, or no whole number.
+            ValueError: `batch_size` is below 1.
+        """
+        specs = tf.nest.flatten(dataset.element_spec) if isinstance(dataset, tf.data.Dataset) else [None]
+        if not all(isinstance(one, tf.TensorSpec) for one in specs):
+            raise TypeError(f"Expected a tf.data.Dataset of dense tensors, a sample each. Received: {dataset!r}")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"Expected batch_size to be a whole number. Received: {batch_size!r}")
+        if batch_size < 1:
+            raise ValueError(f"Expected batch_size to be at least 1. Received: {batch_size}")
+        super().__init__(dataset.batch(batch_size))
+        self.batch_size, self._samples = batch_size, dataset
+        self._made: dict[Any, LocalRows] = {}  # by the parts of all processes: steps are traced for its variable
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples this process has in a pass; very many, where they have no end.
+
+        Raises:
+            ValueError: the dataset does not know.
+        """
+        count = int(self._samples.cardinality())
+        if count == tf.data.UNKNOWN_CARDINALITY:
+            raise ValueError(
+                f"Expected Local to have a known number of samples. Received: {self._samples!r}. {_COUNTED}"
+            )
+        return _ENDLESS if count == tf.data.INFINITE_CARDINALITY else count
+
+    def of_process(self, process: int, parts: Sequence[tuple[int, int, int]]) -> "LocalRows":
+        """Return the batches of all processes, of which this one reads its rows.
+
+        Args:
+            process: its number.
+            parts: of each process, how many samples it has in a pass, how many towers, and its batch size.
+
+        Raises:
+            ProcessError: these parts do not make batches.
+        """
+        given, towers, batch_sizes = (list(column) for column in zip(*parts, strict=True))
+        begins = list(itertools.accumulate(towers, initial=0))
+        sizes = shard_sizes(self.batch_size, begins[-1])
+        rows = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(begins)]
+        batches = [_batches(*pair) if pair[1] else 0 for pair in zip(given, rows, strict=True)]
+        remedy = None
+        if len(set(batch_sizes)) > 1:
+            remedy = "the same batch_size in all processes, the global one"
+        elif not all(batches):
+            remedy = f"samples, and rows of each batch, for each of {len(parts)} processes"
+        elif max(batches) > batches[0] or len({one == _ENDLESS for one in batches}) > 1:
+            remedy = "as many batches in process 0 as in any other: give it the largest part, and let all end, or none"
+        if remedy is not None:
+            said = [
+                f"process {i}: {'samples without an end' if samples == _ENDLESS else f'{samples} samples'} for {count} "
+                f"towers, batch_size={size}"
+                for i, (samples, count, size) in enumerate(parts)
+            ]
+            raise ProcessError(f"Expected {remedy}. Received: {'; '.join(said)}")
+        key = process, *parts
+        if key not in self._made:
+            with tf.device("/CPU:0"):
+                self._made[key] = LocalRows(self._samples, process, given, rows, towers)
+        return self._made[key]
+
+
+def _batches(samples: int, rows: int) -> int:
+    """Return how many batches a process' samples make; very many, where they have no end."""
+    return _ENDLESS if samples == _ENDLESS else math.ceil(samples / rows)
+
+
+class LocalRows(CountingDataset):
+    """Give this process' rows of each batch, and say how many each tower has; a row to compute on, where it has none.
+
+    Attributes:
+        sizes: [towers] int32, rows of each tower in the batch that was handed out last.
+    """
+
+    def __init__(
+        self, samples: tf.data.Dataset, process: int, given: Sequence[int], rows: Sequence[int], towers: Sequence[int]
+    ) -> None:
+        """Make the batches.
+
+        Args:
+            samples: of this process.
+            process: its number, p.
+            given: [P] samples of each process in a pass.
+            rows: [P] of each process in a full batch.
+            towers: [P] of each process.
+        """
+        held = self.sizes = tf.Variable(tf.zeros([sum(towers)], tf.int32), trainable=False)
+        self._lock = threading.Lock()
+        self._parts = tuple(zip(given, rows, towers, strict=True))
+        self._batches = _batches(given[0], rows[0])
+        owners = [p for p, count in enumerate(towers) for _ in range(count)]
+        places = [i for count in towers for i in range(count)]
+
+        def rows_of(number: tf.Tensor) -> tf.Tensor:
+            """Return [P] how many rows each process has in a batch."""
+            left = tf.constant(given, tf.int64) - number * tf.constant(rows, tf.int64)
+            return tf.cast(tf.clip_by_value(left, 0, tf.constant(rows, tf.int64)), tf.int32)
+
+        def with_rows(kept: Any, numbered: Any) -> Any:
+            """Return the last row that was read, and the batch; in place of a batch that is not there, that row."""
+            number, batch = numbered
+            has_rows = rows_of(number)[process] > 0
+            batch = tf.nest.map_structure(lambda one, row: tf.cond(has_rows, lambda: one, lambda: row), batch, kept)
+            return tf.nest.map_structure(lambda one: one[-1:], batch), (number, batch)
+
+        def sizes_of(number: tf.Tensor) -> tf.Tensor:
+            """Return [towers] how many rows each tower has in a batch."""
+            own_rows, among = tf.gather(rows_of(number), owners), tf.gather(tf.constant(towers), owners)
+            return own_rows // among + tf.cast(tf.constant(places) < own_rows % among, tf.int32)
+
+        def handed_out(number: tf.Tensor, batch: Any) -> Any:
+            with tf.control_dependencies([held.assign(sizes_of(number))]):
+                return tf.nest.map_structure(tf.identity, batch)
+
+        own = samples.batch(rows[process])
+        missing = self._batches - _batches(given[process], rows[process])
+        if missing:
+            nothing = tf.nest.map_structure(_nothing, own.element_spec)
+            none = tf.data.Dataset.from_tensors(nothing).repeat(missing)
+            numbered = own.concatenate(none).enumerate()
+            numbered = numbered.scan(nothing, with_rows)
+        else:
+            numbered = own.enumerate()
+        # Handed out behind the prefetch, so that `sizes` are of the batch that the step gets.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        super().__init__(numbered.prefetch(tf.data.AUTOTUNE).map(handed_out).with_options(options))
+
+    def cardinality(self) -> tf.Tensor:
+        """Return how many batches a pass has."""
+        return tf.constant(tf.data.INFINITE_CARDINALITY if self._batches == _ENDLESS else self._batches, tf.int64)
+
+    def digest(self) -> bytes:
+        """Return what stands for a batch where processes compare theirs, of which each has other rows."""
+        return repr(self._parts).encode()
+
+    @contextlib.contextmanager
+    def fetching(self, feeder: object) -> Iterator[None]:
+        """Let one feeder fetch a batch within, and read its `sizes`; see `CountingDataset`."""
+        with self._lock:
+            yield
+
+    def fetched(self) -> None:
+        """Return no place: it cannot be resumed in the middle of a pass."""
+
+    def take(self, place: None) -> None:
+        """Do nothing; see `CountingDataset`."""
+
+
+def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
+    """Return one row of zeros, of a shape that fits."""
+    return tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)

@@ -90,7 +90,7 @@ TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 def has_rule(op_type: str) -> bool:
     """Return whether an op of that type has a rule: else its inputs are made whole."""
-    return op_type in RULES or op_type in LINEAR
+    return any(op_type in table for table in (RULES, LINEAR, NUMBERED))
 
 
 def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
@@ -152,10 +152,11 @@ UNARY = names(
     """
     Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
     BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast
-    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
+    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn DecodeBase64 Digamma Elu EncodeBase64
+    Erf Erfc Erfinv Exp
     Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite
     IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
-    PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
+    PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
     Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace
     StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
     StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
@@ -164,9 +165,10 @@ UNARY = names(
 BROADCASTING = names(
     """
     Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div
-    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual Igamma
+    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars
+    FakeQuantWithMinMaxVarsPerChannel FloorDiv FloorMod Greater GreaterEqual Igamma
     IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan
-    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference Sub
+    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference StringJoin Sub
     TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
     """
 )
@@ -417,7 +419,7 @@ _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
-@_rule(*_REDUCED)
+@_rule(*_REDUCED, "EuclideanNorm")
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
     rank = _rank(call, 0)
@@ -439,7 +441,7 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     dtype = call.op.inputs[0].dtype
     if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
         return None
-    return [_REDUCED[call.op.type]]
+    return [_REDUCED[call.op.type]] if call.op.type in _REDUCED else None
 
 
 @_rule("L2Loss")
@@ -496,12 +498,12 @@ def _roll(call: Call) -> Sequence[Placement] | None:
 
 # Each by itself: matrices, or vectors along the last axis, of which the rows are many.
 
-_LAST = dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "FFT", "IFFT", "RFFT", "IRFFT"), 1)
+_LAST = dict.fromkeys(names("Softmax LogSoftmax TopK TopKV2 NthElement IsotonicRegression FFT IFFT RFFT IRFFT"), 1)
 _LAST |= dict.fromkeys(
     names(
         """
         Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve
-        MatrixTriangularSolve MatrixSquareRoot SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
+        MatrixTriangularSolve MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
         MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
         MatrixExponential TridiagonalSolve
         """
@@ -573,7 +575,7 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-@_rule("MatMul")
+@_rule("MatMul", "SparseMatMul")
 def _matmul(call: Call) -> Sequence[Placement] | None:
     one = "km" if call.op.get_attr("transpose_a") else "mk"
     other = "nk" if call.op.get_attr("transpose_b") else "kn"
@@ -669,7 +671,7 @@ def _images(call: Call) -> Sequence[Placement] | None:
 @_rule(
     """
     ResizeBilinearGrad ResizeNearestNeighborGrad ResizeBicubicGrad LRNGrad Dilation2DBackpropInput
-    ScaleAndTranslateGrad
+    ScaleAndTranslateGrad DrawBoundingBoxes DrawBoundingBoxesV2
     """
 )
 def _images_back(call: Call) -> Sequence[Placement] | None:
@@ -1775,10 +1777,12 @@ _SAME_ROWS |= dict.fromkeys(
     (0, (0,)),
 )
 # Their results have the shape of their first input.
-_SAME_SHAPE = names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys() - {
-    *names("IRFFT IRFFT2D Lu LogMatrixDeterminant MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3"),
-    *names("MatrixDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2"),
-}
+_SAME_SHAPE = (names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys()) - names(
+    """
+    Eig IRFFT IRFFT2D LogMatrixDeterminant Lu MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3 MatrixDiagV3
+    MatrixSolve MatrixTriangularSolve NthElement Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2
+    """
+)
 
 
 def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:

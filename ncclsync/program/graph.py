@@ -13,7 +13,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
-from ncclsync.semantics.placements import LOCAL, REPLICATE, Kind, Placement, shard
+from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
 
 
@@ -56,7 +56,7 @@ class StepGraph:
         captured = function.captured_inputs
         count = len(flat_inputs) - len(captured)
         self.arguments = tuple(flat_inputs[:count])
-        self.piece_kinds: dict[int, str] = {}  # of the batch's leaves that consist of several tensors
+        self.row_splits: set[str] = set()  # of ragged leaves whose values lie in rows, not in rows of rows
         self.argument_placements = self._place_arguments(trace)
         by_handle = {id(variable.handle): variable for variable in function.variables}
         self.variables: list[tuple[str, tf.Variable]] = []
@@ -105,13 +105,20 @@ class StepGraph:
         """Place what a tower is given: its rows of the batch, and what it knows of them."""
         placed = {tensor.name: LOCAL for tensor in trace.share}
         placed[trace.share.total.name] = REPLICATE
-        for number, leaf in enumerate(tf.nest.flatten(trace.batch)):
+        for leaf in tf.nest.flatten(trace.batch):
             if isinstance(leaf, tf.Tensor):
                 placed[leaf.name] = shard() if leaf.shape.rank else REPLICATE
             elif leaf is not None:
-                self.piece_kinds[number] = "sparse" if isinstance(leaf, tf.SparseTensor) else "ragged"
-                for index, piece in enumerate(tf.nest.flatten(leaf, expand_composites=True)):
-                    placed[piece.name] = Placement(Kind.PIECE, place=(number, index))
+                first, *others = tf.nest.flatten(leaf, expand_composites=True)
+                if isinstance(leaf, tf.SparseTensor):
+                    values, shape = others
+                    placed[first.name] = Placement(Kind.INDICES, op="own", counts=(1, 1), unit=values.name)
+                    placed[values.name] = shard(unit=values.name)
+                    placed[shape.name] = rows((1, *[0] * (leaf.shape.rank - 1)))
+                else:  # values, and the splits of their rows, from the outermost
+                    placed[first.name] = shard(unit=others[-1].name)
+                    placed.update((splits.name, PIECE) for splits in others)
+                    self.row_splits |= {others[0].name} if len(others) == 1 else set()
         return placed
 
     def _live_ops(self, function: Any) -> list[tf.Operation]:

@@ -26,9 +26,9 @@ from ncclsync.program.program import Exchange, Results
 from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import Axes, given_rows
+from ncclsync.semantics.axes import BATCHES, Axes, given_rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
-from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
+from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, is_zero, serves
 from ncclsync.semantics.roles import Role
 
@@ -37,6 +37,9 @@ logger = logging.getLogger("ncclsync")
 # TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
 _SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
+
+# Placed as what cannot be exchanged: computed again, of whole inputs.
+_RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
 
@@ -63,11 +66,13 @@ class Partition(Placer):
             exact: whether what a choice makes local is to be the batch's.
         """
         functions = Functions(graph.functions, graph.tf_graph)
-        rowed = [name for name, placed in graph.argument_placements.items() if placed.kind is Kind.SHARD]
-        super().__init__(
-            functions, Axes(functions, {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed})
-        )
+        rowed = [name for name, placed in graph.argument_placements.items() if placed == rules.shard()]
+        known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
+        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
+        super().__init__(functions, Axes(functions, known))
         graph.constant = self.axes.constant
+        self.row_splits = graph.row_splits
+        self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.graph = graph
         self.share = share
         self._results = results
@@ -89,6 +94,11 @@ class Partition(Placer):
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
         self.costs = Costs(self.functions, self.axes)
+        marked = [name for name, mark in graph.marks.items() if mark.purpose == "slices" and name in graph.inputs]
+        # They put the slices of a weight that is used several times one after the other, to be gathered.
+        self._joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
+            op.name for op in graph.ops if op.type == "ConcatV2"
+        }
 
     def run(self) -> None:
         """Place the step.
@@ -140,11 +150,16 @@ class Partition(Placer):
                 shape[call.inputs[0].axis] = None
             with self._building():
                 call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
+        if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
+            call.tensors[0] = self._padded_shape(call.tensors[0], call.tensors[3], op)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
-        self.costs.add(op, call.given[1], (*call.inputs, *made))
+        if op.name in self._joins_slices and all(placed.whole for placed in made):
+            self.costs.leave_out(op)
+        else:
+            self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
@@ -152,10 +167,10 @@ class Partition(Placer):
             if placed.kind is Kind.PARTIAL:
                 if op.type in rules.ELEMENTWISE:
                     after = next((self._rows_of[name] for name in names if name in self._rows_of), None)
-                if after is not None:
+                if after is not None and not after.unit:
                     self._rows_of[output.name] = after
             elif placed.whole and after is not None:
-                tensor, placed = self._rows_of_tower(output, after), after
+                tensor, placed = self._rows_of_tower(output, after, op), after
                 self._converted[tensor.name, after, REPLICATE] = output
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
@@ -198,7 +213,7 @@ class Partition(Placer):
             role = graph.role.get(output.name, Role.SAME)
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
-        known = placed.kind is Kind.SHARD and output.shape[0] is not None
+        known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
         if known:  # what is traced for so many rows computes on the whole batch
             self.costs.have_rows(op)
             self._append(op)
@@ -289,15 +304,18 @@ class Partition(Placer):
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype)
-        if before.kind is Kind.PLACES and after.kind is Kind.SHARD:
+        if before.kind in (Kind.PLACES, Kind.INDICES) and after.kind is Kind.SHARD:
             each, width = before.counts
             if each > 0:
                 with self._building():
-                    return tensor + tf.cast(self.share.begin * (each * width), tensor.dtype)
+                    first = tf.cast(self.share.begin * (each * width), tensor.dtype)
+                    if before.kind is Kind.PLACES:
+                        return tensor + first
+                    return tensor + first * tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.SHARD:
-            return self._rows_of_tower(tensor, rules.counted(after))
+            return self._rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
             if tensor.name not in self._received and is_zero(tensor):
                 return tensor
@@ -331,20 +349,28 @@ class Partition(Placer):
                 return tf.cast(reduced, tf.bool)
         if before.kind is Kind.ROWS:
             counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
+            if before.unit and np.any(counts < 0):  # a tower may have none of the unit
+                summed = self.exchange(tensor, Collective("all_reduce", "sum"), op)
+                with self._building():
+                    return tf.where(np.equal(counts, 0), tensor, summed)
+            _, *extent = self._extent(before.unit, op)
             with self._building():
-                rows, total = (tf.cast(one, tensor.dtype) for one in (self.share.rows, self.share.total))
+                rows, total = (tf.cast(one, tensor.dtype) for one in extent)
                 each = tf.constant(counts, tensor.dtype)
-                if np.all(counts > 0):
-                    return each * total
-                counted = tf.where(each > 0, each, tensor // rows) * total
+                counted = each * total
+                if np.any(counts < 0):
+                    counted = tf.where(each > 0, each, tensor // rows) * total
                 return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
             return self._followed(tensor, op)
-        if before.kind is Kind.PIECE and tensor.name in self.graph.argument_placements:
-            return self._whole_piece(tensor, before, op)
-        if before.kind in (Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES):  # such as a cast of the rows' places
+        numbers = rules.numbered(before)
+        if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
+            return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
+        if before == PIECE and tensor.name in self.graph.argument_placements:
+            return self._whole_splits(tensor, op)
+        if before.kind in _RECOMPUTED:  # such as a cast of the rows' places
             return self._anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
@@ -395,7 +421,7 @@ class Partition(Placer):
             return True
         op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
-            return placed.kind is Kind.ROWS
+            return placed.kind is Kind.ROWS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
@@ -412,7 +438,7 @@ class Partition(Placer):
                     moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                     moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.graph.marks:
+        if op.name not in self.graph.marks and op.name not in self._joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
@@ -429,21 +455,45 @@ class Partition(Placer):
             shape[before.axis] = None
             return tf.ensure_shape(whole, shape)
 
-    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement) -> tf.Tensor:
-        """Take a tower's rows of a tensor that all have. One row that is broadcast stays."""
+    def _extent(self, unit: str, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch.
+
+        Args:
+            unit: see `Placement`.
+            op: for which it is asked.
+        """
+        if not unit:
+            return self.share.begin, self.share.rows, self.share.total
+        if unit not in self._extents:
+            named = self.graph.tf_graph.get_tensor_by_name(unit)
+            with self._building():
+                ends = self.graph.argument_placements.get(unit) == PIECE
+                count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
+                own = tf.stack([self.share.begin, count])[None]
+            every = self.exchange(own, GATHER, op)
+            with self._building():
+                before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
+                self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
+        return self._extents[unit]
+
+    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
+        first, count, total = self._extent(after.unit, op)
         with self._building():
-            length, total = tf.shape(tensor)[after.axis], tf.maximum(self.share.total, 1)
+            length, total = tf.shape(tensor)[after.axis], tf.maximum(total, 1)
             each = length // (total * after.blocks)
-            if known is None:
+            if known is None or after.unit:
                 broadcast = tf.equal(length, 1)
-                begin = tf.where(broadcast, 0, self.share.begin * each)
-                size = tf.where(broadcast, 1, self.share.rows * each)
+                if after.unit:  # of which there may be one in all, and none on a tower
+                    broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
+                begin = tf.where(broadcast, 0, first * each)
+                size = tf.where(broadcast, 1, count * each)
             else:
                 self.declared.add((known, after.blocks * max(after.each, 1)))
-                begin, size = self.share.begin * each, self.share.rows * each
+                begin, size = first * each, count * each
             if after.blocks > 1:
-                blocks = after.blocks if known is not None else tf.where(broadcast, 1, after.blocks)
+                blocks = after.blocks if known is not None and not after.unit else tf.where(broadcast, 1, after.blocks)
                 starts = tf.range(blocks) * (length // after.blocks) + begin
                 places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
                 return tf.gather(tensor, places, axis=after.axis)
@@ -454,31 +504,10 @@ class Partition(Placer):
             lengths[after.axis] = None
             return tf.ensure_shape(rows, lengths)
 
-    def _whole_piece(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a component of the sparse or ragged tensor of all rows."""
-        pieces = [
-            self.graph.tf_graph.get_tensor_by_name(name)
-            for name, placed in self.graph.argument_placements.items()
-            if placed.kind is Kind.PIECE and placed.place[0] == before.place[0]
-        ]
-        kind = self.graph.piece_kinds[before.place[0]]
-        index = before.place[1]
-        if kind == "sparse":
-            indices, _, shape = pieces
-            if index == 2:
-                with self._building():
-                    total = tf.cast(self.share.total, shape.dtype)
-                    return tf.concat([[total], shape[1:]], 0)
-            if index == 1:
-                return self.exchange(tensor, GATHER, op)
-            with self._building():
-                begin = tf.cast(self.share.begin, indices.dtype)
-                moved = tf.concat([indices[:, :1] + begin, indices[:, 1:]], 1)
-            return self.exchange(moved, GATHER, op)
-        if index == 0 and len(pieces) > 1:
-            return self.exchange(tensor, GATHER, op)
+    def _whole_splits(self, splits: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        """Return the row splits of the ragged tensor of all rows."""
         with self._building():
-            lengths = tensor[1:] - tensor[:-1]
+            lengths = splits[1:] - splits[:-1]
         lengths = self.exchange(lengths, GATHER, op)
         with self._building():
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
@@ -621,7 +650,7 @@ class Partition(Placer):
         if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
         for i, one in enumerate(call.inputs):
-            if one.kind in (Kind.AXES, Kind.PENDING, Kind.PLACES):
+            if one.kind in _RECOMPUTED:
                 call.require(i, REPLICATE)
 
     def _write(self, call: Call) -> list[Placement]:
@@ -631,7 +660,7 @@ class Partition(Placer):
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
             for i, placed in enumerate(call.inputs):
-                if placed.kind in (Kind.SHARD, Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.ROWS):
+                if placed.kind in _RECOMPUTED | {Kind.SHARD, Kind.ROWS}:
                     call.require(i, REPLICATE)
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)
@@ -650,6 +679,16 @@ class Partition(Placer):
         return [REPLICATE] * len(op.outputs)
 
     # Marks.
+
+    def _padded_shape(self, shape: tf.Tensor, splits: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        """Return the shape of a padded ragged tensor, whose rows are as long as the batch's longest if that is open."""
+        with self._building():
+            own = tf.reduce_max(splits[1:] - splits[:-1])
+        longest = self.exchange(own, Collective("all_reduce", "max"), op)
+        with self._building():
+            shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
+            second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
+            return tf.where(second, tf.cast(longest, shape.dtype), shape)
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
         count = len(op.outputs) - mark.conditional
@@ -778,7 +817,7 @@ class Partition(Placer):
             if self._results is Results.EACH:
                 graph.outputs.append((self._name(self._local_value(result.name)), "first"))
                 continue
-            if placed.kind is Kind.SHARD and placed.axis == 0 and placed.blocks == 1:
+            if placed == rules.shard():
                 graph.outputs.append((self._name(tensor), "concat"))
                 continue
             whole = self.convert(tensor, placed, REPLICATE, result.op)

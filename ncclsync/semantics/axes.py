@@ -125,12 +125,20 @@ class Axes:
 
     def learn(self, tensor: tf.Tensor, axis: int, each: int) -> None:
         """Know that an axis has so many rows for each sample. It spares the inference if the others are constants."""
-        lengths = tensor.shape.as_list()
-        if tensor.name in self._states or None in (lengths[:axis] + lengths[axis + 1 :]) or lengths[axis] is not None:
+        lengths, shapes = tensor.shape.as_list(), None
+        if lengths[axis] is not None:
             return
-        self._states[tensor.name] = tuple(
-            (*lengths[:axis], each * batch.rows, *lengths[axis + 1 :]) for batch in BATCHES
-        )
+        if None in (lengths[:axis] + lengths[axis + 1 :]):
+            shapes = self._shapes(tensor)
+            if shapes is None or length_of([shape[axis] for shape in shapes]) is not None:
+                return
+        elif tensor.name not in self._states:
+            shapes = (tuple(lengths),) * len(BATCHES)
+        if shapes is not None:
+            self._states[tensor.name] = tuple(
+                (*shape[:axis], each * batch.rows, *shape[axis + 1 :])
+                for batch, shape in zip(BATCHES, shapes, strict=True)
+            )
 
     def refine(self, tensor: tf.Tensor) -> None:
         """Let a tensor know the constants among its lengths that the trace leaves open."""
@@ -215,6 +223,8 @@ class Axes:
             given = [
                 tf.constant(values[which])
                 if values is not None
+                else self._partly_known(tensor, which)
+                if tensor.dtype.is_integer and tensor.op.type == "Pack" and tensor.shape.rank == 1
                 else tf.compat.v1.placeholder(tensor.dtype, shapes[which] if shapes else None)
                 for tensor, shapes, values in zip(op.inputs, states, known, strict=True)
             ]
@@ -224,6 +234,13 @@ class Axes:
             None if output.shape.rank is None else tuple(opened if n is None else n for n in output.shape.as_list())
             for output in made.outputs
         ]
+
+    def _partly_known(self, packed: tf.Tensor, which: int) -> tf.Tensor:
+        """Return a vector of which some elements are known, as TensorFlow's inference takes it for a shape."""
+        known = map(self.values, packed.op.inputs)
+        return tf.stack(
+            [tf.compat.v1.placeholder(packed.dtype, []) if one is None else tf.constant(one[which]) for one in known]
+        )
 
     # Functions.
 

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     ITEMS = "items"
     PIECE = "piece"
     PLACES = "places"
+    INDICES = "indices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Placement:
             REPLICATE: it is the batch's.
             SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
                 other, each with as many rows for every sample. If all rows are alike, `blocks` is 0: their order
-                does not matter.
+                does not matter. Rows of another `unit` than samples lie in the order of these units.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
             ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
@@ -48,16 +49,20 @@ class Placement:
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
                 the shape `counts`, in which -1 is any length. If `op` is "row", a loop over a tower's rows has
                 put one in for each.
-            PIECE: one component of a sparse or ragged tensor that holds the tower's rows.
+            PIECE: row splits of a ragged tensor that holds the tower's rows. `op` is "ends" or "begins" where they are
+                those of each row, and "length" for how many splits there are.
             PLACES: integers that number what the tower has: 0, w, 2 w, … for its rows along `axis`; if `op` is "row",
-                plus a number below w. `counts` is (rows for each sample, w).
-        axis, blocks: see SHARD; `axis` also AXES.
+                plus a number below w. `counts` is (rows for each sample, w). If `op` is "own", each numbers any of the
+                rows · w elements that the tower has, and if "every", all of them occur, in ascending order.
+            INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
+        axis, blocks: see SHARD; `axis` also AXES and PLACES.
+        unit: what there are so many rows for each of: "", samples; else the rows of the tensor of that name, or the
+            values between these row splits. Of them a tower has as many as its data say.
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.
         op: see PARTIAL and LOCAL.
         counts: see ROWS, ITEMS and PLACES.
         of: see AXES, PENDING and ITEMS.
-        place: of a PIECE: which of the batch's leaves it belongs to, and which component of it.
     """
 
     kind: Kind
@@ -67,7 +72,7 @@ class Placement:
     op: str = "sum"
     counts: tuple[int, ...] = ()
     of: "Placement | None" = None
-    place: tuple[int, int] = (0, 0)
+    unit: str = ""
 
     def __str__(self) -> str:
         if self.kind is Kind.SHARD:
@@ -79,6 +84,11 @@ class Placement:
     def at(self, axis: int) -> "Placement":
         """Return the placement of the same rows along another axis."""
         return dataclasses.replace(self, axis=axis)
+
+    def of_unit(self, unit: str) -> "Placement":
+        """Return the placement of as many rows of another unit."""
+        rowed = self.kind in (Kind.SHARD, Kind.ROWS, Kind.AXES, Kind.PENDING)
+        return dataclasses.replace(self, unit=unit) if rowed and self.unit != unit else self
 
     @property
     def whole(self) -> bool:
@@ -93,11 +103,12 @@ EACH = Placement(Kind.LOCAL, op="row")
 COUNTER = Placement(Kind.LOCAL, op="counter")
 SUM = Placement(Kind.PARTIAL, op="sum")
 MEAN = Placement(Kind.PARTIAL, op="mean")
+PIECE = Placement(Kind.PIECE)
 
 
-def shard(axis: int = 0, blocks: int = 1, each: int = 1) -> Placement:
+def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: str = "") -> Placement:
     """Return the placement of rows along `axis`; see `Placement`."""
-    return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each)
+    return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each, unit=unit)
 
 
 def partial(op: str) -> Placement:

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,8 @@ class Call(rules.Call):
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()  # indices of LOCAL inputs, which count as whole meanwhile
         self.lenient, self.row_by_row = self.placer.lenient, self.placer.row_by_row
-        self.within = isinstance(self.placer, FunctionPlacer)
+        self.within, self.row_splits = isinstance(self.placer, FunctionPlacer), self.placer.row_splits
+        self.unit = ""  # of the rows, while the op's rule is asked: it takes them for the samples'
 
     def require(self, index: int, placement: Placement) -> None:
         """See `rules.Call`."""
@@ -79,7 +80,8 @@ class Call(rules.Call):
             return
         before = self.given[1][index] if index in self.local else self.inputs[index]
         self.local.discard(index)
-        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
+        before, after = (one.of_unit(self.unit) if self.unit else one for one in (before, placement))
+        self.tensors[index] = self.placer.convert(self.tensors[index], before, after, self.op)
         self.inputs[index] = placement
 
     def constant(self, index: int) -> Any:
@@ -88,7 +90,8 @@ class Call(rules.Call):
 
     def spares(self, index: int) -> bool:
         """See `rules.Call`."""
-        return self.placer.spares(self.tensors[index], self.inputs[index])
+        placed = self.inputs[index].of_unit(self.unit) if self.unit else self.inputs[index]
+        return self.placer.spares(self.tensors[index], placed)
 
     @property
     def axes(self) -> Axes:
@@ -97,7 +100,7 @@ class Call(rules.Call):
 
     def begin_anew(self) -> None:
         """Take back what was required."""
-        self.tensors, self.inputs = list(self.given[0]), list(self.given[1])
+        self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), ""
         self.local.clear()
 
 
@@ -108,10 +111,12 @@ class Placer(abc.ABC):
         functions: of the step.
         axes: of the graph whose ops are placed.
         lenient, row_by_row: see `rules.Call`.
+        row_splits: names of the row splits of ragged arguments.
         draws: the user's lines that draw numbers which are each tower's own.
     """
 
     lenient = row_by_row = False
+    row_splits: Collection[str] = ()
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""
@@ -166,6 +171,8 @@ class Placer(abc.ABC):
 
     def _with_rows(self, output: tf.Tensor, placed: Placement) -> Placement:
         """Return the placement with the number of rows for each sample, if it is known."""
+        if placed.unit:
+            return placed
         blocks = placed.blocks or 1
         if not placed.each:
             count = self.axes.rows(output, placed.axis)
@@ -179,7 +186,8 @@ class Placer(abc.ABC):
         op, kinds = call.op, {placed.kind for placed in call.inputs}
         if op.type in rules.DRAWS:
             return self._draw(call)
-        if op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}:
+        begins = op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}
+        if begins and not any(placed.unit for placed in call.inputs):
             return list(rules.RULES[op.type](call) or self.whole(call))
         if self.row_by_row and kinds & {Kind.LOCAL, Kind.ITEMS}:
             return self._row_by_row(call)
@@ -221,13 +229,31 @@ class Placer(abc.ABC):
 
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
         kind = call.op.type
-        if any(placed.kind is Kind.PIECE for placed in call.inputs):
-            return [call.inputs[0]] if kind == "Identity" else None
-        if any(placed.kind is Kind.PLACES for placed in call.inputs):
-            made = rules.RULES[kind](call) if kind in rules.TAKING_PLACES else None
-            if made is not None:
-                return made
+        if any(placed.kind in (Kind.PIECE, Kind.PLACES, Kind.INDICES) for placed in call.inputs):
+            for table in (rules.RULES if kind in rules.TAKING_PLACES else {}, rules.NUMBERED):
+                made = table[kind](call) if kind in table else None
+                if made is not None:
+                    return made
+            if any(placed.kind is Kind.PIECE for placed in call.inputs):
+                return None
             self._number_rows(call)
+        units = {
+            placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.ROWS, Kind.AXES, Kind.PENDING)
+        }
+        if units <= {""}:
+            return self._of_samples(call)
+        if len(units) > 1 or kind not in rules.OF_ANY_UNIT:
+            return None
+        (call.unit,) = units
+        call.inputs[:] = [placed.of_unit("") for placed in call.inputs]
+        made = self._of_samples(call)
+        call.inputs[:] = [placed.of_unit(call.unit) for placed in call.inputs]
+        # A mean weighs each tower by its samples.
+        return None if made is None or MEAN in made else [placed.of_unit(call.unit) for placed in made]
+
+    def _of_samples(self, call: Call) -> Sequence[Placement] | None:
+        """Ask the rule of an op that takes rows of samples, or of what is taken for these."""
+        kind = call.op.type
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
@@ -255,8 +281,8 @@ class Placer(abc.ABC):
     def _number_rows(self, call: Call) -> None:
         """Let numbers of a tower's rows be those of the batch's rows."""
         for i, placed in enumerate(call.inputs):
-            if placed.kind is Kind.PLACES:
-                call.require(i, shard(placed.axis, 1, max(placed.counts[0], 0)))
+            if (numbers := rules.numbered(placed)) is not None:
+                call.require(i, numbers)
 
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
@@ -300,7 +326,7 @@ class Placer(abc.ABC):
         if shape.kind is not Kind.ROWS or len(counted) != 1 or rank is None:
             return None
         (axis,) = counted
-        made = shard(axis, 1, max(shape.counts[axis], 0))
+        made = shard(axis, 1, max(shape.counts[axis], 0), shape.unit)
         apart = call.op.type in rules.DRAWN_APART
         whole = []
         for i, name in enumerate(names):

@@ -11,7 +11,7 @@ unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
     MEAN,
+    PIECE,
     REPLICATE,
     SUM,
     Kind,
@@ -46,6 +47,8 @@ class Call(Protocol):
             it.
         row_by_row: whether it is in a loop over a tower's rows.
         within: whether it is in a function, where nothing can be put before it.
+        row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
+        unit: of the rows of its inputs, which are placed as those of samples meanwhile; see `Placement`.
     """
 
     op: tf.Operation
@@ -53,6 +56,8 @@ class Call(Protocol):
     lenient: bool
     row_by_row: bool
     within: bool
+    row_splits: Collection[str]
+    unit: str
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -85,7 +90,7 @@ TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 def has_rule(op_type: str) -> bool:
     """Return whether an op of that type has a rule: else its inputs are made whole."""
-    return op_type in RULES or op_type in LINEAR
+    return any(op_type in table for table in (RULES, LINEAR, NUMBERED))
 
 
 def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
@@ -124,9 +129,11 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 
 def same_rows(one: Placement, other: Placement) -> bool:
-    """Return whether two shards have as many rows, in the same order, along their axes."""
+    """Return whether two shards have as many rows, of one unit and in the same order, along their axes."""
     counts = {placed.each * max(placed.blocks, 1) for placed in (one, other)} - {0}
-    return len(counts) < 2 and (one.blocks == other.blocks or 0 in (one.blocks, other.blocks))
+    return (
+        one.unit == other.unit and len(counts) < 2 and (one.blocks == other.blocks or 0 in (one.blocks, other.blocks))
+    )
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
@@ -139,7 +146,7 @@ def together(one: Placement, other: Placement) -> Placement | None:
 
 def counted(placed: Placement) -> Placement:
     """Return the placement of rows that are all alike as that of one block of them."""
-    return shard(placed.axis, 1, placed.each) if placed.kind is Kind.SHARD and not placed.blocks else placed
+    return dataclasses.replace(placed, blocks=1) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -148,10 +155,11 @@ UNARY = names(
     """
     Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
     BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast
-    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn Digamma Elu Erf Erfc Erfinv Exp
+    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn DecodeBase64 Digamma Elu EncodeBase64
+    Erf Erfc Erfinv Exp
     Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite
     IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
-    PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
+    PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
     Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace
     StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
     StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
@@ -160,9 +168,10 @@ UNARY = names(
 BROADCASTING = names(
     """
     Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div
-    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FloorDiv FloorMod Greater GreaterEqual Igamma
+    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars
+    FakeQuantWithMinMaxVarsPerChannel FloorDiv FloorMod Greater GreaterEqual Igamma
     IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan
-    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference Sub
+    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference StringJoin Sub
     TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
     """
 )
@@ -209,6 +218,8 @@ def _numbers(call: Call) -> Sequence[Placement] | None:
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
     numbers = next(placed for placed in call.inputs if placed.kind is Kind.PLACES)
+    if numbers.op not in ("sum", "row"):
+        return None
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
         return [two] if one.whole and numbers == two and zero is not None and not np.any(zero) else None
@@ -411,7 +422,7 @@ _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
-@_rule(*_REDUCED)
+@_rule(*_REDUCED, "EuclideanNorm")
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
     rank = _rank(call, 0)
@@ -433,7 +444,7 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     dtype = call.op.inputs[0].dtype
     if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
         return None
-    return [_REDUCED[call.op.type]]
+    return [_REDUCED[call.op.type]] if call.op.type in _REDUCED else None
 
 
 @_rule("L2Loss")
@@ -490,12 +501,12 @@ def _roll(call: Call) -> Sequence[Placement] | None:
 
 # Each by itself: matrices, or vectors along the last axis, of which the rows are many.
 
-_LAST = dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "FFT", "IFFT", "RFFT", "IRFFT"), 1)
+_LAST = dict.fromkeys(names("Softmax LogSoftmax TopK TopKV2 NthElement IsotonicRegression FFT IFFT RFFT IRFFT"), 1)
 _LAST |= dict.fromkeys(
     names(
         """
         Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve
-        MatrixTriangularSolve MatrixSquareRoot SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
+        MatrixTriangularSolve MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
         MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
         MatrixExponential TridiagonalSolve
         """
@@ -567,7 +578,7 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-@_rule("MatMul")
+@_rule("MatMul", "SparseMatMul")
 def _matmul(call: Call) -> Sequence[Placement] | None:
     one = "km" if call.op.get_attr("transpose_a") else "mk"
     other = "nk" if call.op.get_attr("transpose_b") else "kn"
@@ -663,7 +674,7 @@ def _images(call: Call) -> Sequence[Placement] | None:
 @_rule(
     """
     ResizeBilinearGrad ResizeNearestNeighborGrad ResizeBicubicGrad LRNGrad Dilation2DBackpropInput
-    ScaleAndTranslateGrad
+    ScaleAndTranslateGrad DrawBoundingBoxes DrawBoundingBoxesV2
     """
 )
 def _images_back(call: Call) -> Sequence[Placement] | None:
@@ -1052,6 +1063,10 @@ def _slice(call: Call) -> Sequence[Placement] | None:
 
 def _constant_element(call: Call, index: int, element: int) -> int | None:
     """Return an element of an input that is a vector, if no batch changes it."""
+    made = call.op.inputs[index].op
+    if made.type == "Pack" and made.outputs[0].shape.rank == 1:
+        one = call.axes.constant(made.inputs[element])
+        return None if one is None else int(one)
     values = call.axes.values(call.op.inputs[index])
     found = set() if values is None else {int(value[element]) for value in values}
     return found.pop() if len(found) == 1 else None
@@ -1102,14 +1117,27 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     if axis is None:
         return None
     if placed.kind is Kind.PLACES:
+        if placed.op not in ("sum", "row"):
+            return None
         return [placed.at(axis)] if {1} >= {*before[: placed.axis], *after[:axis]} else None
     outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
+    if call.unit:
+        length = _reshaped_length(placed, shape, axis, before, after)
     if outer is None or not ahead or not isinstance(length, Rows):
         return None
     blocks, left = divmod(outer * placed.blocks, ahead)
     if left or blocks == 0 or length.each % blocks or (blocks > 1 and not length.each):
         return None
     return [shard(axis, blocks, length.each // blocks)]
+
+
+def _reshaped_length(placed: Placement, shape: Placement, axis: int, before: Any, after: Any) -> Rows | None:
+    """Return how many rows for each of another unit than samples, which `Axes` knows nothing of, an axis is to have."""
+    if shape.kind is Kind.ROWS:
+        return Rows(max(shape.counts[axis], 0))
+    inner = _product([*before[: placed.axis], *before[placed.axis + 1 :], placed.each * placed.blocks])
+    others = _product([*after[:axis], *after[axis + 1 :]])
+    return None if not inner or not others or inner % others else Rows(inner // others)
 
 
 def _product(lengths: Sequence[Any]) -> int | None:
@@ -1287,7 +1315,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
         return None
-    return [Placement(Kind.PLACES, counts=(end.counts[0], 1))]
+    return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
 
 
 @_rule("OneHot")
@@ -1397,6 +1425,320 @@ def _ensure_shape(call: Call) -> Sequence[Placement] | None:
     return [placed] if open_rows else None
 
 
+# Sparse and ragged tensors: of their values a tower has as many as its data say, in the order of its rows. So they are
+# the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples.
+
+OF_ANY_UNIT = (
+    (ELEMENTWISE - names("Select"))
+    | MOVING
+    | COUNTING
+    | names(
+        """
+        All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
+        LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
+        SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
+        """
+    )
+)
+
+# Rules for what numbers the tower's own rows, or is made of row splits; see `Kind.PLACES`, `Kind.INDICES`, `PIECE`.
+NUMBERED: dict[str, Rule] = {}
+
+
+def _numbered(*types: str) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        NUMBERED.update(dict.fromkeys(names(" ".join(types)), rule))
+        return rule
+
+    return add
+
+
+def numbered(placed: Placement) -> Placement | None:
+    """Return how numbers of a tower's rows are placed once they are those of the batch's; None: it is none of these."""
+    if placed.kind is Kind.PLACES and placed.op in ("sum", "row"):
+        return shard(placed.axis, 1, max(placed.counts[0], 0))
+    return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
+
+
+def _places(like: Placement, by: Placement, op: str = "own", kind: Kind = Kind.PLACES) -> Placement:
+    """Return the placement of numbers of the same things as `like`, one for each of the rows that are placed `by`."""
+    return Placement(kind, by.axis, by.blocks, by.each, op, like.counts, unit=by.unit)
+
+
+def _numbers_of(placed: Placement) -> int:
+    """Return how many elements for each sample it is that numbers number; 0 if that is open."""
+    return max(placed.counts[0], 0) * placed.counts[1]
+
+
+@_numbered("Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
+def _moved_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place numbers, each of which stays what it is, as rows go."""
+    placed, kind = call.inputs[0], call.op.type
+    if placed.kind is Kind.PIECE:
+        return [placed] if kind in ("Cast", "Identity") else None
+    before = numbered(placed)
+    if before is None or not call.op.outputs[0].dtype.is_integer or placed.op == "map":
+        return None
+    if kind in ("Cast", "Identity"):
+        return [placed]
+    if placed.kind is Kind.INDICES and (kind != "Squeeze" or _shape(call.op.inputs[0])[1] != 1):
+        return None
+    call.inputs[0], call.unit = before.of_unit(""), before.unit
+    made = RULES[kind](call)
+    call.inputs[0], call.unit = placed, ""
+    if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
+        return None
+    op = placed.op if kind == "Squeeze" and placed.op == "every" else "own"
+    return [_places(placed, made[0].of_unit(before.unit), op)]
+
+
+@_numbered("StridedSlice")
+def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place columns of a sparse tensor's indices; or what row splits say of each row."""
+    placed, (begin, end, strides) = call.inputs[0], (call.constant(i) for i in (1, 2, 3))
+    if begin is None or end is None or strides is None or np.any(strides != 1):
+        return None
+    spec = _slice_spec(call)
+    if placed.kind is Kind.PIECE and placed.op == "length":
+        return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
+    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+        if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
+            return [dataclasses.replace(PIECE, op="ends")]
+        from_first = call.op.get_attr("begin_mask") or begin[0] == 0
+        return [dataclasses.replace(PIECE, op="begins")] if from_first and end[0] == -1 and spec == ["some"] else None
+    if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
+        return None
+    by = shard(0, 1, placed.each, placed.unit)
+    if spec[1] == "one" and begin[1] == 0:
+        return [_places(placed, by, placed.op)]
+    return [by] if spec[1] in ("one", "some") and begin[1] > 0 else None
+
+
+@_numbered("Shape")
+def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
+    (placed,), rank = call.inputs, _rank(call, 0)
+    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+        return [dataclasses.replace(placed, op="length")]
+    by = numbered(placed)
+    if by is None or rank is None:
+        return None
+    return [rows(tuple((by.each or -1) if axis == by.axis else 0 for axis in range(rank))).of_unit(by.unit)]
+
+
+@_numbered("Size")
+def _size_of_numbers(call: Call) -> Sequence[Placement] | None:
+    by = numbered(call.inputs[0])
+    return None if by is None or _rank(call, 0) != 1 else [rows((by.each or -1,)).of_unit(by.unit)]
+
+
+@_numbered("Sub")
+def _less_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place the lengths of a ragged tensor's rows; or how many rows there are: as many as splits, but for one."""
+    one, other = call.inputs
+    if (one.op, other.op) == ("ends", "begins"):
+        same = call.op.inputs[0].op.inputs[0] is call.op.inputs[1].op.inputs[0]
+        return [shard()] if one.kind is other.kind is Kind.PIECE and same else None
+    return [rows((1,))] if one == dataclasses.replace(PIECE, op="length") and call.constant(1) == 1 else None
+
+
+@_numbered("ZerosLike GreaterEqual Maximum")
+def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
+    placed, by = call.inputs[0], numbered(call.inputs[0])
+    if by is None or placed.kind is not Kind.PLACES or placed.op not in ("own", "every"):
+        return None
+    if call.op.type == "ZerosLike":
+        return [by]
+    zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
+    return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
+
+
+@_numbered("Pack")
+def _packed_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place the indices that a step makes of rows and columns."""
+    first, *others = call.inputs
+    by = numbered(first)
+    if by is None or first.axis or first.kind is not Kind.PLACES or _rank(call, 0) != 1:
+        return None
+    plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
+    if not plain or not others or first.counts[0] < 1 or call.op.get_attr("axis") % 2 != 1:
+        return None
+    every = first.op == "every" or (first.op == "sum" and first.counts[1] == 1)
+    return [_places(first, by, "every" if every else "own", Kind.INDICES)]
+
+
+@_numbered("GatherV2")
+def _gather_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place what each takes from one of the tower's rows, as the gradient of a sum over segments does."""
+    params, indices, _ = call.inputs
+    by, of = numbered(indices), counted(numbered(params) or params)
+    if by is None or call.constant(2) != 0 or call.op.get_attr("batch_dims") or by.axis or _rank(call, 1) != 1:
+        return None
+    if of.kind is not Kind.SHARD or of.axis or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
+        return None
+    known = of.each == _numbers_of(indices) > 0
+    if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
+        return None
+    return [by if params.kind is Kind.SHARD else _places(params, by)] if params.op != "map" else None
+
+
+@_numbered("GatherNd")
+def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
+    params, indices = call.inputs
+    fits = params == shard() and indices.kind is Kind.INDICES and params.each == _numbers_of(indices) > 0
+    return [shard(0, 1, indices.each, indices.unit)] if fits else None
+
+
+@_rule("Where")
+def _where(call: Call) -> Sequence[Placement] | None:
+    """Place the places of what is true, which number the tower's rows."""
+    placed, rank = call.inputs[0], _rank(call, 0)
+    if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.within:
+        return None
+    unit = _splits_of(call.op.outputs[0], call.row_splits) or call.op.outputs[0].name
+    return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
+
+
+def _behind(tensor: tf.Tensor, passed: str) -> tf.Operation:
+    """Return the op that a tensor comes from, by way of identities and ops of these types."""
+    while tensor.op.type in names(f"Identity {passed}"):
+        tensor = tensor.op.inputs[0]
+    return tensor.op
+
+
+def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
+    """Return how many columns a sequence mask has whose places of what is true these are; None: it is none."""
+    mask = _behind(places, "Squeeze Where Reshape")
+    columns = _behind(mask.inputs[0], "") if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
+    from_zero = columns.type == "Range" and [tf.get_static_value(columns.inputs[i]) for i in (0, 2)] == [0, 1]
+    return columns.inputs[1] if from_zero and _shape(mask.inputs[1])[1] == 1 else None
+
+
+def _is_as_long(call: Call) -> bool:
+    """Return whether a gather takes, of rows that are repeated, what a sequence mask of as many columns shows."""
+    tiled, places = call.op.inputs[:2]
+    tile, mask = _behind(tiled, "Reshape"), _behind(places, "Squeeze Where Reshape")
+    if tile.type != "Tile" or tiled.shape.rank != 1 or tile.inputs[1].op.type != "Pack":
+        return False
+    if (_shape(tile.inputs[0]) or [None])[1:] != [1] or tile.inputs[1].op.inputs[1] is not _columns_of(places):
+        return False
+    return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
+
+
+def _splits_of(places: tf.Tensor, row_splits: Collection[str]) -> str:
+    """Return the name of the row splits whose rows' lengths a sequence mask shows, in as many columns as it takes."""
+    limit = _columns_of(places)
+    if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
+        return ""
+    longest = limit.op.inputs[1].op.inputs[0]
+    column = _behind(_behind(places, "Squeeze Where Reshape").inputs[1], "Cast")
+    lengths = _behind(longest, "Cast BroadcastTo")
+    if column.type != "ExpandDims" or column.inputs[0] is not longest or lengths.type != "Sub":
+        return ""
+    ends, begins = (tensor.op for tensor in lengths.inputs)
+    if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
+        return ""
+    fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
+    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else ""
+
+
+_SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
+_GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum")
+
+
+@_numbered(*_SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
+def _segments_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place what comes of segments that are the tower's rows."""
+    gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in _SEGMENTS
+    data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
+    by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
+    if by is None or by.axis or _rank(call, 1) != 1 or not count or ids.op not in ("own", "every"):
+        return None
+    plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
+    ends = call.inputs[2] == rows((count,)) if unsorted else ids.op == "every"
+    return [shard(0, 1, count)] if plain and ends else None
+
+
+def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
+    """Return how the rows are placed of a sparse tensor that an op takes by these inputs; None: not by samples."""
+    placed = call.inputs[indices]
+    count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
+    fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.op in ("own", "every")
+    of = call.inputs[shape]
+    return shard(0, 1, count) if fits and _only(of.counts) == 0 and of == rows((count, *of.counts[1:])) else None
+
+
+@_numbered("SparseTensorDenseMatMul")
+def _sparse_product(call: Call) -> Sequence[Placement] | None:
+    placed, other = _sparse_rows(call, 0, 1, 2), call.inputs[3]
+    if placed is None or other.kind not in (Kind.SHARD, Kind.REPLICATE, Kind.PARTIAL):
+        return None
+    if not call.op.get_attr("adjoint_a"):
+        call.require(3, REPLICATE)
+        return [placed]
+    here = placed.at(int(call.op.get_attr("adjoint_b")))
+    if other.kind is not Kind.SHARD or other.axis != here.axis or not same_rows(other, here):
+        return None
+    call.require(3, here)
+    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
+
+
+@_numbered("SparseToDense")
+def _sparse_to_dense(call: Call) -> Sequence[Placement] | None:
+    placed = _sparse_rows(call, 0, 2, 1)
+    return None if placed is None or not call.inputs[3].whole else [placed]
+
+
+@_numbered("SparseReorder", "SparseSoftmax")
+def _sparse_values(call: Call) -> Sequence[Placement] | None:
+    placed = None if _sparse_rows(call, 0, 1, 2) is None else call.inputs[:2]
+    return placed if call.op.type == "SparseReorder" else placed and placed[1:]
+
+
+@_numbered("SparseFillEmptyRows")
+def _sparse_fill(call: Call) -> Sequence[Placement] | None:
+    """Place a sparse tensor with a value in each row, and where the values go that there were."""
+    placed, indices = _sparse_rows(call, 0, 1, 2), call.inputs[0]
+    if placed is None or not call.inputs[3].whole or call.within:
+        return None
+    filled = shard(unit=call.op.outputs[1].name)
+    return [
+        _places(indices, filled, "every", Kind.INDICES),
+        filled,
+        placed,
+        Placement(Kind.PLACES, op="map", counts=(0, 0), unit=indices.unit),
+    ]
+
+
+@_numbered("SparseFillEmptyRowsGrad")
+def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
+    moved, gradient = call.inputs
+    filled = shard(unit=call.op.inputs[0].op.outputs[1].name)
+    return [shard(unit=moved.unit), SUM] if moved.op == "map" and gradient == filled else None
+
+
+@_numbered("RaggedTensorToTensor")
+def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
+    """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
+    lengths, splits = call.constant(0), call.op.inputs[3].name
+    plain = len(call.inputs) == 4 and call.inputs[3] == PIECE and splits in call.row_splits and call.inputs[2].whole
+    open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
+    return [shard()] if plain and open_ and call.inputs[1] == shard(unit=splits) and not call.within else None
+
+
+@_rule("SparseCross")
+def _sparse_cross(call: Call) -> Sequence[Placement] | None:
+    """Place the crosses of dense columns, of which each row has as many."""
+    widths = [_shape(tensor) for tensor in call.op.inputs]
+    if any(one != shard() for one in call.inputs) or any(not one or len(one) != 2 or None in one[1:] for one in widths):
+        return None
+    each = call.inputs[0].each
+    made = shard(0, 1, each * math.prod(one[1] for one in widths))
+    return (
+        [Placement(Kind.INDICES, op="every", counts=(each, 1), each=made.each), made, rows((each, 0))] if each else None
+    )
+
+
 # Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
 
 DRAWS = names(
@@ -1427,7 +1769,8 @@ _SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "
 _SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
 _SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
 # Where the first input has rows along that axis, the results have them along these.
-_SAME_ROWS: dict[str, tuple[int, tuple[int, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
+_SAME_ROWS: dict[str, tuple[int, tuple[int | None, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
+_SAME_ROWS |= dict.fromkeys(names("Unique UniqueWithCounts"), (0, (None, 0)))  # which of them each is
 _SAME_ROWS |= dict.fromkeys(
     names(
         """
@@ -1438,10 +1781,12 @@ _SAME_ROWS |= dict.fromkeys(
     (0, (0,)),
 )
 # Their results have the shape of their first input.
-_SAME_SHAPE = names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys() - {
-    *names("IRFFT IRFFT2D Lu LogMatrixDeterminant MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3"),
-    *names("MatrixDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2"),
-}
+_SAME_SHAPE = (names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys()) - names(
+    """
+    Eig IRFFT IRFFT2D LogMatrixDeterminant Lu MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3 MatrixDiagV3
+    MatrixSolve MatrixTriangularSolve NthElement Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2
+    """
+)
 
 
 def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:
@@ -1455,14 +1800,15 @@ def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Plac
     if op.type in _SAME_SHAPE and given[0].kind is Kind.SHARD:
         return counted(given[0])
     of_input, of_results = _SAME_ROWS.get(op.type, (0, ()))
-    if index < len(of_results) and given[0].kind is Kind.SHARD and given[0].axis == of_input:
-        return counted(given[0]).at(of_results[index])
+    along = of_results[index] if index < len(of_results) else None
+    if along is not None and given[0].kind is Kind.SHARD and given[0].axis == of_input:
+        return counted(given[0]).at(along)
     at, along = _SHAPED.get(op.type, (0, None))
     shape, rank = given[at] if given else REPLICATE, op.outputs[index].shape.rank
     if op.type not in _SHAPED or shape.kind is not Kind.ROWS or not rank:
         return None
     axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first
-    return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0))
+    return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0), shape.unit)
 
 
 # Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows

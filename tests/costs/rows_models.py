@@ -55,6 +55,7 @@ def load(folder, pattern):
 COMPARED = dict.fromkeys(("MatMul", "AddV2", "Sub", "Equal", "Greater"), "each row is compared with all rows")
 ORDERED = "it is about the order of the batch's rows"
 QUEUED = "each row is put into a queue that is no batch's"
+LISTED = dict.fromkeys(("Unique", "GatherV2"), "the sparse gradient lists each column that the batch has once")
 DRAWN_ALIKE = "an element's number rests on its place in the batch"
 INHERENT_OF_CASES = {
     "Circle": COMPARED,
@@ -63,6 +64,7 @@ INHERENT_OF_CASES = {
     "draw_categorical_samples": {"StatelessMultinomial": DRAWN_ALIKE},
     "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED},
     "draw_stateless_shuffle": {"StatelessShuffle": ORDERED},
+    "sparse_input": LISTED,
 }
 
 
@@ -84,6 +86,7 @@ INHERENT = {
     **dict.fromkeys(("simclr", "clip_dual_encoder", "clip_with_logit_scale"), BOTH_SIDES),
     **dict.fromkeys(("nt_xent_with_masked_diagonal", "supcon", "metric_learning_by_einsum"), COMPARED),
     **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
+    "sparse_input": LISTED,
     "moco": {"ConcatV2": QUEUED},
     "moco_with_pointer": {"ConcatV2": QUEUED},
     "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},

@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import itertools
 import os
+import pathlib
 import random
 import re
 
+import census
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -384,11 +386,11 @@ def test_every_op_with_a_gradient_has_an_example(record_property):
         record_property(f"ops: without examples, {UNREACHABLE[op]}", [op])
 
 
-def test_ops_with_a_gradient_that_have_a_rule(record_property):
-    """Towers know most of them; the share is told with the summary."""
-    known = rules.has_rule
-    registered = {op for op in framework_ops.gradient_registry.list() if not op.startswith("CustomGradient-")}
-    reachable = registered - set(UNREACHABLE)
-    with_rule = sorted(op for op in reachable if known(op))
-    record_property("ops: with a gradient, and a rule", with_rule)
-    assert with_rule
+def test_op_types_without_a_rule_have_a_reason(record_property):
+    """And the README says how many there are, and which."""
+    assert not census.unlisted(census.with_gradient())
+    ruled = {op for op in census.listed(census.BY_NATURE) | census.listed(census.OPEN) if rules.has_rule(op)}
+    assert not ruled, f"Expected no reason for an op that has a rule. Received: {sorted(ruled)}"
+    readme = pathlib.Path(rules.__file__).with_name("README.md").read_text()
+    assert census.table() in readme, f"Expected this table in {rules.__name__}'s README:\n{census.table()}"
+    record_property("ops: with a gradient, and a rule", sorted(filter(rules.has_rule, census.with_gradient())))

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import census
 import keras
 import numpy as np
 import parity
+import tensorflow as tf
 
 import ncclsync
 from ncclsync.program.cut import place
@@ -80,6 +82,7 @@ class Cost:
         exchanges: how many tensors meet.
         lost: of a step's time, as users are warned of it.
         why: what the placer says of the ops that it makes whole.
+        ops: the types of all its ops, also within loops, branches and calls.
     """
 
     gathered: tuple[tuple[str, str, int], ...]
@@ -88,6 +91,7 @@ class Cost:
     exchanges: int
     lost: Losses
     why: tuple[str, ...] = ()
+    ops: frozenset[str] = frozenset()
 
     def bytes_gathered(self, but: Mapping[str, str] = {}) -> int:
         """Of ops of other types than `but`."""
@@ -158,7 +162,8 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     )
     gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes if one.kind == "all_gather")
     lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
-    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges), lost))
+    ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
+    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops))
 
 
 @functools.cache
@@ -175,6 +180,8 @@ def check(name: str) -> None:
     """
     made = ROWS_OF_TABLE[name]
     cost = cost_of_row(name)
+    unlisted = {op for op in census.unlisted(cost.ops) if hasattr(tf.raw_ops, op)}
+    assert not unlisted, f"Expected a rule, or a reason for none, of {sorted(unlisted)}: see census.py"
     inherent = {**DRAWN, **made.inherent}
     gathered, alike = cost.bytes_gathered(inherent), cost.share_alike(inherent)
     assert gathered <= cost.most_bytes and alike <= MOST_ALIKE, f"{gathered} bytes and {alike:.1%} too much: {cost}"

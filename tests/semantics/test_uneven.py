@@ -1,0 +1,175 @@
+"""Sparse and ragged tensors: each tower computes on its rows' values, however many these are, and gathers none."""
+
+import costs
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ncclsync
+
+TOWERS, HEIGHT = 3, 6
+# Values of each row; of the first batch a tower has none, and of the third there is one in all.
+LENGTHS = {"an empty tower": (1, 2, 0, 0, 3), "7 rows": (2, 0, 3, 1, 4, 0, 2), "one value": (0, 0, 1), "2 rows": (2, 1)}
+RNG = np.random.default_rng(3)
+WEIGHTS = RNG.normal(size=(HEIGHT, 2))
+
+
+def batch_of(lengths):
+    """A batch with a sparse and a ragged tensor of rows of these lengths, and a dense one."""
+    rows = len(lengths)
+    places = [(row, column) for row, count in enumerate(lengths) for column in sorted(RNG.permutation(HEIGHT)[:count])]
+    indices, values = np.reshape(places, [-1, 2]), tf.constant(RNG.normal(size=len(places)))
+    return {
+        "sparse": tf.SparseTensor(indices, values, [rows, HEIGHT]),
+        "ids": tf.SparseTensor(indices, tf.constant(RNG.integers(0, HEIGHT, len(places))), [rows, HEIGHT]),
+        "ragged": tf.RaggedTensor.from_row_lengths(values, lengths),
+        "tokens": tf.RaggedTensor.from_row_lengths(tf.constant(RNG.integers(0, HEIGHT, len(places))), lengths),
+        "dense": tf.constant(RNG.normal(size=(rows, 3))),
+    }
+
+
+def embedded(batch, w):
+    return batch["tokens"].with_flat_values(tf.gather(w, batch["tokens"].flat_values))
+
+
+def filled(batch):
+    return tf.sparse.fill_empty_rows(batch["ids"], np.int64(2))[0]
+
+
+def weighted(x, w):
+    """Its values, multiplied by what the trained weights have there: so that they have a gradient."""
+    return tf.sparse.map_values(lambda v: v * tf.gather(w[:, 0], x.indices[:, 1]), x)
+
+
+def crossed(batch, w):
+    columns = tf.cast(batch["dense"] * 5, tf.int64)
+    made = tf.raw_ops.SparseCross(
+        indices=[], values=[], shapes=[], dense_inputs=[columns[:, :2], columns[:, 2:]],
+        hashed_output=True, num_buckets=6, hash_key=1, out_type=tf.int64, internal_type=tf.int64,
+    )  # fmt: skip
+    return tf.gather(w, tf.sparse.to_dense(tf.SparseTensor(*made)))
+
+
+def masked(batch, w):
+    """Rows and elements that a mask leaves."""
+    x = batch["dense"] @ w[:3]
+    return tf.boolean_mask(x, batch["dense"][:, 0] > 0) ** 2, tf.boolean_mask(x, x > 0) ** 3
+
+
+def two_units(batch, w):
+    """Values of different tensors beside each other, as many by chance."""
+    x = tf.gather(w, batch["tokens"].flat_values)
+    return x * tf.reverse(x, [0]) + tf.gather(w, batch["ids"].values) ** 2
+
+
+def made_indices(batch, w):
+    """A sparse tensor that the step makes."""
+    rows = tf.shape(batch["dense"], tf.int64)[0]
+    columns = tf.cast(batch["dense"][:, 0] > 0, tf.int64)
+    made = tf.SparseTensor(tf.stack([tf.range(rows), columns], 1), batch["dense"][:, 1], [rows, HEIGHT])
+    return tf.sparse.sparse_dense_matmul(made, w), tf.sparse.to_dense(made) @ w
+
+
+GRADIENT_OF_SUM, GRADIENT_OF_MEAN = "SparseSegmentSumGradV2", "SparseSegmentMeanGradV2"  # each id once
+
+# Programs, and the types of ops that need all rows.
+PROGRAMS = {
+    "sparse product": (lambda b, w: tf.sparse.sparse_dense_matmul(b["sparse"], w), ""),
+    "sparse product of values": (lambda b, w: tf.sparse.sparse_dense_matmul(weighted(b["sparse"], w), w), ""),
+    "sparse product, turned": (lambda b, w: tf.sparse.sparse_dense_matmul(w, b["sparse"], True, True), ""),
+    "transposed sparse product": (
+        lambda b, w: tf.sparse.sparse_dense_matmul(b["sparse"], b["dense"], adjoint_a=True) * w[:, :1],
+        "",
+    ),
+    "sparse to dense": (lambda b, w: tf.sparse.to_dense(weighted(b["sparse"], w)) @ w, ""),
+    "reordered": (lambda b, w: tf.sparse.to_dense(tf.sparse.reorder(b["sparse"])) @ w, ""),
+    "sparse softmax": (lambda b, w: tf.sparse.to_dense(tf.sparse.softmax(b["sparse"])) @ w, ""),
+    "embedding of sparse ids": (
+        lambda b, w: tf.nn.embedding_lookup_sparse(w, filled(b), None, combiner="sum"),
+        GRADIENT_OF_SUM,
+    ),
+    "mean of sparse ids": (
+        lambda b, w: tf.nn.embedding_lookup_sparse(w, filled(b), None, combiner="mean"),
+        GRADIENT_OF_MEAN,
+    ),
+    "filled values": (
+        lambda b, w: tf.sparse.to_dense(tf.sparse.fill_empty_rows(weighted(b["sparse"], w), w[0, 0])[0]) @ w,
+        "",
+    ),
+    "which rows are empty": (
+        lambda b, w: tf.where(tf.sparse.fill_empty_rows(b["sparse"], 0.5)[1], w[0, 0], w[0, 1]),
+        "",
+    ),
+    "columns": (lambda b, w: tf.reduce_sum(tf.gather(w, b["sparse"].indices[:, 1]) ** 2, 1), ""),
+    "ragged mean": (lambda b, w: tf.reduce_mean(embedded(b, w), 1), ""),
+    "ragged sum": (lambda b, w: tf.reduce_sum(embedded(b, w) ** 2, 1), ""),
+    "ragged maximum": (lambda b, w: tf.maximum(tf.reduce_max(embedded(b, w), 1), -9.0), ""),
+    "ragged product": (lambda b, w: embedded(b, w).flat_values @ tf.transpose(w), ""),
+    "lengths": (lambda b, w: tf.cast(b["ragged"].row_lengths(), tf.float64)[:, None] * w[:1], ""),
+    "values by their row": (lambda b, w: tf.gather(b["dense"] @ w[:3], b["ragged"].value_rowids()) ** 2, ""),
+    "of all values": (
+        lambda b, w: (
+            tf.reduce_sum(embedded(b, w).flat_values, 0),
+            tf.reduce_max(embedded(b, w).flat_values, 0, keepdims=True),
+            tf.transpose(embedded(b, w).flat_values) @ embedded(b, w).flat_values,
+        ),
+        "",
+    ),
+    "mean of all values": (lambda b, w: tf.reduce_mean(embedded(b, w).flat_values ** 2, 0), "Mean"),
+    "padded": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2)), ""),
+    "padded to a length": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2, shape=[None, 5])), ""),
+    "padded embeddings": (lambda b, w: embedded(b, w).to_tensor(), "GatherV2"),
+    "padded embeddings of a length": (lambda b, w: embedded(b, w).to_tensor(0.5, shape=[None, 5, 2]), "GatherV2"),
+    "cumulated": (lambda b, w: tf.cumsum(embedded(b, w).flat_values) ** 2, "Cumsum"),
+    "how many": (lambda b, w: w * tf.cast(tf.shape(b["ragged"].flat_values)[0], tf.float64), ""),
+    "row splits": (lambda b, w: tf.cast(b["ragged"].row_splits, tf.float64)[:, None] * w[:1], ""),
+    "crossed": (crossed, ""),
+    "masked": (masked, ""),
+    "two units": (two_units, "AddV2 ConcatV2 ReverseV2"),
+    "made indices": (made_indices, ""),
+}
+
+
+def results_of(call, batch, w):
+    """Of a program: its outputs, and the gradient of the sum of their cubes to what is trained."""
+    with tf.GradientTape() as tape:
+        outputs = tf.nest.flatten(call(batch, w.value()))
+        total = sum(tf.reduce_sum(one**3) for one in outputs)
+    return [*outputs, tf.convert_to_tensor(tape.gradient(total, w))]
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_uneven_rows(lengths):
+    """Forward, and backward to what is trained: equal to one device."""
+    batch, w = batch_of(lengths), tf.Variable(WEIGHTS)
+
+    def step(batch):
+        return {name: results_of(call, batch, w) for name, (call, _) in PROGRAMS.items()}
+
+    specs = tf.nest.map_structure(opened, batch)
+    expected = tf.function(step, input_signature=[specs], autograph=False)(batch)
+    with ncclsync.Towers(TOWERS) as towers:
+        found = towers.run(step, batch)
+    for name in PROGRAMS:
+        for one, other in zip(found[name], expected[name], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def opened(leaf):
+    """Its spec, for any number of rows and values."""
+    shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype)
+    sparse = isinstance(leaf, tf.SparseTensor)
+    return tf.SparseTensorSpec(shape, leaf.dtype) if sparse else tf.TensorSpec(shape, leaf.dtype)
+
+
+@pytest.mark.slow(but=12)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_not_gathered(name):
+    """But for the ops that are listed."""
+    call, needing = PROGRAMS[name]
+    batch, w = batch_of(LENGTHS["7 rows"]), tf.Variable(WEIGHTS)
+    cost = costs.cost_of(costs.runs(lambda: lambda batch: results_of(call, batch, w)[-1], batch))
+    assert {op for op, *_ in cost.gathered} == {*needing.split()}, cost

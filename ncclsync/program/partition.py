@@ -67,7 +67,7 @@ class Partition(Placer):
         super().__init__(
             functions, Axes(functions, {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed})
         )
-        graph.constant = self.axes.constant
+        graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
         self.graph = graph
         self.share = share
         self._results = results

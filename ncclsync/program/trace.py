@@ -141,8 +141,10 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
                 return None
 
     specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
+    made = tf.function(traced, autograph=False, jit_compile=jit_compile or None)
     try:
-        function = tf.function(traced, autograph=False, jit_compile=jit_compile or None).get_concrete_function(*specs)
+        with tf_compat.open_branches():
+            function = made.get_concrete_function(*specs)
     finally:
         for graph in graphs:
             tf_compat.forget_custom_gradients(graph)

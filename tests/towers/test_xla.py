@@ -61,6 +61,16 @@ def in_a_loop(x, scale):
     return repeated(lambda y: repeated(lambda z: scale * tf.sin(z), 2, y), 3, x)
 
 
+def branches(x, scale):
+    """A branch whose gradient needs what it computes of the rows, if it is taken."""
+    return tf.cond(scale > 0.97, lambda: scale * tf.sin(x), lambda: tf.exp(x * scale) - tf.square(x))
+
+
+def masks(x, scale):
+    """As many numbers of the batch as are positive, of which all get the mean."""
+    return x * scale + tf.reduce_sum(tf.square(tf.boolean_mask(tf.sin(x * scale), x > 0.0))) / 100
+
+
 def model_of(*body, inputs=(6, 3), dtype=None):
     def build():
         keras.utils.set_random_seed(1)
@@ -111,13 +121,18 @@ MODELS = {
     ),
     "stops_early": (model_of(lambda: Function(stops_early), layers.Flatten), SERIES),
     "scanned": (model_of(lambda: layers.Dense(3), lambda: Function(scanned), layers.Flatten), SERIES),
+    "branches": (model_of(lambda: Function(branches), layers.Flatten), SERIES),
+    "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
 }
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize(("name", "towers"), [("stops_early", 2), ("masked", 4), ("scanned", 3)])
-def test_lists_cross_segments(name, towers, caplog):
-    """Towers meet between a loop and its gradient, and train as one device does by XLA."""
+CROSSING = [("stops_early", 2), ("masked", 4), ("scanned", 3), ("branches", 2), ("masks", 2)]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(("name", "towers"), CROSSING)
+def test_tensors_cross_segments(name, towers, caplog):
+    """Towers meet between a loop, a branch or a mask and its gradient, and train as one device does by XLA."""
     build, x = MODELS[name]
     model = on_towers(build, towers)
     found = fit(model, x)

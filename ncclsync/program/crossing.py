@@ -22,7 +22,7 @@ from ncclsync.semantics.functions import BRANCHES, Functions, change_functions
 _ANY_SHAPE = -1
 
 # Ops whose results XLA gives a bound, and a length that is known only when they have run.
-_OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "DynamicPartition", "NonMaxSuppressionV3", "ListDiff"})
+_OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
 
 
 @dataclasses.dataclass(frozen=True)

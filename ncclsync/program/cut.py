@@ -37,7 +37,6 @@ def cut(
     target: Target,
     results: Results,
     *,
-    jit_compile: bool = False,
     undone: bool = False,
     traceless: bool = False,
     meter: Meter | None = None,
@@ -49,7 +48,6 @@ def cut(
         target: where it is to run.
         results: how the towers' results are combined. If they differ and are to become one: results as long
             as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
-        jit_compile: whether XLA compiles the segments.
         undone: whether a step may have to be undone after all its writes.
         traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
             included.
@@ -61,9 +59,9 @@ def cut(
     if target.many_shards:
         scheduled = divide(graph, scheduled)
     warnings = dict.fromkeys(placed.warned)
-    forms = Forms(graph, jit_compile)
-    segments = _plan_segments(graph, scheduled, target, forms, jit_compile)
-    if jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
+    forms = Forms(graph, trace.jit_compile)
+    segments = _plan_segments(graph, scheduled, target, forms, trace.jit_compile)
+    if trace.jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
         warnings[
             "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
             f"{uncrossable}. compile(jit_compile=False) says so from the start"

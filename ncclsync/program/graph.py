@@ -45,7 +45,7 @@ class StepGraph:
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
         self._trace = trace
         function = trace.function
-        self.home_device = home_device
+        self.home_device, self.jit_compile = home_device, trace.jit_compile
         definition = function.graph.as_graph_def()
         self.versions = definition.versions
         self.nodes = {node.name: node for node in definition.node}

@@ -564,6 +564,11 @@ class Partition(Placer):
         op, graph = call.op, self.graph
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
+        if graph.jit_compile and any(
+            tensor.dtype == tf.resource and self._name(tensor) not in graph.variable_of for tensor in call.tensors
+        ):  # of such, within a branch, XLA would not say which op it does not compile
+            self._follow(call)
+            return [REPLICATE] * len(op.outputs)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
         others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates

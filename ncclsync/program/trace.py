@@ -52,12 +52,14 @@ class Trace:
         share: the second argument's tensors within the graph.
         marks: by name of the marking op.
         batch: the batch's structure, with the graph's tensors.
+        jit_compile: whether XLA compiles it.
     """
 
     function: Any
     share: Share
     marks: dict[str, Mark]
     batch: Any
+    jit_compile: bool
 
 
 class _Marking:
@@ -151,7 +153,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marking.share, marks, marking.batch)
+    traced_step = Trace(function, marking.share, marks, marking.batch, jit_compile)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
     return traced_step

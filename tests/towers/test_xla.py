@@ -1,8 +1,10 @@
 """Towers whose steps XLA compiles, as on GPUs: what goes from one segment to another, and what failures leave."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -71,6 +73,13 @@ def masks(x, scale):
     return x * scale + tf.reduce_sum(tf.square(tf.boolean_mask(tf.sin(x * scale), x > 0.0))) / 100
 
 
+def finds_unique(x, scale):
+    """Numbers of the batch, each once."""
+    whole, places = tf.unique(tf.cast(tf.reshape(2.0 * x, [-1]), tf.int32))
+    again = tf.reshape(tf.cast(tf.gather(whole, places), tf.float32), tf.shape(x))
+    return x * scale + again / tf.cast(tf.size(whole), tf.float32)
+
+
 def model_of(*body, inputs=(6, 3), dtype=None):
     def build():
         keras.utils.set_random_seed(1)
@@ -123,10 +132,11 @@ MODELS = {
     "scanned": (model_of(lambda: layers.Dense(3), lambda: Function(scanned), layers.Flatten), SERIES),
     "branches": (model_of(lambda: Function(branches), layers.Flatten), SERIES),
     "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
+    "finds_unique": (model_of(lambda: Function(finds_unique), layers.Flatten), SERIES),
 }
 
 
-CROSSING = [("stops_early", 2), ("masked", 4), ("scanned", 3), ("branches", 2), ("masks", 2)]
+CROSSING = [("stops_early", 2), ("masked", 4), ("scanned", 3), ("branches", 2), ("masks", 2), ("finds_unique", 3)]
 
 
 @pytest.mark.slow(but=2)
@@ -141,6 +151,62 @@ def test_tensors_cross_segments(name, towers, caplog):
     assert_towers_agree(model)
     assert "XLA" not in caplog.text
     model.towers.close()
+
+
+def looks_up(x, scale):
+    with tf.init_scope():
+        table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1)
+    return x * scale + tf.cast(table.lookup(tf.cast(x, tf.int32)), tf.float32)
+
+
+def takes_from_an_iterator(x, scale):
+    with tf.init_scope():
+        numbers = iter(tf.data.Dataset.range(1000))
+    return x * scale + tf.cast(next(numbers), tf.float32)
+
+
+def summarises(x, scale):
+    with tf.init_scope():
+        writer = tf.summary.create_file_writer(tempfile.mkdtemp())
+    with writer.as_default(step=1):
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+    return x * scale
+
+
+def prints(x, scale):
+    tf.print(tf.reduce_mean(x))
+    return x * scale
+
+
+def runs_python(x, scale):
+    return x * scale + tf.ensure_shape(tf.py_function(lambda value: 2 * value, [x], tf.float32), x.shape)
+
+
+def has_words(x, scale):
+    return x * scale + tf.strings.to_number(tf.strings.as_string(x))
+
+
+def has_ragged_rows(x, scale):
+    ragged = tf.RaggedTensor.from_row_lengths(tf.reshape(x, [-1, 3]), tf.fill([tf.shape(x)[0]], 6))
+    return scale * tf.map_fn(tf.sin, ragged).to_tensor(shape=[None, 6, 3])
+
+
+REFUSED = [looks_up, takes_from_an_iterator, summarises, prints, runs_python, has_words, has_ragged_rows]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_xla_refuses_it_refuses_on_towers(function):
+    """Tables, iterators, files, Python, strings and ragged rows: XLA names the op that it does not compile."""
+    build = model_of(lambda: Function(function), layers.Flatten)
+    told = []
+    towers = on_towers(build, 2)
+    for model in (build(), towers):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            fit(model, SERIES)
+        told.append(re.findall(r"No registered '\w+'", str(raised.value))[0])
+    assert told[0] == told[1]
+    towers.towers.close()
 
 
 def test_what_cannot_cross_is_told(caplog):

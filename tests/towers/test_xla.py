@@ -5,13 +5,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from keras.optimizers import Adam
 from parity import assert_close, assert_towers_agree, on_towers, state
+
+from ncclsync import Health
+from ncclsync.compat import tensorflow as tf_compat
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(1, 20, (22, 6))
@@ -217,6 +222,49 @@ def test_what_cannot_cross_is_told(caplog):
     assert_close(found, fit(build(), SERIES))
     (said,) = [one.message for one in caplog.records if "XLA does not compile this step" in one.message]
     assert "list of lists" in said and "test_xla.py" in said and "function" in said
+    model.towers.close()
+
+
+# By name: options of towers, an optimizer, and arguments of `compile`. `on_oom` with XLA: tests/virtual_gpus.
+OPTIONS = {
+    "nonfinite": ({"health": Health(on_nonfinite="skip")}, Adam, {}),
+    "checks": ({"health": Health(check_every=1)}, Adam, {}),
+    "audits": ({"health": Health(audit_every=2)}, Adam, {}),
+    "on_oom": ({"on_oom": "split"}, Adam, {}),
+    "shards": ({"shards": 8, "shards_at_once": 2}, Adam, {}),
+    "shares": ({"shares": [3, 1]}, Adam, {}),
+    "measured_shares": ({"shares": "auto"}, Adam, {}),
+    "sharded_optimizer": ({"shard_optimizer": True}, partial(Adam, global_clipnorm=0.1), {}),
+    "compression": ({"compression": "bfloat16"}, Adam, {}),
+    "small_buckets": ({"bucket_bytes": 64}, Adam, {}),
+    "exact": ({"exact": True}, Adam, {}),
+    "several_steps": ({}, Adam, {"steps_per_execution": 3}),
+    "scaled_loss": ({}, lambda rate: keras.optimizers.LossScaleOptimizer(Adam(rate)), {}),
+    "accumulation": ({}, partial(Adam, gradient_accumulation_steps=2), {}),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, monkeypatch):
+    """Every option gives with XLA what it gives without: one device's numbers, or what rounding leaves of them."""
+    options, optimizer, arguments = OPTIONS[name]
+    if name == "audits":  # which take deterministic ops: with these Keras has XLA compile nothing, `Towers.run` does
+        monkeypatch.setattr(tf_compat, "is_op_determinism_enabled", lambda: True)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        random = [layers.BatchNormalization(), layers.Dropout(0.3, seed=1)] if name == "exact" else []
+        model = keras.Sequential([keras.Input((6, 3)), layers.Flatten(), *random, layers.Dense(16, "tanh")])
+        model.add(layers.Dense(4))
+        model.compile(optimizer(0.01), "mse", metrics=["mae"], jit_compile=True, **arguments)
+        return model
+
+    model = on_towers(build, 2, **options)
+    found = fit(model, SERIES)
+    assert model.jit_compile
+    assert_close(found, fit(build(), SERIES), 0.1 if name == "compression" else 3e-5)
+    assert_towers_agree(model)
     model.towers.close()
 
 

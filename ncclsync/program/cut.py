@@ -61,12 +61,13 @@ def cut(
     warnings = dict.fromkeys(placed.warned)
     forms = Forms(graph, trace.jit_compile)
     segments = _plan_segments(graph, scheduled, target, forms, trace.jit_compile)
-    if trace.jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
+    jit_compile = trace.jit_compile
+    if jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
         warnings[
             "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
             f"{uncrossable}. compile(jit_compile=False) says so from the start"
         ] = None
-        forms = Forms(graph, jit_compile=False)
+        jit_compile, forms = False, Forms(graph, jit_compile=False)
         segments = _plan_segments(graph, scheduled, target, forms, jit_compile=False)
     program = Program(
         segments=segments,
@@ -83,6 +84,7 @@ def cut(
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
+        jit_compile=jit_compile,
     )
     for improve in target.passes:
         program = improve(program)

@@ -136,6 +136,8 @@ class Segment:
     @functools.cached_property
     def written(self) -> frozenset[str]:
         """Return the names of the handles that its function may write to."""
+        if not self.sources:  # as of what `bench` ends a step with, a function of Python's
+            return frozenset()
         graph = self.function.graph
         handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
         sources = zip(self.sources, graph.inputs, strict=False)

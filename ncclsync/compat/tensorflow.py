@@ -560,7 +560,7 @@ def padded(tensor: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
     return tensor
 
 
-def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: tf.Tensor | None) -> tf.Tensor:
+def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: Any) -> tf.Tensor:
     """Return a tensor that `padded` has given, of its own `lengths` along these axes: one for each axis that it has."""
     for axis in axes:
         tensor = gen_xla_ops.xla_set_dynamic_dimension_size(tensor, axis, lengths[axis])

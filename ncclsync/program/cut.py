@@ -88,8 +88,8 @@ def cut(
     )
     for improve in target.passes:
         program = improve(program)
-    forms = {name: forms.of(name) for segment in segments for name in segment.sources}
-    segments = tuple(compile_segment(segment, forms, _asked_outside(graph), meter) for segment in program.segments)
+    crossing = {name: forms.of(name) for segment in segments for name in segment.sources}
+    segments = tuple(compile_segment(segment, crossing, _asked_outside(graph), meter) for segment in program.segments)
     return dataclasses.replace(program, segments=segments)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context as eager_context
@@ -25,7 +26,7 @@ from tensorflow.python.framework import auto_control_deps_utils, kernels, op_def
 from tensorflow.python.framework import config as framework_config
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import cond_v2, handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
 
 from ncclsync import errors
@@ -540,6 +541,30 @@ def shared_function(
             jit_compile=jit_compile or None,
             experimental_attributes=attributes,
         ).get_concrete_function()
+
+
+@contextlib.contextmanager
+def open_branches() -> Iterator[None]:
+    """Let a trace for XLA leave open what a branch that is not taken would have left of the rows for its gradient.
+
+    TensorFlow says 0 rows, since XLA takes no open length there; so does what is cut (`crossing.close_branches`).
+    """
+    with methods_wrapped([cond_v2], "_convert_dynamic_dimension_to_zero", lambda _: lambda shape: shape):
+        yield
+
+
+def padded(tensor: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Return a tensor as long along each of these axes as XLA knows that it may be, in a graph that XLA compiles."""
+    for axis in axes:
+        tensor = gen_xla_ops.xla_remove_dynamic_dimension_size(tensor, axis)
+    return tensor
+
+
+def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: Any) -> tf.Tensor:
+    """Return a tensor that `padded` has given, of its own `lengths` along these axes: one for each axis that it has."""
+    for axis in axes:
+        tensor = gen_xla_ops.xla_set_dynamic_dimension_size(tensor, axis, lengths[axis])
+    return tensor
 
 
 def own_sentence(error: tf.errors.OpError) -> str | None:

@@ -17,8 +17,8 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
+from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.lists import find_uncrossable, made_where_used
 from ncclsync.program.partition import Partition, Unshared, partition
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Segment, Target
@@ -37,7 +37,6 @@ def cut(
     target: Target,
     results: Results,
     *,
-    jit_compile: bool = False,
     undone: bool = False,
     traceless: bool = False,
     meter: Meter | None = None,
@@ -49,7 +48,6 @@ def cut(
         target: where it is to run.
         results: how the towers' results are combined. If they differ and are to become one: results as long
             as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
-        jit_compile: whether XLA compiles the segments.
         undone: whether a step may have to be undone after all its writes.
         traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
             included.
@@ -61,13 +59,16 @@ def cut(
     if target.many_shards:
         scheduled = divide(graph, scheduled)
     warnings = dict.fromkeys(placed.warned)
-    segments = _plan_segments(graph, scheduled, target, jit_compile)
+    forms = Forms(graph, trace.jit_compile)
+    segments = _plan_segments(graph, scheduled, target, forms, trace.jit_compile)
+    jit_compile = trace.jit_compile
     if jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
         warnings[
             "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
             f"{uncrossable}. compile(jit_compile=False) says so from the start"
         ] = None
-        segments = _plan_segments(graph, scheduled, target, jit_compile=False)
+        jit_compile, forms = False, Forms(graph, jit_compile=False)
+        segments = _plan_segments(graph, scheduled, target, forms, jit_compile=False)
     program = Program(
         segments=segments,
         arguments=graph.arguments,
@@ -83,10 +84,12 @@ def cut(
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
+        jit_compile=jit_compile,
     )
     for improve in target.passes:
         program = improve(program)
-    segments = tuple(compile_segment(segment, meter) for segment in program.segments)
+    crossing = {name: forms.of(name) for segment in segments for name in segment.sources}
+    segments = tuple(compile_segment(segment, crossing, _asked_outside(graph), meter) for segment in program.segments)
     return dataclasses.replace(program, segments=segments)
 
 
@@ -127,18 +130,16 @@ def _may_raise(op: tf.Operation) -> bool:
     return op.type in ("Assert", "CheckNumerics", "CheckNumericsV2") or "PyFunc" in op.type
 
 
-def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_compile: bool) -> tuple[Segment, ...]:
-    segment_of = scheduled.segments
-    # The layout takes these from the segments, beside the buckets.
-    outputs = [name for name, _ in graph.outputs]
-    given = {exchange.when for exchange in graph.exchanges.values()}
-    outputs += sorted(name for name in given if name)
+def _plan_segments(
+    graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms, jit_compile: bool
+) -> tuple[Segment, ...]:
+    segment_of, outputs = scheduled.segments, _asked_outside(graph)
     plans = [SegmentPlan(graph, jit_compile, target.shares_memory) for _ in range(scheduled.count)]
     for op in graph.ops:
         if op.name in segment_of:
             plans[segment_of[op.name]].ops.append(op.name)
     for plan in plans if jit_compile else ():
-        plan.ops[:0] = made_where_used(graph, plan.ops)
+        plan.ops[:0] = forms.made_where_used(plan.ops)
     for result, exchange in graph.exchanges.items():
         plans[scheduled.sent[result]].sent.append(exchange)
     for fold in graph.folds:
@@ -173,6 +174,12 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, jit_co
         parts = tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number]
         segments.append(Segment(*parts, plan, once=once, unrepeatable=_unrepeatable(plan, functions)))
     return tuple(segments)
+
+
+def _asked_outside(graph: StepGraph) -> list[str]:
+    """Return the names of the tensors that the layout takes from the segments, beside the buckets."""
+    conditions = {exchange.when for exchange in graph.exchanges.values()}
+    return [*(name for name, _ in graph.outputs), *sorted(name for name in conditions if name)]
 
 
 def _unrepeatable(plan: SegmentPlan, functions: Functions) -> str:

@@ -45,7 +45,7 @@ class StepGraph:
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
         self._trace = trace
         function = trace.function
-        self.home_device = home_device
+        self.home_device, self.jit_compile = home_device, trace.jit_compile
         definition = function.graph.as_graph_def()
         self.versions = definition.versions
         self.nodes = {node.name: node for node in definition.node}
@@ -91,6 +91,7 @@ class StepGraph:
         # Not computed by any segment: a consumer of such an op is given what it passes on.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.constant: Callable[[tf.Tensor], Any] = tf.get_static_value  # of integers that no batch changes
+        self.lengths: Callable[[tf.Tensor], Any] = lambda tensor: None  # what `Axes` knows of a tensor's axes
         self.open_axes: dict[str, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.differing: set[str] = set()  # tensors that may differ

@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.semantics.functions import change_functions
+
 _SUFFIX = "_own_memory"
 
 # Of what TensorFlow has a kernel that copies.
@@ -25,25 +27,13 @@ def own_memory(definition: tf.compat.v1.GraphDef) -> list[Any]:
         The FunctionDefs that were added for that, which TensorFlow has not met yet.
     """
     _copy_before_writes(definition.node, output="")
-    functions = {function.signature.name: function for function in definition.library.function}
-    writing = any(node.op == "AssignVariableOp" for f in functions.values() for node in f.node_def)
-    added: dict[str, Any] = {}  # by the name of the function as it was traced
-    queue = list(definition.node) if writing else []
-    while queue:
-        node = queue.pop()
-        for attribute in node.attr.values():
-            for called in (attribute.func, *attribute.list.func):
-                function = functions.get(called.name)
-                if function is None or function.attr["_XlaMustCompile"].b:
-                    continue
-                if called.name not in added:
-                    copied = added[called.name] = definition.library.function.add()
-                    copied.CopyFrom(function)
-                    copied.signature.name += _SUFFIX
-                    _copy_before_writes(copied.node_def, output=":y:0")
-                    queue += copied.node_def
-                called.name += _SUFFIX
-    return list(added.values())
+    return change_functions(
+        definition,
+        _SUFFIX,
+        lambda function: any(node.op == "AssignVariableOp" for node in function.node_def),
+        lambda function: _copy_before_writes(function.node_def, output=":y:0"),
+        but=lambda function: function.attr["_XlaMustCompile"].b,
+    )
 
 
 def own_copy(value: tf.Tensor) -> tf.Tensor:

@@ -70,7 +70,7 @@ class Partition(Placer):
         known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
         known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
         super().__init__(functions, Axes(functions, known))
-        graph.constant = self.axes.constant
+        graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
         self.row_splits = graph.row_splits
         self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.graph = graph
@@ -593,6 +593,11 @@ class Partition(Placer):
         op, graph = call.op, self.graph
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
+        if graph.jit_compile and any(
+            tensor.dtype == tf.resource and self._name(tensor) not in graph.variable_of for tensor in call.tensors
+        ):  # of such, within a branch, XLA would not say which op it does not compile
+            self._follow(call)
+            return [REPLICATE] * len(op.outputs)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
         others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates

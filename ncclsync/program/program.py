@@ -127,9 +127,17 @@ class Segment:
         held = [tf.raw_ops.ReadVariableOp(resource=values[name], dtype=dtype) for name, dtype in self.held]
         return self.function(*sources, *arguments, *held)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Return whether its function takes tensors whose shapes follow the batch's rows."""
+        tensors = (tensor for tensor in self.function.inputs if tensor.dtype != tf.resource)
+        return not all(tensor.shape.is_fully_defined() for tensor in tensors)
+
     @functools.cached_property
     def written(self) -> frozenset[str]:
         """Return the names of the handles that its function may write to."""
+        if not self.sources:  # as of what `bench` ends a step with, a function of Python's
+            return frozenset()
         graph = self.function.graph
         handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
         sources = zip(self.sources, graph.inputs, strict=False)
@@ -194,6 +202,7 @@ class Program:
         gradients: names of the variables of these gradients.
         noise: name of the result of `gradient_moments`, equal on all towers; None if nobody asks.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
+        jit_compile: whether XLA compiles the segments.
     """
 
     segments: tuple[Segment, ...]
@@ -213,6 +222,7 @@ class Program:
     finite: str | None = None
     gradients: tuple[str, ...] = ()
     noise: str | None = None
+    jit_compile: bool = False
 
     @property
     def packs(self) -> bool:

@@ -5,16 +5,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
+from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
 from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.host_values import keep_on_host
-from ncclsync.program.lists import keep_declared_shapes, list_element, stack, stacked_spec, unstack
 from ncclsync.program.own_memory import own_copy, own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Exchange, Segment
@@ -72,11 +72,15 @@ def needed_ops(segment: Segment) -> set[str]:
     return {op_name(name) for name in asked_for(segment)}.union(*written)
 
 
-def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
+def compile_segment(
+    segment: Segment, forms: Mapping[str, Form], taken: Collection[str], meter: Meter | None = None
+) -> Segment:
     """Make a segment a function that is the same for every tower.
 
     Args:
         segment: has a plan, and no function.
+        forms: in which tensors cross from segment to segment, by name.
+        taken: the names of the tensors that others than segments take.
         meter: records when packing and unpacking begin and end; not where XLA compiles.
     """
     plan: SegmentPlan = segment.plan
@@ -91,18 +95,19 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
             keep_on_host(definition, graph, outside, needed_ops(segment))
         read_rows_only(definition, _sparse_reads(graph, plan.ops), needed_ops(segment))
     specs = [bucket.specs for bucket in segment.incoming]
-    crossing = (*segment.sources, *segment.fetches) if plan.jit_compile else ()
-    lists = {name: element for name in crossing if (element := list_element(graph, name)) is not None}
+    # By names under which they are given on: of what tensor, and which of what its form makes of that.
+    given_on: dict[str, tuple[str, int | None]] = {name: (name, None) for name in segment.fetches if name in taken}
+    for name in segment.fetches:
+        given_on.update((each, (name, i)) for i, each in enumerate(forms[name].names if name in forms else ()))
     written = {handle for op in plan.ops for handle in graph.writes[op]} | {fold.handle for fold in plan.fold_writes}
     held = {name: graph.variable_of[name] for name in sorted(written)} if plan.jit_compile else {}
 
     def body(*args):
         given = iter(args)
-        values = {name: next(given) for name in segment.sources}
+        values = {name: forms[name].take(*(next(given) for _ in forms[name].names)) for name in segment.sources}
         received = [[next(given) for _ in each] for each in specs]
         fraction, has_samples, is_first, *others = given
         tower = [] if meter is None else others
-        values.update({name: unstack(values[name], lists[name]) for name in segment.sources if name in lists})
         for name in segment.sources:
             if name in graph.variable_of:  # else what is read from it has no shape, which some ops ask for
                 tf_compat.describe_handle(values[name], graph.variable_of[name])
@@ -125,10 +130,11 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
         with tf.control_dependencies([*side_effects, *packed]):
             token = tf.constant(0.0)
         sent = [tensor for bucket in outgoing for tensor in bucket]
-        values.update({name: stack(values[name], lists[name]) for name in segment.fetches if name in lists})
-        return [*(tf.identity(values[name]) for name in segment.fetches), *sent, tf.identity(token)]
+        made = {name: forms[name].give(values[name]) for name in segment.fetches if name in forms}
+        fetched = [values[name] if i is None else made[name][i] for name, i in given_on.values()]
+        return [*map(tf.identity, fetched), *sent, tf.identity(token)]
 
-    signature = [stacked_spec(lists[name]) if name in lists else graph.spec(name) for name in segment.sources]
+    signature = [spec for name in segment.sources for spec in forms[name].specs]
     signature += [spec for each in specs for spec in each]
     signature += [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)]
     signature += [] if meter is None else [tf.TensorSpec([], tf.int32)]
@@ -138,7 +144,16 @@ def compile_segment(segment: Segment, meter: Meter | None = None) -> Segment:
     function = tf_compat.shared_function(body, signature, plan.jit_compile, meets_in_caller=meets)
     tf_compat.add_functions(added, function)
     kinds = tuple((name, variable.dtype) for name, variable in held.items())
-    return dataclasses.replace(segment, plan=None, function=function, metered=meter is not None, held=kinds)
+    sources = tuple(each for name in segment.sources for each in forms[name].names)
+    return dataclasses.replace(
+        segment,
+        sources=sources,
+        fetches=tuple(given_on),
+        plan=None,
+        function=function,
+        metered=meter is not None,
+        held=kinds,
+    )
 
 
 def _read_folds(plan: SegmentPlan, values: dict[str, tf.Tensor], written: dict[str, Any]) -> None:
@@ -194,7 +209,9 @@ def _graph_def(plan: SegmentPlan, tensors: Collection[str]) -> tuple[tf.compat.v
             node.input.append(outside.get(source, source))
         node.input.extend(f"^{control}" for control in graph.controls[name] if control in inside)
     _add_functions(graph, definition)
-    added = own_memory(definition) if plan.shares_memory and not plan.jit_compile else []
+    added = close_branches(definition)
+    if plan.shares_memory and not plan.jit_compile:
+        added += own_memory(definition)
     for i, rewrite in enumerate(plan.rewrites):
         definition.node.extend(rewrite.nodes(f"{prefix}/rewritten_{i}", lambda name: outside.get(name, name)))
     return definition, outside, added

@@ -52,12 +52,14 @@ class Trace:
         share: the second argument's tensors within the graph.
         marks: by name of the marking op.
         batch: the batch's structure, with the graph's tensors.
+        jit_compile: whether XLA compiles it.
     """
 
     function: Any
     share: Share
     marks: dict[str, Mark]
     batch: Any
+    jit_compile: bool
 
 
 class _Marking:
@@ -141,15 +143,17 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
                 return None
 
     specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
+    made = tf.function(traced, autograph=False, jit_compile=jit_compile or None)
     try:
-        function = tf.function(traced, autograph=False, jit_compile=jit_compile or None).get_concrete_function(*specs)
+        with tf_compat.open_branches():
+            function = made.get_concrete_function(*specs)
     finally:
         for graph in graphs:
             tf_compat.forget_custom_gradients(graph)
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marking.share, marks, marking.batch)
+    traced_step = Trace(function, marking.share, marks, marking.batch, jit_compile)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
     return traced_step

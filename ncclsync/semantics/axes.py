@@ -281,8 +281,8 @@ class Axes:
         chosen = self.constant(op.inputs[0]) if op.type in BRANCHES else None
         names = self._functions.called_by(op) if chosen is None else self._functions.taken_by(op, chosen)
         entered = [self._entered(op, name, states) for name in names]
-        ways = [[child._state(tensor) for tensor in graph.outputs] for graph, child in entered]
-        return [_joined_all(one) for one in zip(*ways, strict=True)]
+        ways = [[(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered]
+        return [_joined_all([state for _, state in given_by(one)]) for one in zip(*ways, strict=True)]
 
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
@@ -411,6 +411,14 @@ def passed_on(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type in ("Identity", "StopGradient"):
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor, Any]]:
+    """Return the branches that give a result, of (the result, what is known of it) of each.
+
+    Where XLA compiles, other branches have an op in its place that gives nothing anybody uses.
+    """
+    return [way for way in ways if passed_on(way[0]).op.type != "FakeParam"] or ways
 
 
 def _rank(shape: Shape | None) -> int | None:

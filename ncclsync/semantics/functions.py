@@ -1,6 +1,6 @@
 """Place the functions that loops, branches and calls run: as a whole, since nothing can be put into them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,45 @@ class Functions:
                 if name in self._definitions and name not in seen:
                     seen.add(name)
                     queue.extend(self._definitions[name].node_def)
+
+
+def change_functions(
+    definition: tf.compat.v1.GraphDef,
+    suffix: str,
+    concerns: Callable[[Any], bool],
+    change: Callable[[Any], None],
+    but: Callable[[Any], bool] = lambda _: False,
+) -> list[Any]:
+    """Let a graph call changed copies of its functions, in place, if there is anything to change.
+
+    Args:
+        definition: the graph, with all functions that it calls.
+        suffix: of the copies' names; TensorFlow knows a function by its name.
+        concerns: whether a FunctionDef has something to change.
+        change: changes a copy.
+        but: functions that are called as they are, with all that they call.
+
+    Returns:
+        The copies: FunctionDefs that TensorFlow has not met yet.
+    """
+    functions = {function.signature.name: function for function in definition.library.function}
+    added: dict[str, Any] = {}  # by the name of the function as it was traced
+    queue = list(definition.node) if any(map(concerns, functions.values())) else []
+    while queue:
+        node = queue.pop()
+        for attribute in node.attr.values():
+            for called in (attribute.func, *attribute.list.func):
+                function = functions.get(called.name)
+                if function is None or but(function):
+                    continue
+                if called.name not in added:
+                    copied = added[called.name] = definition.library.function.add()
+                    copied.CopyFrom(function)
+                    copied.signature.name += suffix
+                    change(copied)
+                    queue += copied.node_def
+                called.name += suffix
+    return list(added.values())
 
 
 def in_order(graph: Any) -> list[tf.Operation]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import BATCHES, Axes, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -521,9 +521,10 @@ def _local_of(inputs: Sequence[Placement]) -> Placement:
 
 def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placement:
     """Return the placement of the result of branches that give these tensors, placed so."""
+    given = given_by([*zip(tensors, ways, strict=True)])
     if SUM in ways:  # where a branch has no gradient it gives zeros
-        ways = [SUM if one.whole and is_zero(tensor) else one for one, tensor in zip(ways, tensors, strict=True)]
-    return functools.reduce(_either, ways)
+        given = [(tensor, SUM if one.whole and is_zero(tensor) else one) for tensor, one in given]
+    return functools.reduce(_either, [one for _, one in given])
 
 
 def is_zero(tensor: tf.Tensor) -> bool:

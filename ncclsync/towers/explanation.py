@@ -107,6 +107,7 @@ class Explanation:
         wholes: the rows that are gathered; none for most models.
         order: how a tower computes its shards, in words, or by what shares towers divide a batch; empty where each has
             one, of even size.
+        compiled: how many programs XLA compiles, in words; empty where it compiles none.
     """
 
     segments: int
@@ -115,6 +116,7 @@ class Explanation:
     shards: tuple[ShardRow, ...]
     wholes: tuple[WholeRow, ...] = ()
     order: str = ""
+    compiled: str = ""
 
     def __rich__(self) -> Group:
         variables = _table("variable", "bytes", "role", "bucket", "how")
@@ -134,7 +136,7 @@ class Explanation:
             wholes.add_row(whole.op, str(whole.size_bytes), str(whole.ops), Text(whole.line))
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         last = [table for table, filled in ((wholes, self.wholes), (shards, self.shards)) if filled]
-        text = f"The step has {parts}." + (f" {self.order}" if self.order else "")
+        text = " ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled)))
         return Group(variables, Text(text), cuts, *last)
 
     def __str__(self) -> str:
@@ -178,8 +180,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     count = towers.shards.total
     cuts = tuple(_cuts(program.segments, subjects, count, rows))
     wholes = _wholes(program, rows) if count > 1 else ()
-    parts = len(program.segments), tuple(variables), cuts, _shards(towers, rows), wholes
-    return Explanation(*parts, _order(program, towers))
+    shards = _shards(towers, rows)
+    parts = len(program.segments), tuple(variables), cuts, shards, wholes
+    return Explanation(*parts, _order(program, towers), _compiled(program, shards))
 
 
 def _order(program: Program, towers: TowerState) -> str:
@@ -202,6 +205,18 @@ def _order(program: Program, towers: TowerState) -> str:
     return (
         f"{what}, {len(of_shards)} times, since they meet in between; {len(kept)} tensors of each shard are kept "
         "meanwhile, so that several shards take more memory than one."
+    )
+
+
+def _compiled(program: Program, shards: Sequence[ShardRow]) -> str:
+    if not program.jit_compile:
+        return ""
+    by_rows = sum(segment.takes_rows for segment in program.segments)
+    sizes = sorted({one.end - one.begin for one in shards}, reverse=True)
+    of_these = f", of this batch {' and '.join(map(str, sizes))}" if sizes else ""
+    return (
+        f"XLA compiles it as {len(program.segments)} programs, {by_rows} of these anew for each number of rows that a "
+        f"tower gets{of_these}; each GPU compiles what it runs, CPU towers compile once for all."
     )
 
 

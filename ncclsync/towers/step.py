@@ -198,7 +198,6 @@ class TowerStep(abc.ABC):
                 traced,
                 self.towers.target,
                 source.results,
-                jit_compile=source.jit_compile,
                 undone="finite" in readers,
                 traceless=self.towers.options.on_oom is not None,
                 meter=meter,

@@ -668,6 +668,33 @@ def test_is_jit_compiled():
     assert not tf_compat.is_jit_compiled(lambda x: x)
 
 
+def test_open_branches():
+    """What a branch that is not taken would have left of the rows stays open, which TensorFlow says are 0."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.cond(tf.size(x) > 3, lambda: 2.0 * tf.exp(x), lambda: x)
+        return tape.gradient(y, x)
+
+    def left_out():
+        function = tf.function(step, jit_compile=True).get_concrete_function(tf.TensorSpec([None]))
+        nodes = (node for f in function.graph.as_graph_def().library.function for node in f.node_def)
+        return [node.attr["shape"].shape.dim[0].size for node in nodes if node.op == "FakeParam"]
+
+    with tf_compat.open_branches():
+        assert set(left_out()) == {-1}
+    assert set(left_out()) == {0}
+
+
+def test_padded_and_unpadded():
+    """XLA gives a tensor at its bound, and takes it again at its own length."""
+    positive = tf.function(lambda x: tf_compat.padded(tf.boolean_mask(x, x > 0), [0]), jit_compile=True)
+    mean = tf.function(lambda x, n: tf.reduce_mean(tf_compat.unpadded(x, [0], n)), jit_compile=True)
+    given = positive(tf.constant([1.0, -1.0, 5.0]))
+    assert given.shape == 3 and mean(given, tf.constant([2])) == 3.0
+
+
 def test_paths_of():
     """A model's, its optimizer's and its metrics' variables are found by the TensorFlow variable within."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])

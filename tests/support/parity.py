@@ -61,6 +61,11 @@ def check(case: Case, towers: int) -> None:
         alone.towers.close()
 
 
+def compiles_by_xla() -> bool:
+    """Whether the environment lets Keras choose XLA as on GPUs."""
+    return "NCCLSYNC_JIT" in os.environ
+
+
 def choose_as_on_gpus(patch):
     """Let Keras have XLA compile on the CPU what it has it compile on GPUs, by default."""
     patch.setattr(trainer.Trainer, "_resolve_auto_jit_compile", trainer.model_supports_jit)
@@ -68,7 +73,7 @@ def choose_as_on_gpus(patch):
 
 def assert_fails_by_xla(error, on_one_device):
     """What towers raise is raised on one device, too, since XLA does not compile it; else raise the error itself."""
-    if "NCCLSYNC_JIT" not in os.environ:
+    if not compiles_by_xla():
         raise error
     with pytest.raises(type(error)):
         on_one_device()

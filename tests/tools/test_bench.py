@@ -159,6 +159,8 @@ def test_parts_of_a_step_leave_out_what_they_say():
         parts = StepParts(model, batch)
         start = model.get_weights()
         assert parts.seconds("compute", 2) > 0
+        program, _ = parts._variants["compute"].last()
+        assert not program.segments[-1].written
         np.testing.assert_array_equal(np.concatenate([w.ravel() for w in start]), flat(model))
         assert parts.seconds("whole", 2) > 0
         assert model.towers.divergence() == 0.0
@@ -174,7 +176,9 @@ def test_time_between_epochs_is_no_steps(monkeypatch):
     asked = iter([{"do": "fit", "steps": 3}, {"do": "fit", "steps": 1}, {"do": "fit", "steps": 1}])
     requests = types.SimpleNamespace(next=lambda: next(asked), answer=lambda **told: answers.append(told))
     monkeypatch.setattr(fit, "time", clock)
-    turns = fit._Turns(requests, keras.Sequential(), None)
+    model = keras.Sequential()
+    model.compile(jit_compile=True)
+    turns = fit._Turns(requests, model, None)
     turns.on_train_begin()
     for ends in (False, True, True, False):
         turns.on_train_batch_begin(0)
@@ -183,7 +187,7 @@ def test_time_between_epochs_is_no_steps(monkeypatch):
         if ends:
             turns.on_epoch_end(0)
             now[0] += 60
-    assert answers == [{"seconds": 1.0, "cpu_seconds": 2.0}] * 2
+    assert answers == [{"seconds": 1.0, "cpu_seconds": 2.0, "xla": True}] * 2
 
 
 def flat(model):
@@ -390,7 +394,7 @@ def test_sides_by_cpu_time(monkeypatch):
 
     def turns(sides, variants, rounds, show):
         assert variants == ()
-        return {"ncclsync": [2.0], "single": [4.0]}, {"ncclsync": [5.0], "single": [4.0]}
+        return {"ncclsync": [2.0], "single": [4.0]}, {"ncclsync": [5.0], "single": [4.0]}, ["ncclsync", "single"]
 
     monkeypatch.setattr(training, "Side", Told)
     monkeypatch.setattr(training, "_fit_in_turns", turns)
@@ -399,6 +403,7 @@ def test_sides_by_cpu_time(monkeypatch):
     one_thread = {"TF_NUM_INTRAOP_THREADS": "1"}
     assert started == [("ncclsync", "constant", one_thread), ("single", "constant", one_thread)]
     assert found.rows[0].more["cpu_of_single"] == Spread.of([1.25])
+    assert found.notes == ("mlp: XLA compiles the steps of ncclsync, single.",)
     started.clear()
     training.bench_step(
         argparse.Namespace(**{**asked, "against": ["single"], "split": False}, rounds=1, cpu=False), print
@@ -479,7 +484,7 @@ def test_memory_beyond_activations(monkeypatch):
             pass
 
         def ask(self, do):
-            return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10}
+            return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10, "xla": False}
 
     monkeypatch.setattr(training, "Side", Told)
     asked = {"model": ["language"], "towers": [1, 4], "against": [], "shards": [], "batch_size": None, "rounds": 1}

@@ -4,6 +4,7 @@ The towers stand on CPU devices and are joined by the stand-in NCCL, whose GPUs'
 On virtual GPUs these are the towers. `emergency_checkpoint` has their steps wait: a failure then leaves weights there.
 """
 
+import functools
 import gc
 import json
 import logging
@@ -125,6 +126,7 @@ class TellToFail(keras.callbacks.Callback):
 
 
 @pytest.mark.slow(but=1)
+@pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "fail, error, words, suffix",
     [
@@ -133,11 +135,13 @@ class TellToFail(keras.callbacks.Callback):
         ("cudaStreamWaitEvent:2", NcclError, "told to fail", ".weights.h5"),
     ],
 )
-def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
+def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix, jit_compile):
     """`fit` raises the collective's own error; tower 0 is as before the step, and saved; the next `fit` goes
     on as if nothing had happened."""
     path = tmp_path / f"emergency{suffix}"
-    model = nccl_parallel(towers=3, backend="nccl", health=Health(timeout_s=0.3, emergency_checkpoint=str(path)))(mlp)()
+    health = Health(timeout_s=0.3, emergency_checkpoint=str(path))
+    build = functools.partial(mlp, jit_compile=jit_compile)
+    model = nccl_parallel(towers=3, backend="nccl", health=health)(build)()
     told = TellToFail(nccl, fail)
     with caplog.at_level(logging.WARNING, "ncclsync"), pytest.raises(error) as caught:
         fit(model, callbacks=[told])
@@ -147,7 +151,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
         f"Saved tower 0 to {path}, since a collective has failed"
     ) == 1
     assert_same(arrays(model), told.before)
-    saved = mlp() if suffix == ".weights.h5" else keras.models.load_model(path)
+    saved = build() if suffix == ".weights.h5" else keras.models.load_model(path)
     if suffix == ".weights.h5":
         saved.load_weights(path)
     assert_same(saved.get_weights(), model.get_weights())
@@ -155,7 +159,7 @@ def test_failure_within_fit(nccl, tmp_path, caplog, fail, error, words, suffix):
 
     nccl.fail("")
     assert model.towers.divergence() == 0.0  # joined anew, and told tower 0's state
-    untouched = mlp()
+    untouched = build()
     untouched.set_weights(model.get_weights())
     untouched.optimizer.build(untouched.trainable_variables)
     for variable, value in zip(untouched.optimizer.variables, arrays(model)[len(model.weights) :], strict=True):
@@ -399,10 +403,11 @@ finally:
 
 
 @pytest.mark.slow
-def test_ctrl_c_within_fit(built_standin, tmp_path):
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_ctrl_c_within_fit(built_standin, tmp_path, jit_compile):
     """TensorFlow's main thread waits in native code; still Ctrl-C ends a collective that hangs."""
     script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
+    script.write_text(INTERRUPTED.replace("mlp)()", f"mlp)(jit_compile={jit_compile})"))
     program = subprocess.Popen(
         command(script),
         cwd=os.path.dirname(__file__),

@@ -1,15 +1,22 @@
 """Towers whose steps XLA compiles, as on GPUs: what goes from one segment to another, and what failures leave."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from keras.optimizers import Adam
 from parity import assert_close, assert_towers_agree, on_towers, state
+
+from ncclsync import Health
+from ncclsync.compat import tensorflow as tf_compat
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(1, 20, (22, 6))
@@ -59,6 +66,23 @@ def in_a_loop(x, scale):
         return tf.while_loop(*body, (0, start), maximum_iterations=times)[1]
 
     return repeated(lambda y: repeated(lambda z: scale * tf.sin(z), 2, y), 3, x)
+
+
+def branches(x, scale):
+    """A branch whose gradient needs what it computes of the rows, if it is taken."""
+    return tf.cond(scale > 0.97, lambda: scale * tf.sin(x), lambda: tf.exp(x * scale) - tf.square(x))
+
+
+def masks(x, scale):
+    """As many numbers of the batch as are positive, of which all get the mean."""
+    return x * scale + tf.reduce_sum(tf.square(tf.boolean_mask(tf.sin(x * scale), x > 0.0))) / 100
+
+
+def finds_unique(x, scale):
+    """Numbers of the batch, each once."""
+    whole, places = tf.unique(tf.cast(tf.reshape(2.0 * x, [-1]), tf.int32))
+    again = tf.reshape(tf.cast(tf.gather(whole, places), tf.float32), tf.shape(x))
+    return x * scale + again / tf.cast(tf.size(whole), tf.float32)
 
 
 def model_of(*body, inputs=(6, 3), dtype=None):
@@ -111,13 +135,19 @@ MODELS = {
     ),
     "stops_early": (model_of(lambda: Function(stops_early), layers.Flatten), SERIES),
     "scanned": (model_of(lambda: layers.Dense(3), lambda: Function(scanned), layers.Flatten), SERIES),
+    "branches": (model_of(lambda: Function(branches), layers.Flatten), SERIES),
+    "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
+    "finds_unique": (model_of(lambda: Function(finds_unique), layers.Flatten), SERIES),
 }
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize(("name", "towers"), [("stops_early", 2), ("masked", 4), ("scanned", 3)])
-def test_lists_cross_segments(name, towers, caplog):
-    """Towers meet between a loop and its gradient, and train as one device does by XLA."""
+CROSSING = [("stops_early", 2), ("masked", 4), ("scanned", 3), ("branches", 2), ("masks", 2), ("finds_unique", 3)]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(("name", "towers"), CROSSING)
+def test_tensors_cross_segments(name, towers, caplog):
+    """Towers meet between a loop, a branch or a mask and its gradient, and train as one device does by XLA."""
     build, x = MODELS[name]
     model = on_towers(build, towers)
     found = fit(model, x)
@@ -128,6 +158,62 @@ def test_lists_cross_segments(name, towers, caplog):
     model.towers.close()
 
 
+def looks_up(x, scale):
+    with tf.init_scope():
+        table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1)
+    return x * scale + tf.cast(table.lookup(tf.cast(x, tf.int32)), tf.float32)
+
+
+def takes_from_an_iterator(x, scale):
+    with tf.init_scope():
+        numbers = iter(tf.data.Dataset.range(1000))
+    return x * scale + tf.cast(next(numbers), tf.float32)
+
+
+def summarises(x, scale):
+    with tf.init_scope():
+        writer = tf.summary.create_file_writer(tempfile.mkdtemp())
+    with writer.as_default(step=1):
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+    return x * scale
+
+
+def prints(x, scale):
+    tf.print(tf.reduce_mean(x))
+    return x * scale
+
+
+def runs_python(x, scale):
+    return x * scale + tf.ensure_shape(tf.py_function(lambda value: 2 * value, [x], tf.float32), x.shape)
+
+
+def has_words(x, scale):
+    return x * scale + tf.strings.to_number(tf.strings.as_string(x))
+
+
+def has_ragged_rows(x, scale):
+    ragged = tf.RaggedTensor.from_row_lengths(tf.reshape(x, [-1, 3]), tf.fill([tf.shape(x)[0]], 6))
+    return scale * tf.map_fn(tf.sin, ragged).to_tensor(shape=[None, 6, 3])
+
+
+REFUSED = [looks_up, takes_from_an_iterator, summarises, prints, runs_python, has_words, has_ragged_rows]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_xla_refuses_it_refuses_on_towers(function):
+    """Tables, iterators, files, Python, strings and ragged rows: XLA names the op that it does not compile."""
+    build = model_of(lambda: Function(function), layers.Flatten)
+    told = []
+    towers = on_towers(build, 2)
+    for model in (build(), towers):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            fit(model, SERIES)
+        told.append(re.findall(r"No registered '\w+'", str(raised.value))[0])
+    assert told[0] == told[1]
+    towers.towers.close()
+
+
 def test_what_cannot_cross_is_told(caplog):
     """A step that would have to give on a list of lists runs without XLA, and says so before it runs."""
     build = model_of(lambda: Function(in_a_loop), layers.Flatten)
@@ -136,6 +222,49 @@ def test_what_cannot_cross_is_told(caplog):
     assert_close(found, fit(build(), SERIES))
     (said,) = [one.message for one in caplog.records if "XLA does not compile this step" in one.message]
     assert "list of lists" in said and "test_xla.py" in said and "function" in said
+    model.towers.close()
+
+
+# By name: options of towers, an optimizer, and arguments of `compile`. `on_oom` with XLA: tests/virtual_gpus.
+OPTIONS = {
+    "nonfinite": ({"health": Health(on_nonfinite="skip")}, Adam, {}),
+    "checks": ({"health": Health(check_every=1)}, Adam, {}),
+    "audits": ({"health": Health(audit_every=2)}, Adam, {}),
+    "on_oom": ({"on_oom": "split"}, Adam, {}),
+    "shards": ({"shards": 8, "shards_at_once": 2}, Adam, {}),
+    "shares": ({"shares": [3, 1]}, Adam, {}),
+    "measured_shares": ({"shares": "auto"}, Adam, {}),
+    "sharded_optimizer": ({"shard_optimizer": True}, partial(Adam, global_clipnorm=0.1), {}),
+    "compression": ({"compression": "bfloat16"}, Adam, {}),
+    "small_buckets": ({"bucket_bytes": 64}, Adam, {}),
+    "exact": ({"exact": True}, Adam, {}),
+    "several_steps": ({}, Adam, {"steps_per_execution": 3}),
+    "scaled_loss": ({}, lambda rate: keras.optimizers.LossScaleOptimizer(Adam(rate)), {}),
+    "accumulation": ({}, partial(Adam, gradient_accumulation_steps=2), {}),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, monkeypatch):
+    """Every option gives with XLA what it gives without: one device's numbers, or what rounding leaves of them."""
+    options, optimizer, arguments = OPTIONS[name]
+    if name == "audits":  # which take deterministic ops: with these Keras has XLA compile nothing, `Towers.run` does
+        monkeypatch.setattr(tf_compat, "is_op_determinism_enabled", lambda: True)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        random = [layers.BatchNormalization(), layers.Dropout(0.3, seed=1)] if name == "exact" else []
+        model = keras.Sequential([keras.Input((6, 3)), layers.Flatten(), *random, layers.Dense(16, "tanh")])
+        model.add(layers.Dense(4))
+        model.compile(optimizer(0.01), "mse", metrics=["mae"], jit_compile=True, **arguments)
+        return model
+
+    model = on_towers(build, 2, **options)
+    found = fit(model, SERIES)
+    assert model.jit_compile
+    assert_close(found, fit(build(), SERIES), 0.1 if name == "compression" else 3e-5)
+    assert_towers_agree(model)
     model.towers.close()
 
 

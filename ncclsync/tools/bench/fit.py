@@ -60,7 +60,7 @@ def fit_in_turns(
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
     `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
     Answers give the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
-    cores worked for it.
+    cores worked for it, and whether XLA compiles it.
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers, shards)
@@ -88,7 +88,7 @@ class _Turns(keras.callbacks.Callback):
 
     def __init__(self, requests: Requests | RankRequests, model: keras.Model, batch: Any) -> None:
         super().__init__()
-        self._requests = requests
+        self._requests, self._xla = requests, bool(model.jit_compile)
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
         self._steps = self._left = 0
         self._began = self._cpu_began = 0.0
@@ -124,7 +124,8 @@ class _Turns(keras.callbacks.Callback):
             tf_compat.sync_devices()  # a GPU may still be at work
             seconds = time.perf_counter() - self._began
             cpu_seconds = time.process_time() - self._cpu_began
-            self._requests.answer(seconds=seconds / self._steps, cpu_seconds=cpu_seconds / self._steps)
+            mean = {"seconds": seconds / self._steps, "cpu_seconds": cpu_seconds / self._steps}
+            self._requests.answer(**mean, xla=self._xla)
             self._wait()
 
     def _wait(self) -> None:
@@ -155,7 +156,8 @@ def first_step(requests: Requests, library: str, model: str, towers: int) -> Non
     built = time.perf_counter()
     trained.fit(x, y, batch_size=len(y), verbose=0)
     tf_compat.sync_devices()
-    requests.answer(seconds=time.perf_counter() - began, build_seconds=built - began)
+    seconds = time.perf_counter() - began
+    requests.answer(seconds=seconds, build_seconds=built - began, xla=bool(trained.jit_compile))
 
 
 def peak_memory(
@@ -178,7 +180,8 @@ def peak_memory(
     trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
     variables = [*trained.weights, *trained.optimizer.variables]
     state = sum(int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables)
-    requests.answer(bytes=status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
+    held = {"bytes": status_bytes("VmHWM"), "imported_bytes": imported, "state_bytes": state}
+    requests.answer(**held, xla=bool(trained.jit_compile))
 
 
 def status_bytes(name: str, process: int | str = "self") -> int:

@@ -48,8 +48,7 @@ def rows_of(x: Any, begin: int, end: int) -> Any:
 def _classifier(inputs: Any, features: keras.KerasTensor, classes: int) -> keras.Model:
     model = keras.Model(inputs, layers.Dense(classes)(features))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Without jit_compile, which Keras turns on by itself for one GPU but not for several.
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
+    model.compile("adam", loss, metrics=["accuracy"])
     return model
 
 
@@ -126,7 +125,7 @@ def _embedding() -> keras.Model:
     inputs = keras.Input((16,), dtype="int32")
     features = layers.GlobalAveragePooling1D()(layers.Embedding(200_000, 64)(inputs))
     model = keras.Model(inputs, layers.Dense(1)(layers.Dense(64, activation="relu")(features)))
-    model.compile("sgd", "mse", jit_compile=False)
+    model.compile("sgd", "mse")
     return model
 
 

@@ -48,7 +48,7 @@ class Result:
         benchmark: its name on the command line.
         unit: of the rows' values, "s" or "B".
         rows: in the order in which they are shown.
-        notes: what was left out, and why.
+        notes: what was left out, and why; whose steps XLA compiles.
     """
 
     benchmark: str
@@ -106,7 +106,7 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
     """Return a result as JSON. `schema` names what these keys mean; a later one may have more of them.
 
     `benchmark`, `command` (words), `date` (UTC), `machine` (see `machine`), `unit` ("s" or "B": of each row's
-    `value`), `notes` (what was left out, and why) and `rows`, the fields of `Row`. A spread is an object with
+    `value`), `notes` (of what was measured) and `rows`, the fields of `Row`. A spread is an object with
     `median`, `q1`, `q3` and `samples`. A row's `more` holds
 
         all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second); between

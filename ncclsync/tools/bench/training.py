@@ -51,6 +51,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             raise BenchError(f"Expected towers that {PROCESSES} processes can share. Received: --towers {given.towers}")
         launched(PROCESSES)
     rows: list[Row] = []
+    notes: list[str] = []
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         started = {name: _fit_side(name, model, given.towers, feed, one_thread=given.cpu) for name in libraries}
@@ -61,7 +62,8 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
         watched = ("watched",) if given.watched else ()
         asked = (*variants, *watched)
-        seconds, cpu_seconds = _fit_in_turns(started, asked, given.rounds, _about(model, show))
+        seconds, cpu_seconds, compiled = _fit_in_turns(started, asked, given.rounds, _about(model, show))
+        notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for library in libraries:
             spread = Spread.of(seconds[library])
@@ -80,7 +82,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             spread, ratios = Spread.of(seconds[name]), {"ncclsync": ratio(seconds[name], seconds["ncclsync"])}
             more = {"samples_per_s": BATCH_SIZES[model] / spread.median, "cpu_s": Spread.of(cpu_seconds[name])}
             rows.append(Row(case, name, spread, ratios, more))
-    return Result("step", "s", tuple(rows))
+    return Result("step", "s", tuple(rows), tuple(notes))
 
 
 def _split(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -103,6 +105,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
         BenchError: a process failed.
     """
     rows: list[Row] = []
+    notes: list[str] = []
     for model in given.model:
         sides = {
             _feed_name(library, feed): (library, feed)
@@ -110,14 +113,15 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
             for feed in ("constant", *given.data)
         }
         started = {name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()}
-        seconds, _ = _fit_in_turns(started, (), given.rounds, _about(model, show))
+        seconds, _, compiled = _fit_in_turns(started, (), given.rounds, _about(model, show))
+        notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
             spread = Spread.of(seconds[name])
             more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
             more["of_ceiling"] = ratio(seconds[_feed_name(library, "constant")], seconds[name])
             rows.append(Row(case, name, spread, {}, more))
-    return Result("feed", "s", tuple(rows))
+    return Result("feed", "s", tuple(rows), tuple(notes))
 
 
 def _feed_name(library: str, feed: str) -> str:
@@ -141,11 +145,13 @@ def _fit_side(
 
 def _fit_in_turns(
     sides: dict[str, Side], variants: Sequence[str], rounds: int, show: Show
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
     """Return seconds per step, [rounds], of each side by name, and of variants of the first side's step.
 
-    And the seconds that the host's cores worked for it, where a side reports them.
+    And the seconds that the host's cores worked for it, where a side reports them; and the names of the sides whose
+    steps XLA compiles.
     """
+    compiled: list[str] = []
     cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
         for side in sides.values():
@@ -158,10 +164,16 @@ def _fit_in_turns(
             show(f"first steps of {name}")
             for _ in range(3):
                 side.ask(do, steps=1)
-            once = side.ask(do, steps=2)["seconds"]
-            steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
+            once = side.ask(do, steps=2)
+            compiled += [name] * once.get("xla", False)
+            steps = int(min(max(_TURN_S / once["seconds"], 1), _MOST_STEPS))
             timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
-        return take_turns(timers, rounds, show), cpu_seconds
+        return take_turns(timers, rounds, show), cpu_seconds, compiled
+
+
+def _compiled(model: str, sides: Sequence[str]) -> list[str]:
+    """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU."""
+    return [f"{model}: XLA compiles the steps of {', '.join(dict.fromkeys(sides))}."] if sides else []
 
 
 def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
@@ -204,6 +216,7 @@ def _fresh_processes(
     given: argparse.Namespace, show: Show, kind: str, key: str, more: Sequence[str], extra: dict[str, Any]
 ) -> Result:
     rows: list[Row] = []
+    notes: list[str] = []
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
@@ -249,7 +262,8 @@ def _fresh_processes(
                 )
                 figures["of_rows"] = ratio(taken, whole)
             rows.append(Row(case, side, Spread.of(values[name]), ratios, figures))
-    return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows))
+        notes += _compiled(model, [side for name, (side, _) in names.items() if answers[name][0]["xla"]])
+    return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows), tuple(notes))
 
 
 def _by_shards(counts: Sequence[int]) -> dict[str, int]:

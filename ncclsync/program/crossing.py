@@ -1,0 +1,231 @@
+"""Let tensors go from one segment that XLA compiles to another as XLA takes them: dense, of a shape that it knows.
+
+Two kinds need a form for it. Lists are TensorArrays, and what a loop keeps of each iteration for its gradient: XLA
+gives and takes none, but knows their elements' shape, and as many of them as there may be. A tensor that numbers give
+its length, as a mask's rows have, has a bound within a program, and its own length outside: XLA would compile what
+takes it for each length anew. Here alone is known what crosses the border in a tensor's place.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
+from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.program import Segment
+from ncclsync.semantics.axes import SMALL
+from ncclsync.semantics.functions import BRANCHES, Functions, change_functions
+
+_ANY_SHAPE = -1
+
+# Ops whose results XLA gives a bound, and a length that is known only when they have run.
+_OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Say what crosses in a tensor's place.
+
+    Attributes:
+        names: by which that goes from segment to segment.
+        specs: of these tensors.
+        give: `give(tensor)` makes them in the segment that has it.
+        take: `take(*tensors)` makes the tensor of them in a segment that uses it.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[tf.TensorSpec, ...]
+    give: Callable[[Any], Sequence[Any]] = lambda value: [value]
+    take: Callable[..., Any] = lambda value: value
+
+
+class Forms:
+    """Choose the forms in which a step's tensors cross from one segment to another."""
+
+    def __init__(self, graph: StepGraph, jit_compile: bool) -> None:
+        """Find which tensors' lengths rest on numbers.
+
+        Args:
+            graph: the step, placed.
+            jit_compile: whether XLA compiles the segments: else all cross as they are.
+        """
+        self._graph, self._jit_compile = graph, jit_compile
+        self._of_numbers: set[str] = (
+            set()
+        )  # of such lengths, and integers that may be computed of these; if XLA compiles
+        functions = Functions(graph.functions, graph.tf_graph)
+        for op in graph.ops if jit_compile else ():
+            if not (
+                self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(functions.op_types(op))
+            ):
+                self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
+
+    def of(self, name: str) -> Form:
+        """Return the form in which a tensor crosses."""
+        graph, spec = self._graph, self._graph.spec(name)
+        if not self._jit_compile or name in graph.exchanges or name in graph.variable_of:
+            return Form((name,), (spec,))
+        if (element := list_element(graph, name)) is not None:
+            stacked = tf.TensorSpec(tf.TensorShape([None]).concatenate(element.shape), element.dtype)
+            return Form((name,), (stacked,), lambda v: [_stack(v, element)], lambda v: _unstack(v, element))
+        opened = self._open_axes(name) if name in self._of_numbers else []
+        axes = opened
+        if spec.shape.rank and _may_be_left_out(graph, name):
+            axes = [axis for axis, length in enumerate(spec.shape.as_list()) if length is None]
+        if not axes:
+            return Form((name,), (spec,))
+        names, specs = (f"{name}@padded", f"{name}@lengths"), (spec, tf.TensorSpec([spec.shape.rank], tf.int32))
+        return Form(
+            names[: 1 + bool(opened)],
+            specs[: 1 + bool(opened)],
+            lambda value: [tf_compat.padded(value, axes), tf.shape(value)][: 1 + bool(opened)],
+            lambda value, lengths=None: tf_compat.unpadded(value, opened, lengths),
+        )
+
+    def _open_axes(self, name: str) -> list[int]:
+        """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
+        lengths = self._graph.lengths(self._graph.tf_graph.get_tensor_by_name(name)) or ()
+        return [axis for axis, length in enumerate(lengths) if length is None]
+
+    def made_where_used(self, ops: Sequence[str]) -> list[str]:
+        """Return the ops that a segment computes for its own, though another one does, too: XLA has to know them.
+
+        They make the empty lists that the segment's ops fill, and compute shapes that rest on numbers.
+        """
+        found: list[str] = []
+        queue = list(ops)
+        while queue:
+            for name in self._graph.inputs[queue.pop()]:
+                if op_name(name) not in (*ops, *found) and (self._is_shape(name) or _is_empty(self._graph, name)):
+                    found.append(op_name(name))
+                    queue.append(op_name(name))
+        return found[::-1]
+
+    def _is_shape(self, name: str) -> bool:
+        if name not in self._of_numbers:
+            return False
+        tensor = self._graph.tf_graph.get_tensor_by_name(name)
+        small = tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= SMALL
+        return small and tensor.dtype.is_integer and not tf_compat.is_stateful(tensor.op)
+
+
+def _may_be_left_out(graph: StepGraph, name: str) -> bool:
+    """Return whether a branch that is not taken leaves a tensor's place empty."""
+    op = graph.by_name[op_name(name)]
+    if op.type not in BRANCHES:
+        return False
+    for attribute in graph.nodes[op.name].attr.values():
+        for called in (attribute.func, *attribute.list.func):
+            function = graph.functions.get(called.name)
+            if function is None:
+                continue
+            made = function.ret[function.signature.output_arg[int(name.split(":")[1])].name].split(":")[0]
+            if any(node.name == made and node.op == "FakeParam" for node in function.node_def):
+                return True
+    return False
+
+
+def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
+    """Undo, in place, what `tf_compat.open_branches` has done to a graph's functions; return the changed copies."""
+
+    def left_open(function: Any) -> Iterator[Any]:
+        for node in function.node_def:
+            if node.op == "FakeParam":
+                yield from (axis for axis in node.attr["shape"].shape.dim if axis.size < 0)
+
+    def close(function: Any) -> None:
+        for axis in left_open(function):
+            axis.size = 0
+
+    return change_functions(definition, "_closed", lambda function: any(True for _ in left_open(function)), close)
+
+
+def list_element(graph: StepGraph, name: str) -> tf.TensorSpec | None:
+    """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
+    if name in graph.exchanges or name in graph.variable_of:
+        return None
+    return tf_compat.list_element(graph.tf_graph.get_tensor_by_name(name))
+
+
+def _stack(handle: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
+    """Return a list as a tensor, in a graph that XLA compiles: [places, *element], the last element in the last place.
+
+    XLA's lists have a fixed number of places, and no op says how many are taken, which a loop may find out only as it
+    runs. So the last element is overwritten by two things that differ, and is where the results do.
+    """
+    lists, numbers = tf.raw_ops, {"element_dtype": element.dtype, "element_shape": tf.constant(_ANY_SHAPE)}
+    tensor = lists.TensorListStack(input_handle=handle, **numbers)
+    before, last = lists.TensorListPopBack(input_handle=handle, **numbers)
+    places = tf.shape(tensor)[0]
+    firsts = []
+    for mark in (tf.zeros_like(last), tf.ones_like(last)):
+        marked = lists.TensorListPushBack(input_handle=before, tensor=mark)
+        marked = lists.TensorListStack(input_handle=marked, **numbers)
+        firsts.append(tf.reshape(marked, [places, -1])[:, :1])
+    differs = tf.reduce_any(tf.not_equal(*firsts), axis=1)
+    return tf.roll(tensor, places - 1 - tf.argmax(differs, output_type=tf.int32), axis=0)
+
+
+def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
+    """Return the list that `_stack` was given, for who reads it, or takes elements from its end."""
+    shape = tf.constant(_declared(element.shape), tf.int32)
+    return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
+
+
+def _is_empty(graph: StepGraph, name: str) -> bool:
+    op = graph.by_name.get(op_name(name))
+    while op is not None and op.type == "Identity":
+        op = graph.by_name.get(op_name(graph.inputs[op.name][0]))
+    return op is not None and op.type in ("EmptyTensorList", "TensorListReserve")
+
+
+def keep_declared_shapes(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
+    """Let a list's elements have the shape that it was traced with, in place: of rows any number, as without XLA.
+
+    XLA would take the shape of the rows that a list has, also for one that is to have the rows of all towers.
+    """
+    for node in definition.node:
+        element = list_element(graph, graph.inputs[node.name][0]) if node.op == "TensorListElementShape" else None
+        if element is None:
+            continue
+        value = tf.make_tensor_proto(_declared(element.shape), tf.as_dtype(node.attr["shape_type"].type))
+        node.op, node.input[:] = "Const", [f"^{name}" for name in graph.controls[node.name] if f"^{name}" in node.input]
+        node.attr["dtype"].type = value.dtype
+        node.attr["value"].tensor.CopyFrom(value)
+        node.attr.pop("shape_type")
+
+
+def _declared(shape: tf.TensorShape) -> int | list[int]:
+    return _ANY_SHAPE if shape.rank is None else [_ANY_SHAPE if n is None else n for n in shape.as_list()]
+
+
+def find_uncrossable(graph: StepGraph, segments: Sequence[Segment]) -> Iterator[str]:
+    """Yield, in words, what would have to go from one of these segments to another, and cannot if XLA compiles them."""
+    for segment in segments:
+        for name in segment.sources:
+            element = list_element(graph, name)
+            if op_name(name) in graph.placeholders or graph.spec(name).dtype != tf.variant:
+                continue
+            op = graph.by_name[op_name(name)]
+            if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
+                yield f"the list of lists that {op.name} keeps, at {user_line(op.traceback)}"
+            elif any(_pushes(graph, user, name) for user in segment.plan.ops):
+                yield f"the list that {op.name} has not filled, at {user_line(op.traceback)}"
+
+
+def _pushes(graph: StepGraph, user: str, name: str) -> bool:
+    """Return whether an op, or a function that it calls, appends to a list: then its length has to be known."""
+    node, places = graph.nodes[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
+    if node.op.startswith("TensorListPush"):
+        return bool(places)
+    for attribute in node.attr.values():
+        called = graph.functions.get(attribute.func.name)
+        if called is not None:
+            given = {called.signature.input_arg[i].name for i in places if i < len(called.signature.input_arg)}
+            pushes = (one for one in called.node_def if one.op.startswith("TensorListPush"))
+            if any(given.intersection(one.input) for one in pushes):
+                return True
+    return False

@@ -32,7 +32,6 @@ from ncclsync.communicator import (
 from ncclsync.communicator.nccl import KINDS
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams, host_ops
-from ncclsync.ops.host_ops import set_attribute
 
 
 class Launched:
@@ -143,12 +142,8 @@ def broadcast(
 
 
 def takes(communicator: Any) -> bool:
-    """Return whether these ops can join towers by this communicator.
-
-    It is NCCL's, all of its ranks are in this process, and TensorFlow takes the ops.
-    """
-    here = isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
-    return here and host_ops.available()
+    """Return whether these ops can join towers by this communicator: NCCL's, with all ranks in this process."""
+    return isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
@@ -162,10 +157,6 @@ def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) 
 def _create(
     op: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: dict[str, Any], device: str
 ) -> tf.Operation:
-    node = tf.compat.v1.NodeDef()
-    for name, value in attributes.items():
-        set_attribute(node, name, value)
-    with tf.device(device if device.startswith("/") else f"/{device}"):
-        made = tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
+    made = host_ops.create(op, inputs, dtypes, attributes, device if device.startswith("/") else f"/{device}")
     tf_compat.run_independently(made)
     return made

@@ -1,6 +1,6 @@
 """Join the tensors of all towers in one graph, by a communicator: at once, where they are needed at once.
 
-On NCCL by the ops of `device_ops`; by py ops over the CPU's communicator, and where TensorFlow does not take ours.
+On NCCL by the ops of `device_ops`; by py ops on the CPU, and between processes.
 """
 
 import threading
@@ -74,7 +74,18 @@ def group_exchange(
         return _join_on_host(columns, communicator, collectives, turns)
     if device_ops.takes(communicator):
         return _enqueued(columns, communicator, collectives)
-    return exchange_by_py_ops(columns, communicator, collectives, turns)
+    # TensorFlow keeps every py op's function for good, and what that refers to.
+    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
+    ranks = communicator.world_size
+
+    def join_on_devices(sends, recvs):
+        rows = zip(collectives, sends, recvs, strict=True)
+        _alive(borrowed).run_group([_filled(*row) for row in rows])
+
+    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
+        return shape_received(collectives[column], sent, ranks)
+
+    return _group_on_devices(columns, join_on_devices, shape_of, turns)
 
 
 def _enqueued(
@@ -94,27 +105,6 @@ def _enqueued(
     flat = [tensor for column in columns for tensor in column]
     received = iter(tf.function(join, autograph=False)(*flat) if tf.executing_eagerly() else join(*flat))
     return [[next(received) for _ in column] for column in columns]
-
-
-def exchange_by_py_ops(
-    columns: Sequence[Sequence[tf.Tensor]],
-    communicator: Communicator,
-    collectives: Sequence[Joining],
-    turns: Turns | None = None,
-) -> list[list[tf.Tensor]]:
-    """Join tensors on devices as `group_exchange` does, by py ops: each waits for its GPU, and for the group."""
-    # TensorFlow keeps every py op's function for good, and what that refers to.
-    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
-    ranks = communicator.world_size
-
-    def join_on_devices(sends, recvs):
-        rows = zip(collectives, sends, recvs, strict=True)
-        _alive(borrowed).run_group([_filled(*row) for row in rows])
-
-    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
-        return shape_received(collectives[column], sent, ranks)
-
-    return _group_on_devices(columns, join_on_devices, shape_of, turns)
 
 
 def group_all_reduce(

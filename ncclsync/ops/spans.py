@@ -9,8 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +17,6 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
-
-logger = logging.getLogger("ncclsync")
 
 STEPS, COMMUNICATION = "steps", "communication"  # rows; the others are those of towers
 STEP, WAIT = "step", "wait_for_data"  # spans of the first
@@ -155,8 +151,6 @@ class Meter:
         self._feeding: set[int] = set()  # numbers of `SHARD`s and `COPY`s
         self._open: list[tuple[int, int, int, int]] = []  # begins of these, whose ends no call has seen yet
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
-        if not host_ops.available():
-            logger.warning("Timestamps of a step are recorded by Python ops, at about 35 µs each")
 
     def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
         """Begin a span; see the function `begin`."""
@@ -200,26 +194,9 @@ class Meter:
         # Within a branch an identity stands for a tensor from outside; for an op there, all of it waits.
         here = [tf.identity(one) if tf.is_tensor(one) and one.graph is not graph else one for one in after]
         with tf.control_dependencies(here):
-            if host_ops.available():
-                op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
-            else:
-                op = self._record_by_python(span, ends, tokens, values)
+            op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
         tf_compat.run_independently(op)
         return op
-
-    def _record_by_python(
-        self, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-    ) -> tf.Operation:
-        # TensorFlow keeps every py op's function for good.
-        borrowed = weakref.ref(self._timestamps)
-
-        def record(*given: Any) -> None:
-            timestamps = borrowed()
-            if timestamps is not None:
-                timestamps.record(span, ends, int(given[-1]) if values else 0)
-
-        with tf.device("/CPU:0"):
-            return tf.numpy_function(record, [*tokens, *values], [])
 
     def take(self, traced: bool, failed: bool) -> Measured:
         """Return what was recorded since the last call."""

@@ -103,8 +103,7 @@ def _add_exchange(benchmarks: Any) -> None:
         exchange.listings,
         help="what a meeting of towers on GPUs costs the host",
         description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
-        "graph: by the ops that only enqueue, by Python ops, and, for comparison, a graph without any. Needs as many "
-        "GPUs as towers.",
+        "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers.",
     )
     parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
     _add_rounds(parser, 11, "turns of each graph")

@@ -240,17 +240,13 @@ class TensorFlowReducer(Reducer):
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         ones = [tf.ones([], tf.float64)] * towers
         on_one: dict[str, Callable[..., list[Any]]] = {
+            "ncclsync op": lambda *tensors: host_ops.all_reduce([[one] for one in tensors], ones, "sum") * towers,
             "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
             "empty py op": lambda *tensors: tf.numpy_function(
                 lambda *arrays: arrays, tensors, [tensor.dtype for tensor in tensors]
             ),
             "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
         }
-        if host_ops.available():
-            on_one["ncclsync op"] = lambda *tensors: (
-                host_ops.all_reduce([[tensor] for tensor in tensors], ones, "sum") * towers
-            )
-        self.libraries = tuple(name for name in self.libraries if name in {*on_one, "tf collective"})
 
         def chain(reduce, *tensors):
             for _ in range(_CHAINED):

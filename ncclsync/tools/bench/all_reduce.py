@@ -16,7 +16,7 @@ import numpy as np
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
 PEERS = ("gloo", "mpi", "tensorflow", "numpy")
@@ -174,21 +174,12 @@ def listings() -> list[Listing]:
         Column("algbw\nGB/s", _number("algbw_gb_s")),
         Column("busbw\nGB/s", _number("busbw_gb_s")),
         Column("#wrong", lambda row: str(row.more["wrong"])),
-        Column("time ÷\nmemcpy's", _ratio_to("memcpy")),
-        Column("time ÷\nMPI's", _ratio_to("mpi")),
-        Column("time ÷\nncclsync's", _ratio_to("ncclsync")),
+        Column("time ÷\nmemcpy's", ratio_to("memcpy")),
+        Column("time ÷\nMPI's", ratio_to("mpi")),
+        Column("time ÷\nncclsync's", ratio_to("ncclsync")),
     ]
     return [Listing(columns)]
 
 
 def _number(name: str) -> Callable[[Row], str]:
     return lambda row: significant(row.more[name]) if name in row.more else ""
-
-
-def _ratio_to(other: str) -> Callable[[Row], str]:
-    return lambda row: ratio_text(row.ratios.get(other))
-
-
-def wrong_elements(result: Result) -> int:
-    """Return how many elements were wrong, of all libraries."""
-    return sum(row.more["wrong"] for row in result.rows)

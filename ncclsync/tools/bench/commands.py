@@ -14,8 +14,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
-from ncclsync.program.links import Link, parse_link
-from ncclsync.tools.arguments import at_least, listed
+from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
@@ -123,7 +122,7 @@ def _add_overlap(benchmarks: Any) -> None:
     )
     _add_towers(parser, 2)
     parser.add_argument(
-        "--link", type=_link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
+        "--link", type=link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
     )
     _add_rounds(parser, 5, "turns of each side")
 
@@ -355,13 +354,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return chosen
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size(text: str) -> int:

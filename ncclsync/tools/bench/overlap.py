@@ -5,13 +5,12 @@ A step is timed as it is and without its exchanges, and the same buckets are exc
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.bench.exchange import check_gpus
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Spread, take_turns
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_of, time_text
+from ncclsync.tools.bench.turns import BenchError, Spread, device_timer, take_turns
 
 BUCKETS = 5
 
@@ -140,17 +139,9 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
             )
         return [one.deliver(tower)[0][:1] for tower in range(len(towers)) for one in launched]
 
-    graph = tf_compat.unordered_function(exchange, [])
-
-    def turn() -> float:
-        tf_compat.sync_devices()
-        began = time.perf_counter()
-        graph()
-        tf_compat.sync_devices()
-        return time.perf_counter() - began
-
-    turn()
-    return turn
+    timer = device_timer(tf_compat.unordered_function(exchange, []))
+    timer()
+    return timer
 
 
 def _on(device: str, tensor: Any) -> Any:
@@ -165,22 +156,18 @@ def listings() -> list[Listing]:
     hidden = [
         Column("towers", lambda row: str(row.case["towers"])),
         Column("step", lambda row: time_text(row.value)),
-        Column("without\nexchanges", _time("without_s")),
-        Column("exchanges\nalone", _time("exchange_s")),
+        Column("without\nexchanges", time_of("without_s")),
+        Column("exchanges\nalone", time_of("exchange_s")),
         Column("hidden", lambda row: f"{row.more['hidden'].median:.0%}"),
         Column("step\nby plan", _predicted),
         Column("÷\nmeasured", lambda row: ratio_text(row.more.get("predicted_ratio"))),
     ]
     lead = [
-        Column("the call of a step\nreturns after", _time("called_s")),
-        Column("the step has ended\nafter", _time("ended_s")),
+        Column("the call of a step\nreturns after", time_of("called_s")),
+        Column("the step has ended\nafter", time_of("ended_s")),
     ]
     return [Listing(hidden), Listing(lead)]
 
 
 def _predicted(row: Row) -> str:
     return time_text(Spread.of([row.more["predicted_s"]])).partition(" (")[0] if "predicted_s" in row.more else ""
-
-
-def _time(name: str) -> Callable[[Row], str]:
-    return lambda row: time_text(row.more[name])

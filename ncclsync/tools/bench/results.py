@@ -171,6 +171,16 @@ def show(result: Result, listings: Sequence[Listing]) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def ratio_to(other: str) -> Callable[[Row], str]:
+    """Return the text of a column: the ratio to another side."""
+    return lambda row: ratio_text(row.ratios.get(other))
+
+
+def time_of(name: str) -> Callable[[Row], str]:
+    """Return the text of a column: one of the further figures, a time."""
+    return lambda row: time_text(row.more.get(name))
+
+
 def time_text(spread: Spread | None) -> str:
     """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
     if spread is None:

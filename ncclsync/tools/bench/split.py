@@ -19,6 +19,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.program import Bucket, Program, Segment
+from ncclsync.tools.bench.turns import device_timer
 from ncclsync.training.keras_model import ModelStep
 
 
@@ -51,11 +52,7 @@ class StepParts:
     def seconds(self, variant: str, steps: int) -> float:
         """Run so many steps of a variant; return the mean time of one."""
         run = self._variants[variant].run
-        began = time.perf_counter()
-        for _ in range(steps):
-            run(self._iterator)
-        tf_compat.sync_devices()
-        return (time.perf_counter() - began) / steps
+        return device_timer(lambda: [run(self._iterator) for _ in range(steps)], steps)()
 
     def lead(self) -> tuple[float, float]:
         """Run a whole step; return when its call has returned, and when the devices were through, in seconds."""

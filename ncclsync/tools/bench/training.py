@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.tools.bench.processes import launched
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
+from ncclsync.tools.bench.results import (
+    Column,
+    Listing,
+    Result,
+    Row,
+    ratio_text,
+    ratio_to,
+    significant,
+    size_text,
+    time_of,
+    time_text,
+)
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
 # Of `bench.models`, without TensorFlow, and how many rows a batch has.
@@ -268,14 +279,14 @@ def step_listings() -> list[Listing]:
     whole = [
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
-        Column("CPU time\nof a step", _spread_text("cpu_s")),
+        Column("CPU time\nof a step", time_of("cpu_s")),
         Column("CPU time ÷\none device's", lambda row: ratio_text(row.more.get("cpu_of_single"))),
         Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
-        *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
+        *(Column(f"time ÷\n{peer}'s", ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
     ]
-    parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
+    parts = [*_case_columns("library"), *(Column(part, time_of(f"{part}_s")) for part in PARTS)]
     watched = [*_case_columns("library"), Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"]))]
-    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", _ratio_to("ncclsync"))]
+    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", ratio_to("ncclsync"))]
     return [
         Listing(whole),
         Listing(shards, lambda row: "ncclsync" in row.ratios and row.side.endswith("a tower")),
@@ -300,9 +311,9 @@ def start_listings() -> list[Listing]:
     columns = [
         *_case_columns("library"),
         Column("to the end of\nthe first step", lambda row: time_text(row.value)),
-        Column("of that\nthe factory", _spread_text("build_seconds")),
-        Column("time ÷\nmirrored's", _ratio_to("mirrored")),
-        Column("time ÷ own\nwith 1 tower", _ratio_to("one tower")),
+        Column("of that\nthe factory", time_of("build_seconds")),
+        Column("time ÷\nmirrored's", ratio_to("mirrored")),
+        Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
     ]
     return [Listing(columns)]
 
@@ -314,7 +325,7 @@ def memory_listings() -> list[Listing]:
         Column("peak", lambda row: size_text(row.value.median)),
         Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
         Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
-        Column("peak ÷\nmirrored's", _ratio_to("mirrored")),
+        Column("peak ÷\nmirrored's", ratio_to("mirrored")),
         Column("peak ÷\nneeded", lambda row: ratio_text(row.more.get("of_needed"))),
     ]
     shards = [
@@ -338,11 +349,3 @@ def _case_columns(last: str) -> list[Column]:
         Column("towers", lambda row: str(row.case["towers"])),
         Column(last, lambda row: row.side, "left"),
     ]
-
-
-def _ratio_to(other: str) -> Callable[[Row], str]:
-    return lambda row: ratio_text(row.ratios.get(other))
-
-
-def _spread_text(name: str) -> Callable[[Row], str]:
-    return lambda row: time_text(row.more.get(name))

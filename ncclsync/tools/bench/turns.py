@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -171,6 +172,20 @@ class Requests:
         """End the process at once: a library's threads may wait for others that have ended."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit  # not reached
+
+
+def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
+    """Return a timer of a call and of what it has given TensorFlow's devices to do, in seconds divided by `per`."""
+    from ncclsync.compat import tensorflow as tf_compat
+
+    def turn() -> float:
+        tf_compat.sync_devices()
+        began = time.perf_counter()
+        run()
+        tf_compat.sync_devices()
+        return (time.perf_counter() - began) / per
+
+    return turn
 
 
 def take_turns(

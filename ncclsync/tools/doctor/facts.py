@@ -1,9 +1,27 @@
 """Hold what `doctor` finds of a host, as plain data: screen and `--json` show this and nothing else."""
 
 import dataclasses
-from typing import Any
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+Facts = TypeVar("Facts")
 
 ERROR, WARNING = "error", "warning"
+
+
+def from_json(kind: type[Facts], given: Mapping[str, Any]) -> Facts:
+    """Return one of the dataclasses below, of what JSON has made of `dataclasses.asdict`; other keys are left out."""
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _typed(hints[name], value) for name, value in given.items() if name in hints})
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    item = next(iter(typing.get_args(hint)), hint)
+    if isinstance(value, list):
+        return tuple(_typed(item, one) for one in value)
+    is_nested = isinstance(item, type) and dataclasses.is_dataclass(item) and isinstance(value, Mapping)
+    return from_json(item, value) if is_nested else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,10 +249,10 @@ class Problem:
         remedy: what to do.
     """
 
-    severity: str
-    code: str
-    text: str
-    remedy: str
+    severity: str = WARNING
+    code: str = ""
+    text: str = ""
+    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,10 +329,10 @@ class ProcessFacts:
 
     rank: int
     host: str
-    backend: str | None
-    devices: tuple[str, ...]
-    versions: dict[str, str | None]
-    settings: dict[str, str]
+    backend: str | None = None
+    devices: tuple[str, ...] = ()
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 

@@ -180,17 +180,11 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
-    """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly."""
-    import numpy as np
-
+    """Run `known_answer`, and say how it has failed."""
     from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
     backend, devices = arguments["backend"], arguments["devices"]
     n = len(devices)
-    pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
-    sends = [(rank + 1) * pattern for rank in range(n)]
-    recvs = [np.full(COUNT, -1, np.float32) for _ in range(n)]
-    memory: HostMemory | DeviceMemory = HostMemory()
     try:
         # Only here: it raises where the C extension is missing.
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
@@ -199,19 +193,10 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         comm: Communicator
         comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"]) if backend == "nccl" else CpuCommunicator(n)
         with comm:
-            if backend == "nccl":
-                memory = DeviceMemory(devices)
-            facts.add(stage="copying to the GPUs")
-            buffers = [memory.put(rank, array) for rank, array in enumerate([*sends, *recvs])]
-            facts.add(stage="reducing")
-            began = time.perf_counter()
-            comm.all_reduce(buffers[:n], buffers[n:])
-            seconds = time.perf_counter() - began
-            facts.add(stage="copying from the GPUs")
-            for rank in range(n):
-                memory.get(buffers[n + rank], recvs[rank])
-            facts.add(seconds=seconds, wrong=first_wrong(recvs, n * (n + 1) / 2 * pattern))
-            facts.add(stage="ending the communicator")
+            seconds, wrong = known_answer(
+                comm, devices if backend == "nccl" else None, lambda stage: facts.add(stage=stage)
+            )
+            facts.add(seconds=seconds, wrong=wrong, stage="ending the communicator")
     except NcclPreflightError as error:
         facts.add(wrong=str(error))
     except NcclTimeoutError as error:
@@ -266,6 +251,42 @@ def _copies(facts: _Facts, _: Any) -> None:
     facts.add(stage="done")
 
 
+def known_answer(
+    communicator: Any, devices: Sequence[int] | None, begin: Callable[[str], None] = lambda stage: None
+) -> tuple[float, str]:
+    """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly.
+
+    Args:
+        communicator: of n ranks; collective.
+        devices: CUDA ordinals of this process' ranks; None: in host memory.
+        begin: is told what begins.
+
+    Returns:
+        The seconds of the all-reduce, and what is wrong; see `first_wrong`.
+    """
+    import numpy as np
+
+    pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
+    sends = [(rank + 1) * pattern for rank in communicator.ranks]
+    recvs = [np.full(COUNT, -1, np.float32) for _ in sends]
+    memory = None if devices is None else DeviceMemory(devices)
+    begin("copying to the GPUs")
+    given: list[Any] = sends
+    taken: list[Any] = recvs
+    if memory is not None:
+        given, taken = ([memory.put(i, array) for i, array in enumerate(arrays)] for arrays in (sends, recvs))
+    begin("reducing")
+    began = time.perf_counter()
+    communicator.all_reduce(given, taken)
+    seconds = time.perf_counter() - began
+    begin("copying from the GPUs")
+    if memory is not None:
+        for buffer, recv in zip(taken, recvs, strict=True):
+            memory.get(buffer, recv)
+    ranks = communicator.world_size
+    return seconds, first_wrong(recvs, ranks * (ranks + 1) / 2 * pattern)
+
+
 def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
     """Return what the first wrong element of ranks' results, [count] each, is in words; "" if there is none."""
     for rank, recv in enumerate(recvs):
@@ -277,17 +298,6 @@ def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
                 f"{len(wrong)} of {len(expected)} elements of this rank are wrong"
             )
     return ""
-
-
-class HostMemory:
-    """Hold buffers that a CpuCommunicator takes: the arrays themselves."""
-
-    def put(self, rank: int, array: Any) -> Any:
-        """Return a buffer of that rank with the array's elements."""
-        return array
-
-    def get(self, buffer: Any, array: Any) -> None:
-        """Copy a buffer into an array; here it is the array."""
 
 
 class DeviceMemory:
@@ -304,7 +314,7 @@ class DeviceMemory:
 
     def put(self, rank: int, array: Any) -> tuple[int, int, str]:
         """Return a buffer on that rank's GPU with the array's elements."""
-        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank % len(self._devices)]))
+        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank]))
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(array.nbytes))
         self._copy(pointer.value or 0, array.ctypes.data, array.nbytes)

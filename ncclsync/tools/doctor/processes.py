@@ -4,11 +4,7 @@ import collections
 import dataclasses
 import importlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
 from ncclsync.communicator.mpi import MpiPeers
@@ -17,7 +13,7 @@ from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
-from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report
+from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
 from ncclsync.tools.doctor.problems import apart, by_severity, summarize
 from ncclsync.tools.processes import join, mpi_versions, tell_of
 
@@ -194,20 +190,7 @@ def read(text: str, rank: int, host: str) -> ProcessFacts:
         text: as of `written`.
         rank, host: of that process.
     """
-    given: dict[str, Any] = json.loads(text)
-    problems = [
-        Problem(one.get("severity", WARNING), one.get("code", ""), one.get("text", ""), one.get("remedy", ""))
-        for one in given.get("problems", ())
-    ]
-    return ProcessFacts(
-        rank=rank,
-        host=host,
-        backend=given.get("backend"),
-        devices=tuple(given.get("devices", ())),
-        versions=given.get("versions", {}),
-        settings=given.get("settings", {}),
-        problems=tuple(problems),
-    )
+    return from_json(ProcessFacts, {**json.loads(text), "rank": rank, "host": host})
 
 
 def must_be_alike(name: str) -> bool:
@@ -216,7 +199,7 @@ def must_be_alike(name: str) -> bool:
 
 
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
-    """Reduce over the towers of all processes what `probes` reduces over those of one. Collective.
+    """Run `known_answer` over the towers of all processes. Collective.
 
     Args:
         joined: the processes.
@@ -229,7 +212,6 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
     """
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
     found = AllReduce("nccl" if by_nccl else "cpu", len(devices), probes.COUNT)
-    pattern = (np.arange(probes.COUNT) % probes.PATTERN).astype(np.float32)
     communicator: Communicator
     try:
         if by_nccl:
@@ -238,19 +220,10 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
             communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
         with communicator:
             found = dataclasses.replace(found, ranks=communicator.world_size)
-            memory = probes.DeviceMemory(devices) if by_nccl else probes.HostMemory()
-            sends = [memory.put(i, (rank + 1) * pattern) for i, rank in enumerate(communicator.ranks)]
-            recvs = [np.full(probes.COUNT, -1, np.float32) for _ in sends]
-            buffers = [memory.put(i, recv) for i, recv in enumerate(recvs)]
-            began = time.perf_counter()
-            communicator.all_reduce(sends, buffers)
-            seconds = time.perf_counter() - began
-            for buffer, recv in zip(buffers, recvs, strict=True):
-                memory.get(buffer, recv)
+            seconds, wrong = probes.known_answer(communicator, devices if by_nccl else None)
     except (NcclSyncError, OSError) as error:
         kind = "hang" if isinstance(error, NcclTimeoutError) else "raised"
         return dataclasses.replace(found, error=str(error), kind=kind)
-    wrong = probes.first_wrong(recvs, found.ranks * (found.ranks + 1) / 2 * pattern)
     if wrong:
         return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")
     return dataclasses.replace(found, ok=True, seconds=seconds)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.program.links import CLUSTERS, Link, cluster_of, parse_link
-from ncclsync.tools.arguments import at_least, listed
+from ncclsync.program.links import CLUSTERS, cluster_of
+from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread
@@ -48,7 +48,7 @@ def add_plan(commands: Any) -> None:
         + "; or bandwidth of each GPU and direction, and latency, such as 370,1.9; default %(default)s",
     )
     parser.add_argument(
-        "--between", type=_link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
+        "--between", type=link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
     )
     parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
     parser.add_argument(
@@ -157,13 +157,6 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
 
 def _faster(spread: Spread, speedup: float) -> Spread:
     return Spread(spread.median / speedup, spread.q1 / speedup, spread.q3 / speedup, spread.samples)
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> float:

@@ -6,16 +6,14 @@ outside a graph, so that the sizes of all it sends are known.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.program import Program, Segment
-from ncclsync.tools.bench.turns import Spread, take_turns
+from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
 from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.layout import lay_out
@@ -72,11 +70,8 @@ def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
 
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     """Return the mean time of a step in so many calls of the model's train function."""
-    began = time.perf_counter()
-    for _ in range(calls):
-        model.train_function(iterator)
-    tf_compat.sync_devices()
-    return (time.perf_counter() - began) / (calls * model.steps_per_execution)
+    run = model.train_function
+    return device_timer(lambda: [run(iterator) for _ in range(calls)], calls * model.steps_per_execution)()
 
 
 @dataclasses.dataclass(frozen=True)

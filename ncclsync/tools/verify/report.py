@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclsync.semantics.exactness import Inexact
+from ncclsync.towers.drift import distance
 
 _ROWS = 20  # of the table; the variables that differ most
 _WIDTH = 110  # columns, where the report is printed as plain text
@@ -52,16 +53,12 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
     numbers = _is_number(actual) and _is_number(expected)
     if actual.shape != expected.shape or not numbers:
         same = actual.shape == expected.shape and bool(np.all(actual == expected))
-        distance = 0.0 if same else float("inf")
-        return Difference(step, kind, name, distance, distance, same, nan=False)
+        apart = 0.0 if same else float("inf")
+        return Difference(step, kind, name, apart, apart, same, nan=False)
     exact = expected.dtype.kind in "iub"
-    one, other = np.atleast_1d(actual.astype(np.float64), expected.astype(np.float64))
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
+    one, other = actual.astype(np.float64), expected.astype(np.float64)
     nan = bool(np.isnan(one).any() or np.isnan(other).any())
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    apart[np.isnan(apart)] = np.inf
-    absolute = float(np.max(apart, initial=0.0))
+    absolute = distance(one, other)
     magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
     relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
     return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)

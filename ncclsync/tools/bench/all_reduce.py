@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import functools
 import glob
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
-PEERS = ("gloo", "mpi", "tensorflow", "numpy")
+PEERS = ("mpi", "tensorflow")
 TOWERS = (2, 4, 8)
 _TURN_S = 0.05  # of one side, so that small collectives are timed by the hundred
 _MOST_ITERATIONS = 2000
@@ -94,8 +93,6 @@ def missing(given: argparse.Namespace) -> Iterator[str]:
     for peer in given.against:
         if given.backend == "nccl":
             yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
-        elif peer == "gloo" and importlib.util.find_spec("torch") is None:
-            yield "gloo is left out: PyTorch, which has it, is not installed (pip install torch)."
         elif peer == "mpi" and missing_mpi():
             yield f"mpi is left out: {missing_mpi()}."
 
@@ -109,8 +106,6 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
     yield functools.partial(Side, "ncclsync", "host", arguments)
     if "tensorflow" in given.against:
         yield functools.partial(Side, "tensorflow", "tensorflow", arguments)
-    if "gloo" in given.against and importlib.util.find_spec("torch"):
-        yield functools.partial(Side, "gloo", "gloo", arguments)
     if "mpi" in given.against and not missing_mpi():
         yield functools.partial(Side, "mpi", "mpi", arguments, *launched(towers))
 

@@ -82,8 +82,8 @@ def _add_all_reduce(benchmarks: Any) -> None:
         parser,
         all_reduce.PEERS,
         list(all_reduce.PEERS),
-        "gloo by PyTorch, mpi by mpi4py and mpirun, tensorflow's CollectiveReduceV2 and add_n, numpy on one "
-        "thread; what is not installed is left out with a note",
+        "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
+        "CollectiveReduceV2, beside ncclsync's op in a graph",
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Start processes by mpirun, or drive those that it has started, for `bench all-reduce`: process 0 asks, all work.
 
-They run `ranks.ProcessReducer`. TensorFlow's own collectives, whose server a process starts once, run in a child of
+They run `ranks.MpiReducer`. TensorFlow's own collectives, whose server a process starts once, run in a child of
 each process.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.ranks import ProcessReducer
+from ncclsync.tools.bench.ranks import MpiReducer
 from ncclsync.tools.bench.reducers import Reducer
 from ncclsync.tools.bench.turns import BenchError, Side
 from ncclsync.tools.processes import join, mpi_versions
@@ -78,7 +78,7 @@ class ProcessSide:
         """
         try:
             self._peers = join(process)
-            self._reducer = ProcessReducer(process.size)
+            self._reducer = MpiReducer(process.size, ("ncclsync", "memcpy", "mpi"))
         except NcclSyncError as error:
             raise BenchError(str(error)) from error
         hosts = len(set(self._peers.hosts))

@@ -1,7 +1,7 @@
 """Time all-reduces for `bench all-reduce`, in one process: each class is one process' worth of libraries.
 
 Input and result are known in closed form and exact in every dtype, so that results are checked by element.
-TensorFlow is imported by the classes that use it. Libraries with a process per rank are `bench.ranks`.
+TensorFlow is imported by the classes that use it. `bench.ranks` has libraries with a process per rank.
 """
 
 import abc
@@ -79,9 +79,9 @@ def timed(function: Callable[[], Any], iterations: int) -> float:
 
 
 class HostReducer(Reducer):
-    """Reduce in this process' memory: by ncclsync, a copy of the same bytes, and NumPy on one thread."""
+    """Reduce in this process' memory: by ncclsync, and a copy of the same bytes."""
 
-    libraries = ("ncclsync", "memcpy", "numpy")
+    libraries = ("ncclsync", "memcpy")
 
     def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
         """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
@@ -102,20 +102,17 @@ class HostReducer(Reducer):
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
-        return timed(self._function(library), iterations)
+        return timed(self._copy if library == "memcpy" else self._all_reduce, iterations)
 
     def wrong(self, library: str) -> int:
         """See `Reducer.wrong`; of a copy, elements that differ from their source."""
         for recv in self._recvs:
             recv[:] = 99
-        self._function(library)()
+        self.run(library, 1)
         if library == "memcpy":
             pairs = zip(self._sends, self._recvs, strict=True)
             return sum(int(np.count_nonzero(send != recv)) for send, recv in pairs)
         return count_wrong(self._recvs, self.towers)
-
-    def _function(self, library: str) -> Callable[[], Any]:
-        return {"ncclsync": self._all_reduce, "memcpy": self._copy, "numpy": self._add}[library]
 
     def _all_reduce(self) -> None:
         self._communicator.all_reduce(self._sends, self._recvs)
@@ -135,14 +132,6 @@ class HostReducer(Reducer):
             )
         ]
         list(self._threads.map(np.copyto, *zip(*parts, strict=True)))
-
-    def _add(self) -> None:
-        first, *others = self._recvs
-        np.copyto(first, self._sends[0])
-        for send in self._sends[1:]:
-            np.add(first, send, out=first)
-        for recv in others:
-            np.copyto(recv, first)
 
 
 class NcclReducer(Reducer):
@@ -190,14 +179,13 @@ class NcclReducer(Reducer):
 
 
 class TensorFlowReducer(Reducer):
-    """Reduce in a graph: by ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
+    """Reduce in a graph: by ncclsync's op and by TensorFlow's own `CollectiveReduceV2`.
 
-    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
-    others work on one, where all towers get the same result, many times in each call of their graph. The
-    "empty py op" passes its tensors on: what the call of Python alone costs.
+    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. ncclsync's op
+    works on one CPU, where all towers get the same result, many times in each call of its graph.
     """
 
-    libraries: tuple[str, ...] = ("ncclsync op", "ncclsync py op", "empty py op", "tf collective", "tf add_n")
+    libraries = ("ncclsync op", "tf collective")
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""
@@ -205,11 +193,9 @@ class TensorFlowReducer(Reducer):
         import tensorflow as tf
 
         from ncclsync.ops import host_ops
-        from ncclsync.ops.group_ops import group_all_reduce
 
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
-        communicator = CpuCommunicator(towers)
 
         def collective(instance, *tensors):
             results = []
@@ -235,28 +221,15 @@ class TensorFlowReducer(Reducer):
             bound = functools.partial(collective, next(instances))
             return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
 
-        self._wrap = wrap
-        # It would turn a chain of additions into one, whose inputs are as many as all ways through the chain.
-        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-        ones = [tf.ones([], tf.float64)] * towers
-        on_one: dict[str, Callable[..., list[Any]]] = {
-            "ncclsync op": lambda *tensors: host_ops.all_reduce([[one] for one in tensors], ones, "sum") * towers,
-            "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
-            "empty py op": lambda *tensors: tf.numpy_function(
-                lambda *arrays: arrays, tensors, [tensor.dtype for tensor in tensors]
-            ),
-            "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
-        }
+        def own(*tensors):
+            return host_ops.all_reduce([[one] for one in tensors], [tf.ones([], tf.float64)] * towers, "sum") * towers
 
-        def chain(reduce, *tensors):
+        def chain(*tensors):
             for _ in range(_CHAINED):
-                tensors = reduce(*tensors)
+                tensors = own(*tensors)
             return tensors[0]
 
-        self._functions = {name: tf.function(reduce, autograph=False) for name, reduce in on_one.items()}
-        self._chains = {
-            name: tf.function(functools.partial(chain, reduce), autograph=False) for name, reduce in on_one.items()
-        }
+        self._wrap, self._own, self._chain = wrap, *(tf.function(one, autograph=False) for one in (own, chain))
         self._inputs: list[Any] = []
         self._on_one: list[Any] = []
 
@@ -265,7 +238,7 @@ class TensorFlowReducer(Reducer):
         import tensorflow as tf
 
         self._inputs, self._on_one = [], []
-        self._functions["tf collective"] = self._wrap(dtype)
+        self._collective = self._wrap(dtype)
         for rank in range(self.towers):
             with tf.device(f"/CPU:{rank}"):
                 self._inputs.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
@@ -273,21 +246,15 @@ class TensorFlowReducer(Reducer):
             self._on_one = [tf.identity(tensor) for tensor in self._inputs]
 
     def _reduce(self, library: str) -> list[Any]:
-        inputs = self._inputs if library == "tf collective" else self._on_one
-        return self._functions[library](*inputs)
+        return self._collective(*self._inputs) if library == "tf collective" else self._own(*self._on_one)
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
-        if library not in self._chains or iterations < _WORTH_A_CHAIN:
+        if library == "tf collective" or iterations < _WORTH_A_CHAIN:
             return timed(lambda: self._reduce(library), iterations)
         calls = -(-iterations // _CHAINED)
-        seconds = timed(lambda: self._chains[library](*self._on_one), calls)
-        return seconds * iterations / (calls * _CHAINED)
+        return timed(lambda: self._chain(*self._on_one), calls) * iterations / (calls * _CHAINED)
 
     def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
-        results = [tensor.numpy() for tensor in self._reduce(library)]
-        if library == "empty py op":
-            pairs = zip(results, self._on_one, strict=True)
-            return sum(int(np.count_nonzero(result != given.numpy())) for result, given in pairs)
-        return count_wrong(results, self.towers)
+        """See `Reducer.wrong`."""
+        return count_wrong([tensor.numpy() for tensor in self._reduce(library)], self.towers)

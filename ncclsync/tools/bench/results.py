@@ -15,7 +15,7 @@ from ncclsync.tools.bench.turns import Spread
 
 SCHEMA = "ncclsync.tools.bench/1"  # counts on when a key goes or changes its meaning, not when one is added
 
-_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "torch", "mpi4py")
+_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "mpi4py")
 
 
 @dataclasses.dataclass(frozen=True)

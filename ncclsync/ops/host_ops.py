@@ -1,4 +1,4 @@
-"""Serve TensorFlow ops over host memory whose kernels are our own C: collectives and timestamps.
+"""Serve TensorFlow ops with kernels in C over host memory: collectives and timestamps.
 
 `csrc/tf/ops.c` registers them, and those of `device_ops`, by TensorFlow's C API.
 """
@@ -35,9 +35,9 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     """Reduce tensors of all towers, in a graph.
 
     Args:
-        tensors: [N][V] tensors of one dtype; those of the same index have the same shape.
-        weights: [N] float64 scalars that the towers' tensors are multiplied by, 0 for a tower that takes no
-            part. Others than 0 and 1 for the sum of floats.
+        tensors: [N][V] tensors of one dtype, and of one shape for each index.
+        weights: [N] float64 scalars that the towers' tensors are multiplied by; 0 leaves a tower out. Weights other
+            than 0 and 1 are for sums of floats only.
         op: "sum", "prod", "max" or "min".
 
     Returns:
@@ -56,7 +56,7 @@ def all_gather(tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """Concatenate tensors of all towers along their first axis, in a graph.
 
     Args:
-        tensors: [N][V] tensors of one dtype; those of the same index differ in their number of rows at most.
+        tensors: [N][V] tensors of one dtype; for each index, only the numbers of rows may differ.
 
     Returns:
         [V] tensors, for all towers.
@@ -94,9 +94,9 @@ def record_timestamp(
     Args:
         into: must live as long as the graph.
         span: its number.
-        ends: whether it ends here, else it begins.
-        tokens: float32 scalars; what lies on a GPU is copied to the host before.
-        values: at most one int64 scalar, to be recorded as well.
+        ends: whether the span ends here; False: it begins.
+        tokens: float32 scalars; tokens on a GPU are copied to the host first.
+        values: at most one int64 scalar, recorded with the timestamp.
     """
     counts = {"n_tokens": len(tokens), "n_values": len(values)}
     attributes = {"meter": into.address, "span": span, "ends": int(ends), **counts}
@@ -139,5 +139,5 @@ def set_attribute(node: Any, name: str, value: Any) -> None:
     elif isinstance(value, int):
         node.attr[name].i = value
     else:
-        node.attr[name].list.SetInParent()  # an empty list is one, too
+        node.attr[name].list.SetInParent()  # also if the list is empty
         node.attr[name].list.i.extend(value)

@@ -205,7 +205,7 @@ class Shapes:
         return self._summed.get(self.source(name), self.source(name))
 
     def _is_same_reshaped(self, name: str, result: str) -> bool:
-        """Return whether a reshape keeps all dimensions but the first, and so, as it keeps the elements, the first, too."""
+        """Return whether a reshape keeps all dimensions but the first; the first then stays, too."""
         before, after = (self.spec(tensor).shape for tensor in (name, result))
         return (
             bool(before.rank)
@@ -221,8 +221,8 @@ def simplify(
 ) -> tuple[StepGraph, list[str]]:
     """Leave out ops of a segment that only pass on their input.
 
-    These would separate ops that can be fused. An op that takes a tensor's shape gets that of another tensor of the same
-    shape, so that a tensor is needed only by ops that compute with it.
+    These would separate ops that can be fused. An op that takes a tensor's shape gets the shape of an equal-shaped
+    tensor, so that a tensor is needed only by ops that compute with it.
 
     Args:
         graph: the step.

@@ -19,7 +19,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """Return argparse's type of a list of what `parse` takes, each once; "none": an empty one."""
+    """Return argparse's type of a list of distinct values, each parsed by `parse`; "none": an empty list."""
 
     def values(text: str) -> list:
         return [] if text == "none" else list(dict.fromkeys(parse(part) for part in text.split(",")))

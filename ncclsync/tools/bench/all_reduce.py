@@ -1,4 +1,4 @@
-"""Run `bench all-reduce`: ncclsync's, a copy of the same bytes and other libraries, in turns, checked.
+"""Run `bench all-reduce`: ncclsync, a copy of the same bytes and other libraries, in turns, checked.
 
 Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
 number of ranks n where the bus is the limit.
@@ -20,17 +20,17 @@ from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_tur
 
 PEERS = ("mpi", "tensorflow")
 TOWERS = (2, 4, 8)
-_TURN_S = 0.05  # of one side, so that small collectives are timed by the hundred
+_TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 
 
 def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time every number of towers and every size; between the processes of a launcher, one tower of each.
+    """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
     Args:
-        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: that of the
-            machine), `rounds`.
-        show: shows the user what is being done.
+        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: nccl if there is a
+            GPU), `rounds`.
+        show: reports progress.
 
     Returns:
         The result; None in all processes of a launcher but the first.
@@ -98,7 +98,7 @@ def missing(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Side]]:
-    """Yield what starts each process, ncclsync's own first."""
+    """Yield functions that start the processes, ncclsync's own first."""
     arguments = {"towers": towers}
     if given.backend == "nccl":
         yield functools.partial(Side, "ncclsync", "nccl", arguments)
@@ -135,7 +135,7 @@ def _time_case(
         beside: list[str] = [other for other in ("memcpy", "mpi", "ncclsync") if other in seconds and other != library]
         ratios = {other: ratio(samples, seconds[other]) for other in beside}
         more: dict[str, float] = {"wrong": wrong[library]}
-        if library != "memcpy":  # which copies every rank's bytes and reduces nothing
+        if library != "memcpy":  # a copy reduces nothing
             algbw = actual / spread.median / 1e9
             more |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
         rows.append(Row(case, library, spread, ratios, more))
@@ -143,7 +143,7 @@ def _time_case(
 
 
 def _iterations(side: Side | ProcessSide, library: str) -> int:
-    """Return how many collectives fill a turn; after one that warms up."""
+    """Return how many collectives fill a turn; run one first, to warm up."""
     side.ask("run", library=library, iterations=1)
     once = side.ask("run", library=library, iterations=1)["seconds"]
     return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))

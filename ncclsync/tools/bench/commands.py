@@ -42,7 +42,7 @@ def add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure all-reduce, step, start, feeding and memory, beside other libraries",
-        description="Measure ncclsync beside other libraries, on this machine. All that is compared runs in "
+        description="Measure ncclsync beside other libraries, on this machine. The sides run in "
         "processes that take turns, so that other load meets all of them alike; medians are shown with "
         "quartiles (in parentheses), and ratios are taken within a round. Exit code 0: measured; 1: a "
         "result was wrong; 2: nothing was measured.",
@@ -100,7 +100,7 @@ def _add_exchange(benchmarks: Any) -> None:
         "exchange",
         exchange.bench_exchange,
         exchange.listings,
-        help="what a meeting of towers on GPUs costs the host",
+        help="the host time of an all-reduce between towers on GPUs",
         description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
         "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers.",
     )
@@ -114,7 +114,7 @@ def _add_overlap(benchmarks: Any) -> None:
         "overlap",
         overlap.bench_overlap,
         overlap.listings,
-        help="which share of the exchange back-propagation hides",
+        help="the share of the exchange that back-propagation hides",
         description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
@@ -274,7 +274,7 @@ def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
 def _add(
     benchmarks: Any, name: str, benchmark: Benchmark, listings: Callable[[], list[Listing]], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add one benchmark with the arguments that all of them have."""
+    """Add a benchmark, with the arguments of all benchmarks."""
     parser = benchmarks.add_parser(name, **texts)
     parser.set_defaults(run=lambda given: _run(given, benchmark, listings))
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
@@ -301,7 +301,7 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> 
 
 
 def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[], list[Listing]]) -> int:
-    """Run a benchmark; of several processes the first one alone shows what it has found, and what stops it."""
+    """Run a benchmark; of several processes only the first shows the result, or the error."""
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
@@ -316,7 +316,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
             print(f"{_name(given)}: {error}", file=sys.stderr)
             return NOT_RUN
         tell_of(error, process, _name(given))
-        return NOT_RUN if process.rank == 0 else DONE  # else mpirun might end the first before it has told
+        return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end the first before it has printed
     if result is None:
         return DONE
     progress.clear()

@@ -1,4 +1,4 @@
-"""Run `bench copies`: whether a batch is copied to GPUs while the one before is computed on, in this process.
+"""Run `bench copies`: whether a batch is copied to GPUs during the step on the batch before, in this process.
 
 `fit` is timed beside the same steps on a batch that stays on the GPUs, and beside the copies alone.
 """
@@ -20,10 +20,10 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
 
     Args:
         given: `towers`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(given.towers)
@@ -63,7 +63,7 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
 
 
 class _Kept:
-    """Give steps one batch again and again, which the GPUs have: in place of a feeder."""
+    """Give steps one batch, which the GPUs hold, again and again, in place of a feeder."""
 
     def __init__(self, towers: Any, iterator: Any) -> None:
         from ncclsync.towers.feeding import Feeder

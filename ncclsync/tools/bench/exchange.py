@@ -1,7 +1,7 @@
-"""Run `bench exchange`: what a meeting of towers on GPUs costs the host, in this process.
+"""Run `bench exchange`: the host time of an all-reduce between towers on GPUs, in this process.
 
-Several all-reduces of one small bucket stand in a row in one graph. The clock stops when the graph's call returns: what
-the GPUs still have to do is not in it. Graphs take turns.
+A graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before the GPUs
+have done their work. Graphs take turns.
 """
 
 import argparse
@@ -25,10 +25,10 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
     Args:
         given: `towers`, a list; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(max(given.towers))
@@ -43,10 +43,10 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
 
 def check_gpus(towers: int) -> None:
-    """Check that towers can be on GPUs of their own, and meet by ops that only enqueue.
+    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops.
 
     Raises:
-        BenchError: they cannot.
+        BenchError: it is not so.
     """
     import tensorflow as tf
 
@@ -90,7 +90,7 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
             column = group_ops.group_all_reduce(column, communicator, "max")
         return column
 
-    # As a step is built.
+    # As a step's graph is built.
     graphs = {name: tf_compat.unordered_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
 
     def timer(graph: Callable) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""Run `bench overlap`: which share of the exchange back-propagation hides, and how far ahead the host is.
+"""Run `bench overlap`: the share of the exchange that back-propagation hides, and the host's lead.
 
 A step is timed as it is and without its exchanges, and the same buckets are exchanged without a step: in this process.
 """
@@ -14,10 +14,10 @@ from ncclsync.tools.bench.turns import BenchError, Spread, device_timer, take_tu
 
 BUCKETS = 5
 
-# As in convolutional networks, layers near the input have few weights. Of equal layers no more than 1 - 1/BUCKETS of an
-# exchange could be hidden that takes as long as back-propagation: the last bucket leaves when that ends.
+# As in convolutional networks, layers near the input have few weights. With equal layers, an exchange as long as
+# back-propagation could hide at most 1 - 1/BUCKETS of itself: the last bucket leaves when back-propagation ends.
 _WIDTHS = (*[128] * 4, *[256] * 12)
-_LAYERS_OF_BUCKET = 3  # of the wide ones
+_LAYERS_OF_BUCKET = 3  # wide layers
 _ROWS = 256  # of a tower: enough for the products to outweigh the update
 _STEPS = 3  # of a turn
 
@@ -26,11 +26,11 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     """Time a step with and without its exchanges, and these alone.
 
     Args:
-        given: `towers`; `rounds`; `link`, None or what `plan` is to predict for.
-        show: shows the user what is being done.
+        given: `towers`; `rounds`; `link` to predict for, or None.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(given.towers)
@@ -39,7 +39,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     from ncclsync.parallel import nccl_parallel
     from ncclsync.tools.bench.split import StepParts
 
-    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # and what the loss sends
+    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
     model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes)(_dense)()
     batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
@@ -74,12 +74,12 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
 
 
 def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
-    """Return the seconds of a step that `plan` predicts from those without exchanges.
+    """Return the seconds of a step that `plan` predicts, given a step without exchanges.
 
     Args:
-        link: as `run.py` has it: its latency is a whole collective's, where `plan` has one for each hop.
+        link: of `run.py`, whose latency is that of a whole collective; `plan` takes the latency of a hop.
         towers: N.
-        without_s: what is measured.
+        without_s: measured seconds of a step without exchanges.
         bucket_bytes: of the model.
     """
     import numpy as np
@@ -152,7 +152,7 @@ def _on(device: str, tensor: Any) -> Any:
 
 
 def listings() -> list[Listing]:
-    """Return the tables: what is hidden, and the host's lead."""
+    """Return the tables: the hidden share, and the host's lead."""
     hidden = [
         Column("towers", lambda row: str(row.case["towers"])),
         Column("step", lambda row: time_text(row.value)),

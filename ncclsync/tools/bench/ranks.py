@@ -1,4 +1,4 @@
-"""Run libraries that all-reduce between processes, one per rank: ncclsync's own, and what it is compared with."""
+"""Run libraries that all-reduce between processes, one rank in each: ncclsync's own, and others."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ncclsync.tools.bench.turns import Requests
 
 
 class RankRequests:
-    """Let all processes of mpirun have the requests of a driver, which process 0 receives; see `turns.Requests`."""
+    """Share a driver's requests, which process 0 receives, with all processes of mpirun; see `turns.Requests`."""
 
     def __init__(self, requests: Requests) -> None:
         """Join the others."""
@@ -27,7 +27,7 @@ class RankRequests:
         return share(self._world, self._requests.next() if self._world.Get_rank() == 0 else None)
 
     def answer(self, **values: float) -> None:
-        """Answer the last request: the longest time, and the sum of what all processes' cores have worked."""
+        """Answer the last request: the longest time, and the sum of the cores' work in all processes."""
         each = [values]
         if self._world.Get_rank() > 0:
             send(self._world, values, 0)
@@ -38,7 +38,7 @@ class RankRequests:
 
 
 def share(world: Any, request: dict[str, Any] | None) -> dict[str, Any]:
-    """Give rank 0's request to all ranks of MPI, which waits by looking again and again: sleep between two looks."""
+    """Give rank 0's request to all ranks of MPI; sleep between two looks, where MPI itself would spin."""
     if request is not None:
         for other in range(1, world.Get_size()):
             send(world, request, other)
@@ -70,7 +70,7 @@ def _mpi() -> Any:
 
 
 class MpiReducer(Reducer):
-    """Run a rank of the processes that mpirun has started; the driver asks rank 0, which has the others do the same.
+    """Run a rank of mpirun's processes; the driver asks rank 0, and all ranks do the same.
 
     ncclsync, MPI's own all-reduce and a copy work on the same buffers.
     """
@@ -139,7 +139,7 @@ class MpiReducer(Reducer):
         return super().serve(request)
 
     def follow(self) -> None:
-        """Serve what rank 0 is asked for, until this process is ended."""
+        """Serve rank 0's requests until this process is ended."""
         while True:
             super().serve(self.share(None))
 
@@ -147,7 +147,7 @@ class MpiReducer(Reducer):
 class GrpcReducer(Reducer):
     """Run a rank of TensorFlow's own collectives between processes, `CollectiveReduceV2` over gRPC.
 
-    Each rank is driven by itself; all are to be asked for the same at the same time.
+    Each rank has its own driver; all ranks must get the same request at the same time.
     """
 
     libraries = ("tf grpc",)
@@ -157,7 +157,7 @@ class GrpcReducer(Reducer):
 
         Args:
             towers: number of ranks.
-            rank: this one's.
+            rank: of this process.
             addresses: [towers] "host:port", where each is reached.
         """
         super().__init__(towers)
@@ -171,10 +171,10 @@ class GrpcReducer(Reducer):
             implementation=tf.distribute.experimental.CommunicationImplementation.RING
         )
         self._tf = tf
-        # It starts the server, and lets the others in.
+        # It starts the server and waits for the other ranks.
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
         self._device = f"/job:worker/task:{rank}/device:CPU:0"
-        self._instance = 10_000  # above those that the strategy takes
+        self._instance = 10_000  # above the strategy's own keys
         self._meet = self._graph([1], "float32")
         self._one = self._on_device(np.ones(1, "float32"))
 
@@ -194,7 +194,7 @@ class GrpcReducer(Reducer):
                     input=tensor,
                     group_size=self.towers,
                     group_key=10_000,
-                    instance_key=instance,  # keeps to one shape
+                    instance_key=instance,  # one for each shape
                     ordering_token=[],
                     merge_op="Add",
                     final_op="Id",

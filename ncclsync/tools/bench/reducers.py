@@ -1,7 +1,7 @@
-"""Time all-reduces for `bench all-reduce`, in one process: each class is one process' worth of libraries.
+"""Time all-reduces for `bench all-reduce`; each class runs the libraries of one process.
 
-Input and result are known in closed form and exact in every dtype, so that results are checked by element.
-TensorFlow is imported by the classes that use it. `bench.ranks` has libraries with a process per rank.
+Input and result are known in closed form and exact in every dtype, so that results are checked by element. TensorFlow
+is imported by the classes that use it. `bench.ranks` has libraries with a process per rank.
 """
 
 import abc
@@ -18,8 +18,8 @@ import numpy as np
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
 from ncclsync.tools.bench.turns import BenchError
 
-_CHAINED = 100  # all-reduces in one call of a graph, one after another, so that the call counts little
-_WORTH_A_CHAIN = 20  # all-reduces that take a turn
+_CHAINED = 100  # all-reduces in one call of a graph, so that the call's overhead is small
+_WORTH_A_CHAIN = 20  # all-reduces in a turn, from which on they are chained
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 
 
@@ -29,7 +29,7 @@ def pattern(rank: int, count: int, dtype: str) -> np.ndarray:
 
 
 def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
-    """Return how many elements of the results, one array of [count] each, are not the sum of all patterns."""
+    """Return how many elements of the results, an array of [count] for each rank, differ from the patterns' sum."""
     count, dtype = results[0].size, results[0].dtype.name
     expected = sum((pattern(rank, count, dtype) for rank in range(1, ranks)), pattern(0, count, dtype))
     return sum(int(np.count_nonzero(result.reshape(-1) != expected)) for result in results)
@@ -50,7 +50,7 @@ class Reducer(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, count: int, dtype: str) -> None:
-        """Make the input, `count` elements per rank; what was made before is freed."""
+        """Make the input, `count` elements per rank; free earlier buffers."""
 
     @abc.abstractmethod
     def run(self, library: str, iterations: int) -> float:
@@ -61,7 +61,7 @@ class Reducer(abc.ABC):
         """All-reduce the pattern once; return how many elements of all ranks' results are wrong."""
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what the driver asks for; return the answer."""
+        """Serve a request of the driver; return the answer."""
         if request["do"] == "prepare":
             self.prepare(request["count"], request["dtype"])
             return {"libraries": self.libraries}
@@ -205,7 +205,7 @@ class TensorFlowReducer(Reducer):
                         input=tensor,
                         group_size=towers,
                         group_key=1,
-                        instance_key=instance,  # keeps to one shape
+                        instance_key=instance,  # one for each shape
                         ordering_token=[],
                         merge_op="Add",
                         final_op="Id",

@@ -22,7 +22,7 @@ from ncclsync.tools.bench.results import (
 )
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
-# Of `bench.models`, without TensorFlow, and how many rows a batch has.
+# The rows of a batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
     **{"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256},
     **{"lstm": 128, "language": 64, "seq2seq": 64, "unet": 32, "sparse": 256},
@@ -36,7 +36,7 @@ PROCESSES = 2  # of the side "processes", which share the towers
 
 _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
-_TO_DIVIDE = 64  # times a model's own batch, where shards divide its memory
+_TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
 _MEMORY_STEPS = 5
 _ONE_ROW = "one row a tower"
 
@@ -49,7 +49,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     Args:
         given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
             `cpu`, which is for the seconds of cores beside one device's, and nothing else; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed, or towers cannot be divided among processes.
@@ -108,7 +108,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -187,7 +187,7 @@ def bench_start(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: `model`, a list; `towers`, a list; `against`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -202,7 +202,7 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
         given: as of `bench_start`; and `shards`, a list of how many for each tower; `activations`, whether one row
             is measured, too; `batch_size`, None for each model's own, with `shards` 64 times that: few rows take
             less memory than the weights' gradients.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -218,7 +218,7 @@ def _fresh_processes(
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
-        if kind == "memory" and (given.shards or given.activations):  # these, and rows, are for each tower
+        if kind == "memory" and (given.shards or given.activations):  # numbers of shards and rows are for each tower
             sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
             sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
         if kind == "memory" and given.shards:

@@ -19,7 +19,7 @@ from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.factories import UsageError, load, model_and_data
 from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
 
-PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2
+PREDICTED = 0  # exit code; `cli` shows errors, with 2
 
 _BATCH_SIZE = 32  # Keras' own
 LAUNCH_US = 30.0  # the most that `bench exchange` found on two cores with other load
@@ -139,14 +139,14 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
             if given.compute_speedup == 1
             else f"taken as {significant(given.compute_speedup)} times as fast"
         )
-    del model  # its memory is the other one's now
+    del model  # free its memory for the model on a tower
     show("tracing the step on towers")
     options = getattr(factory, "nccl_parallel_options", {})
     logger = logging.getLogger("ncclsync")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # whether towers would be exact is verify's subject
+    logger.setLevel(logging.ERROR)  # `verify` reports inexact parts
     try:
-        # One tower needs nothing to join it, so that neither NCCL nor a second GPU must be here.
+        # One tower needs neither NCCL nor a second GPU.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
         with towers_of(on_tower) or contextlib.nullcontext():
             traffic = traced_traffic(on_tower, data, batch_size)

@@ -1,4 +1,4 @@
-"""Hold what `verify` found, as data and as a table. Knows nothing of models or towers."""
+"""Hold the results of `verify`, as data and as a table. This module knows neither models nor towers."""
 
 import dataclasses
 import io
@@ -24,16 +24,16 @@ _LEAST_MAGNITUDE_ELSE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Measure how far one array on N towers is from the same array on one device, after one step.
+    """Measure the difference of an array on N towers from the same array on one device, after a step.
 
     Attributes:
         step: from 1.
         kind: "weight", "optimizer", "state" (variables that are neither), "log", "evaluate" or "predict".
         name: of the variable, log or output.
-        absolute: the largest difference of two elements; infinite for a NaN against a number, for strings
-            that differ and for other shapes.
-        relative: `absolute` over the largest magnitude that one device has in the array, which counts as
-            0.01 at least, and as 1 in a log.
+        absolute: the largest difference of two elements; infinite for a NaN beside a number, for different strings, and
+            for different shapes.
+        relative: `absolute` over the largest magnitude in one device's array, or over 0.01, in a log over 1, if that is
+            larger.
         ok: whether `relative` is within the tolerance; anything but floats must be equal.
         nan: whether either array holds a NaN. Equal NaNs do not differ.
     """
@@ -73,9 +73,9 @@ class Report:
         tolerance: of a relative difference.
         devices: [N] of the towers.
         batch_sizes: [steps] samples in the batch of each step.
-        differences: every variable and log after every step, in the order in which they were compared:
-            what an optimizer holds as a scalar (its learning rate), weights, its slots, other state, logs.
-        reasons: why they may differ; a NaN is named even where both have it.
+        differences: of every variable and log after every step, in this order: an optimizer's scalars (its learning
+            rate), weights, the optimizer's slots, other state, logs.
+        reasons: why they may differ; a NaN is named even if both have it.
     """
 
     ok: bool

@@ -1,11 +1,11 @@
-/* The three kernels by which towers meet without a host thread that waits: arrive and deliver on each tower's device,
- * launch on the CPU. They do it by nccl/launcher.c.
+/* The three kernels by which towers meet without a waiting host thread: arrive and deliver on each tower's device,
+ * launch on the CPU; nccl/launcher.c does the work.
  *
- * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. Where a step
- * fails on its way, TensorFlow lets go of its tensors, and so of all that the step had begun.
+ * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. If a step
+ * fails, TensorFlow releases its tensors, and so everything that the step had begun.
  *
- * They are stateful, so that Grappler neither merges them, nor computes them beforehand, nor takes one that has no
- * results for nothing. Whoever makes them keeps automatic control dependencies from putting them in a row. */
+ * They are stateful, so that Grappler neither merges them, nor computes them beforehand, nor removes those without
+ * results. Their caller keeps automatic control dependencies from ordering them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdio.h>
@@ -30,7 +30,7 @@ static void free_token(void* data, size_t size, void* token_) {
   free(data);
 }
 
-/* Makes output 0 the owner of something; on failure it is released. */
+/* Makes output 0 the owner of an object; on failure the object is released. */
 static void hand_over(TF_OpKernelContext* context, void* owned, void (*release)(void*), TF_Status* status) {
   TF_Tensor* tensor = NULL;
   token* made = malloc(sizeof(*made));
@@ -66,14 +66,14 @@ static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
   ncs_tf.TF_DeleteStatus(status);
 }
 
-/* NULL: not on a GPU, or nobody knows. */
+/* NULL: not on a GPU, or not known. */
 static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
 }
 
 /* ---- All three ---- */
 
-/* A broadcast's `op`: it writes into what the other ranks give, which must be memory that nobody else has. */
+/* A broadcast's `op`: it writes into the other ranks' inputs, whose memory must have no other user. */
 enum { NCS_IN_PLACE = 1 };
 
 typedef struct {
@@ -129,7 +129,7 @@ static void* end_create(TF_OpKernelConstruction* context, exchange_kernel* kerne
 /* Holds a rank's buffers. */
 typedef struct {
   int n;
-  TF_Tensor* tensors[]; /* [2 n]: each one that is sent, and the one that is received into; NULL: none */
+  TF_Tensor* tensors[]; /* [2 n]: each sent tensor, and the tensor to receive into; NULL: none */
 } held;
 
 static void let_go(void* held_) {
@@ -146,7 +146,7 @@ static void* create_arrive(TF_OpKernelConstruction* context) {
   return end_create(context, kernel, status);
 }
 
-/* Holds tensor i and makes what it is received into; fills in the buffer. */
+/* Holds tensor i and allocates its result; fills in the buffer. */
 static void hold_tensor(TF_OpKernelContext* context, const exchange_kernel* kernel, int i, held* all,
                         ncs_buffer* buffer, TF_Status* status) {
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
@@ -265,7 +265,7 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
   ncs_launched* launched = read_token(context, 0, status);
   ncs_failure failure = {"", "", -1};
   if (launched != NULL && kernel->passes) {
-    if (kernel->waits) ncs_launched_wait(launched); /* a failure is reported where it is delivered */
+    if (kernel->waits) ncs_launched_wait(launched); /* the delivery reports a failure */
   } else if (launched != NULL) {
     const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
     for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {
@@ -308,7 +308,7 @@ const ncs_tf_op ncs_tf_launch = {
     {NULL},
 };
 
-/* Of a group that is to be delivered later it only says that all towers have arrived: `passes`. */
+/* `passes`: it only tells that all towers have arrived; the group is delivered later. */
 const ncs_tf_op ncs_tf_deliver = {
     "NcclsyncDeliver",
     {"rank: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},

@@ -1,7 +1,7 @@
-"""Ask questions whose answer may crash, hang or fill a GPU's memory, each in a process of its own.
+"""Ask questions that may crash, hang or fill a GPU's memory, each in a separate process.
 
-`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes what it has found so
-far, as JSON, after each stage: what a process knew before it died is known.
+`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes its facts so far, as JSON, after
+each stage: the facts of a process that dies are kept.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
-PATTERN = 251  # prime: no element is right by being shifted by a block
+PATTERN = 251  # prime, so that elements shifted by a block are wrong
 _LINES = 40  # of a probe's output, the last ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Hold what came back from a probe.
+    """Hold the answer of a probe.
 
     Attributes:
-        facts: what it found.
-        stage: what it was about when it ended.
+        facts: its findings.
+        stage: its work when it ended.
         ended: "well", "hang" (it was killed at the time limit) or "crash".
         how: of a crash, such as "killed by SIGSEGV".
         output: the last lines of its stdout and stderr.
@@ -51,8 +51,8 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
     Args:
         name: of the probe: a key of `PROBES`.
         timeout_s: seconds until it is killed.
-        environ: its environment. Its modules are found as this process finds them.
-        arguments: what the probe takes, as JSON.
+        environ: its environment. It finds modules as this process does.
+        arguments: of the probe, as JSON.
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
@@ -83,7 +83,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
 
 def _kill(process: subprocess.Popen) -> None:
     os.killpg(process.pid, signal.SIGKILL)
-    # A process that waits for a device inside the kernel cannot be ended, and need not be waited for.
+    # A process that hangs in the kernel cannot be ended; do not wait for it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
 
@@ -95,7 +95,7 @@ def _how(code: int) -> str:
 
 
 class _Facts:
-    """Keep what a probe has found in a file."""
+    """Keep a probe's findings in a file."""
 
     def __init__(self, file: str) -> None:
         self._file = pathlib.Path(file)
@@ -123,7 +123,7 @@ def _libraries(facts: _Facts, _: Any) -> None:
 
 
 def _frameworks(facts: _Facts, _: Any) -> None:
-    """Ask for TensorFlow, Keras, and what `nccl_parallel` chooses."""
+    """Ask for TensorFlow, Keras, and the choice of `nccl_parallel`."""
     facts.add(stage="importing TensorFlow")
     usable = False
     try:
@@ -180,13 +180,13 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
-    """Run `known_answer`, and say how it has failed."""
+    """Run `known_answer`, and record how it fails."""
     from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
     backend, devices = arguments["backend"], arguments["devices"]
     n = len(devices)
     try:
-        # Only here: it raises where the C extension is missing.
+        # Imported here, since it raises if the C extension is missing.
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
         facts.add(stage=f"joining {n} ranks")
@@ -224,7 +224,7 @@ def _gpus(facts: _Facts, _: Any) -> None:
         if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
             return
         name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
-        # Of a part of a GPU (MIG) the newer call has another answer: the part's own.
+        # For a part of a GPU (MIG) the newer call returns the part's own UUID.
         is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
         if is_new and bytes(part) != bytes(whole):
             name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
@@ -254,15 +254,15 @@ def _copies(facts: _Facts, _: Any) -> None:
 def known_answer(
     communicator: Any, devices: Sequence[int] | None, begin: Callable[[str], None] = lambda stage: None
 ) -> tuple[float, str]:
-    """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly.
+    """All-reduce known numbers: rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
 
     Args:
         communicator: of n ranks; collective.
         devices: CUDA ordinals of this process' ranks; None: in host memory.
-        begin: is told what begins.
+        begin: is called with the name of each stage.
 
     Returns:
-        The seconds of the all-reduce, and what is wrong; see `first_wrong`.
+        The seconds of the all-reduce, and `first_wrong` of the results.
     """
     import numpy as np
 
@@ -288,7 +288,7 @@ def known_answer(
 
 
 def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
-    """Return what the first wrong element of ranks' results, [count] each, is in words; "" if there is none."""
+    """Describe the first wrong element of ranks' results, [count] each; "" if there is none."""
     for rank, recv in enumerate(recvs):
         wrong = (recv != expected).nonzero()[0]
         if len(wrong):

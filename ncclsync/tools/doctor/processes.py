@@ -1,4 +1,4 @@
-"""Examine all processes that a launcher has started: each by itself, and all together."""
+"""Examine all processes that a launcher has started: each alone, and all together."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from ncclsync.tools.processes import join, mpi_versions, tell_of
 
 _NAMED = 3  # processes that a message names
 
-# A setting that names something of a host's own may differ between hosts.
+# Settings that name a host's own resource may differ between hosts.
 _OF_A_HOST = frozenset(
     {
         "NCCLSYNC_CUDART_LIBRARY",
@@ -45,7 +45,7 @@ _CHANGE_NUMBERS = (
     "XLA_FLAGS",
 )
 
-# Each process traces the program by these: what they exchange, and its bits, must be the same.
+# Each process traces the program by these: its exchanges and its bits must be equal.
 _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
 _REMEDIES = {
     "ncclsync": "Install the same on all hosts: pip install 'ncclsync=={}'",
@@ -60,11 +60,11 @@ _REMEDIES = {
 
 
 def examine_all(process: Process, timeout_s: float) -> Report | None:
-    """Examine this process, and in process 0 judge what all have found. Collective.
+    """Examine this process, and in process 0 judge the findings of all. Collective.
 
     Args:
-        process: this one's place, as the launcher reports it.
-        timeout_s: see `examine`; the all-reduce over all has as long, too.
+        process: this one, as the launcher reports it.
+        timeout_s: see `examine`; the all-reduce over all processes may take as long, too.
 
     Returns:
         In process 0 the report; None in the others.
@@ -102,7 +102,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
 
 
 def _meet(process: Process, timeout_s: float) -> Peers:
-    """Join the others: by MPI or, as training on GPUs does, by TensorFlow's service.
+    """Join the other processes: by MPI or, like training on GPUs, by the service of process 0.
 
     Raises:
         NcclSyncError: they cannot be joined.
@@ -137,12 +137,12 @@ def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
 def judged(
     host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
 ) -> Report:
-    """Return the report of process 0 with what all have found.
+    """Return the report of process 0 with the findings of all.
 
     Args:
         host, report: of process 0.
         problems: of all.
-        everyone: what they have found.
+        everyone: their findings.
         joint: an all-reduce over all.
     """
     if joint is not None and not joint.ok and everyone:
@@ -184,7 +184,7 @@ def written(facts: ProcessFacts) -> str:
 
 
 def read(text: str, rank: int, host: str) -> ProcessFacts:
-    """Return what another process has written, which may lack what this version knows, or know more.
+    """Return the findings that another process has written, perhaps with another version of ncclsync.
 
     Args:
         text: as of `written`.
@@ -230,7 +230,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
 
 
 def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
-    """Yield the problems of all processes; what not all of them have is said with who has it."""
+    """Yield the problems of all processes; a problem of some names them."""
     having: dict[Problem, list[ProcessFacts]] = collections.defaultdict(list)
     for one in everyone:
         for problem in dict.fromkeys(one.problems):

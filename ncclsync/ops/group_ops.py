@@ -233,30 +233,28 @@ def group_broadcast(
         received = _group_on_devices([tensors], broadcast_on_devices, turns=turns)[0]
         return [t if i == own else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
 
+    if own is not None and communicator.world_size == communicator.size:
+        return [tensors[own]] * len(tensors)  # they share the host's memory
+
     def broadcast_on_host(send, *_turns):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
         if own is not None:
             buffers[own] = send
         _alive(borrowed).broadcast(buffers, root, label=label)
-        return [buffer for i, buffer in enumerate(buffers) if i != own] or np.zeros([], send.dtype)
+        return buffers[0] if own is None else np.zeros([], send.dtype)
 
-    if communicator.world_size == 1:
-        return list(tensors)
     sent = tensors[own or 0]
     with tf.device("/CPU:0"):
-        dtypes = [sent.dtype] * max(1, len(tensors) - (own is not None))
         inputs = [sent, *(turns.last if turns is not None else [])]
-        received = tf.nest.flatten(tf.numpy_function(broadcast_on_host, inputs, dtypes, stateful=turns is not None))
+        received = tf.numpy_function(broadcast_on_host, inputs, sent.dtype)
     if turns is not None:
-        turns.last = received[:1]
-    if own is None or len(tensors) > 1:
-        for tensor in received:
-            tensor.set_shape(sent.shape)
+        turns.last = [received]
     if own is None:
-        return received
-    with tf.control_dependencies(received):
-        sent = tf.identity(sent)
-    return [*received[:own], sent, *received[own : len(tensors) - 1]]
+        received.set_shape(sent.shape)
+    else:
+        with tf.control_dependencies([received]):
+            received = tf.identity(sent)
+    return [received] * len(tensors)
 
 
 def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:

@@ -123,7 +123,6 @@ def test_names_are_those_of_the_models():
     """The command line, which knows them without TensorFlow, has no others."""
     assert tuple(MODELS) == training.MODEL_NAMES
     assert {name: model.batch_size for name, model in MODELS.items()} == training.BATCH_SIZES
-    assert {"ncclsync", *training.PEERS} == set(fit.LIBRARIES)
     assert {"constant", *training.FEEDS} == set(fit.FEEDS)
 
 

@@ -20,9 +20,6 @@ from ncclsync.towers.step import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 
-# shard: plain Keras on one tower's part of the batch; sharded: ncclsync with shard_optimizer; processes: ncclsync in
-# one of several processes.
-LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("constant", "tf.data", "numpy", "generator")
 
 _BATCHES = {"resnet50": 8}  # of an epoch
@@ -33,7 +30,7 @@ def build(library: str, model: str, towers: int, shards: int | None = None) -> k
     """Build a model on towers, under MirroredStrategy or on a single device; once per process.
 
     Args:
-        library: one of `LIBRARIES`.
+        library: "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
         model: one of `MODELS`.
         towers: of this process; or replicas.
         shards: of ncclsync's; None: one for each tower.
@@ -180,9 +177,9 @@ def peak_memory(
     requests.answer(bytes=status_bytes("VmHWM"), imported_bytes=imported, state_bytes=state)
 
 
-def status_bytes(name: str, process: int | str = "self") -> int:
-    """Read a size of a process as Linux gives it: VmRSS is held now, VmHWM was held at most."""
-    with open(f"/proc/{process}/status", encoding="utf-8") as file:
+def status_bytes(name: str) -> int:
+    """Read a size of this process from Linux: VmRSS, held now, or VmHWM, the peak."""
+    with open("/proc/self/status", encoding="utf-8") as file:
         found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

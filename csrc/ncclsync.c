@@ -1,4 +1,4 @@
-/* Shared by all folders: the tables of ncclsync.h, failures, and how a thread starts. */
+/* Shared by all folders: the tables of ncclsync.h, failures, and the start of threads. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "ncclsync.h"

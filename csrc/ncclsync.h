@@ -1,8 +1,8 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The only mutable
- * statics are TensorFlow's symbols, and counts for tests. Pointers to buffers are borrowed for the call only, but where
- * a comment says otherwise. Nothing here knows Python or TensorFlow.
+ * statics are TensorFlow's symbols, and counts for tests. Pointers to buffers are borrowed for the call only, unless a
+ * comment says otherwise. Nothing here knows Python or TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
  */
@@ -54,7 +54,7 @@ typedef enum { NCS_RESULTS(NCS_ENUM_RESULT) } ncclResult_t;
 typedef enum { NCS_DTYPES(NCS_ENUM_DTYPE) } ncclDataType_t;
 typedef enum { NCS_OPS(NCS_ENUM_OP) } ncclRedOp_t;
 
-/* ncclCommInitRankConfig and ncclCommFinalize, by which a communicator can be aborted safely, are of 2.14. */
+/* NCCL 2.14 has added ncclCommInitRankConfig and ncclCommFinalize, which make aborting a communicator safe. */
 #define NCS_OLDEST_NCCL 21400
 #define NCS_UNIQUE_ID_BYTES 128
 
@@ -67,17 +67,17 @@ ncclResult_t ncs_dtype_describe(int index, /*outputs*/ const char** name, int* v
 ncclResult_t ncs_op_describe(int index, /*outputs*/ const char** name, int* value);
 
 /* A failure, filled in by the functions below when they return a status other than ncclSuccess: the failed call (of
- * NCCL, CUDA, TensorFlow or the loader) and its own words. Owned by the caller; NULL is allowed. */
+ * NCCL, CUDA, TensorFlow or the loader) and its message. Owned by the caller; NULL is allowed. */
 typedef struct {
   char call[64];
   char message[960];
-  int index; /* of the group's collective that it failed in; -1: in none of them */
+  int index; /* of the group's collective that failed; -1: none */
 } ncs_failure;
 
 /* ---- Host memory (cpu/) ---- */
 
-/* Vector instructions the kernels are compiled for. All give bitwise the same results (only the payload of a NaN
- * may differ); a set other than the best one exists for tests. */
+/* Vector instructions that the kernels are compiled for. All give the same results, bit for bit (only the payload of a
+ * NaN may differ); sets other than the best exist for tests. */
 typedef enum {
   NCS_INSTRUCTION_SET_BEST = -1,
   NCS_INSTRUCTION_SET_BASELINE = 0,
@@ -85,12 +85,12 @@ typedef enum {
   NCS_INSTRUCTION_SET_AVX512 = 2
 } ncs_instruction_set;
 
-/* The best one that this machine can run. */
+/* The best set that this machine can run. */
 ncclResult_t ncs_cpu_get_instruction_set(/*outputs*/ int* instruction_set);
 
 /* Worker threads, asleep between jobs. Any number of threads may run jobs on one pool at the same time: a caller
- * always works on its own job, and a caller that finds the workers taken runs its job alone, so nobody waits for
- * somebody else's job. A pool does not survive fork(): the child must make its own. */
+ * always works on its own job, and runs it alone if the workers are taken, so that no caller waits for another's job.
+ * A pool does not survive fork(): the child must make its own. */
 typedef struct ncs_pool ncs_pool;
 
 /* `threads` counts the calling thread: 1 starts no worker. The caller owns *pool and ends it by ncs_pool_destroy.
@@ -107,7 +107,7 @@ ncclResult_t ncs_pool_destroy(ncs_pool* pool);
  *   float16, bfloat16  accumulate over all ranks in float32, then round once to nearest even
  *   integers           sum and prod wrap; avg is the wrapped sum, divided truncating (as NCCL does)
  *   avg                the sum divided by n_ranks (NCCL multiplies floats by 1/n first: last bits may differ)
- *   max, min           a NaN on any rank gives NaN; of -0 and +0 the one of the highest rank
+ *   max, min           a NaN on any rank gives NaN; of -0 and +0 the highest rank's
  *
  * A recv may be exactly a send (in place), and recvs may be equal to one another (all equal: written once). A recv
  * that overlaps another buffer partly, a NULL or misaligned buffer (when count > 0), n_ranks < 1, or an unknown
@@ -119,7 +119,7 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
  * ncclInvalidArgument as above; then nothing was written. */
 ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root);
 
-/* One tensor that meets its counterparts: sends[r] of every rank, and where the result goes. */
+/* A tensor to reduce: sends[r] of every rank r, and the buffer for the result. */
 typedef struct {
   const void* const* sends;
   void* recv;
@@ -128,14 +128,14 @@ typedef struct {
 
 /* recv[i] = op over all ranks r of weights[r] * sends[r][i], for each of the tensors. Blocks until done.
  *
- * As ncs_cpu_all_reduce, with these differences: there is one result for all ranks; op is not avg; a rank whose
- * weight is 0 takes no part, and what it sends is not read. Weights other than 0 and 1 are for the sum of floats.
- * A recv may be exactly one of its tensor's sends. ncclInvalidArgument: a bad weight, no rank that takes part, or an
- * unknown dtype or op; then nothing was written. Buffers are the caller's word. */
+ * As ncs_cpu_all_reduce, with these differences: there is one result for all ranks; op is not avg; a rank whose weight
+ * is 0 takes no part, and its buffers are not read. Weights other than 0 and 1 are for sums of floats only. A recv may
+ * be exactly a send of its tensor. ncclInvalidArgument: a bad weight, no rank that takes part, or an unknown dtype or
+ * op; then nothing was written. Buffers are not checked. */
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op);
 
-/* Operations of fused arithmetic (arithmetic.c); each rounds once, as a loop of its own would. */
+/* Operations of fused arithmetic (arithmetic.c); each rounds once, as in a separate loop. */
 typedef enum {
   NCS_ADD = 0,
   NCS_SUBTRACT = 1,
@@ -145,24 +145,24 @@ typedef enum {
   NCS_MINIMUM = 5,
   NCS_SQUARED_DIFFERENCE = 6,
   NCS_RELU_GRADIENT = 7, /* of a gradient, and a feature */
-  NCS_SQUARE = 8,        /* from here on: of one operand */
+  NCS_SQUARE = 8,        /* this and the following take one operand */
   NCS_SQRT = 9,
   NCS_NEGATE = 10,
   NCS_RELU = 11
 } ncs_arithmetic;
 
 enum {
-  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums together that one expression may have */
+  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums of an expression together */
   NCS_MOST_PERIOD = 2048   /* elements of a sum */
 };
 
-/* Registers with the TensorFlow of this process the ops of tf/, which use `pool`; once, later calls do nothing.
- * `path`: of libtensorflow_framework, loaded already. The pool must live as long as the process.
- * ncclSystemError: not loaded, a function is missing in it, or it refuses; nothing can be used then. */
+/* Registers the ops of tf/, which use `pool`, with this process' TensorFlow; once: later calls do nothing. `path`: of
+ * libtensorflow_framework, which is loaded. The pool must live as long as the process.
+ * ncclSystemError: it is not loaded, lacks a function, or refuses; then no op can be used. */
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure);
 
-/* Lets the ops know the stream that TensorFlow computes on, by the library at `path` with a function
- * `void* ncclsync_gpu_stream(void* context)`; NULL: not on a GPU. */
+/* Tells the ops how to find the stream that TensorFlow computes on: by the library at `path`, with the function
+ * `void* ncclsync_gpu_stream(void* context)`, which returns NULL for a kernel that is not on a GPU. */
 ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure);
 
 /* ---- Timestamps (cpu/meter.c) ---- */
@@ -172,53 +172,55 @@ typedef struct ncs_meter ncs_meter;
 
 typedef struct {
   int64_t time_ns; /* of CLOCK_MONOTONIC */
-  int64_t value;   /* whatever the recording thread gave */
-  int32_t span;    /* the caller's number for it */
+  int64_t value;   /* from the recording thread */
+  int32_t span;    /* the caller's number */
   int32_t ends;    /* 0: it began; 1: it ended */
 } ncs_timestamp;
 
-/* The caller owns *meter and ends it by ncs_meter_destroy, when nobody uses it any more. NULL is allowed there. */
+/* The caller owns *meter and ends it by ncs_meter_destroy, after its last use. NULL is allowed there. */
 ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter);
 ncclResult_t ncs_meter_destroy(ncs_meter* meter);
 
 /* Records that a span begins or ends, now; timestamps are in the order of their times. ncclSystemError: no memory. */
 ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t value);
 
-/* Lets `listener` hear of every timestamp, on the thread that records it, with `context`; NULL: nobody. One that is
- * being recorded may still be reported to the former listener. */
+/* Calls `listener` with `context` for every timestamp, on the thread that records it; NULL: no listener. A timestamp
+ * that is being recorded may still go to the former listener. */
 ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
                               void* context);
 
-/* Moves at most the first `most` of them to `timestamps`, in their order; *taken is how many. */
+/* Moves at most the first `most` timestamps to `timestamps`, in their order; *taken is their number. */
 ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken);
 
 /* ---- The beat (cpu/beat.c) ---- */
 
 enum { NCS_MOST_BEAT = 1024 };
 
-/* A thread that tells others, every so many seconds, that this process is alive. It calls nothing but `send` and MPI. */
+/* A thread that tells other processes, every so many seconds, that this one is alive. It calls only `send` and MPI. */
 typedef struct ncs_beat ncs_beat;
 
-/* MPI's calls and handles, of the library that the caller has loaded with MPI_THREAD_MULTIPLE; none is linked here. */
+/* MPI's calls and handles, from the library that the caller has loaded with MPI_THREAD_MULTIPLE; none is linked
+ * here. */
 typedef struct {
   void* isend;      /* MPI_Isend */
   void* test;       /* MPI_Test */
   uint64_t comm;    /* an MPI_Comm */
   uint64_t byte;    /* MPI_BYTE */
-  int handle_bytes; /* of these: those of an int, or of a pointer */
+  int handle_bytes; /* of a handle: an int's or a pointer's */
 } ncs_mpi;
 
-/* The caller owns *beat and ends it by ncs_beat_destroy, in the process that has made it: no thread survives fork().
- * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no thread. */
+/* The caller owns *beat and ends it by ncs_beat_destroy in the same process: no thread survives fork().
+ * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no
+ * thread. */
 ncclResult_t ncs_beat_create(double interval_s, /*outputs*/ ncs_beat** beat);
 ncclResult_t ncs_beat_destroy(ncs_beat* beat);
 
-/* Sends `size` bytes on a socket from now on, until it is closed; where its buffer is full, a beat is left out. Both
- * are copied. ncclInvalidArgument: no socket, or 0 bytes, or more than NCS_MOST_BEAT. */
+/* Sends `size` bytes on a socket from now on, until it is closed; if its buffer is full, a beat is left out. The
+ * descriptor is duplicated, the message copied. ncclInvalidArgument: no socket, 0 bytes, or more than NCS_MOST_BEAT. */
 ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t size);
 
-/* Sends `size` bytes to a rank of MPI from now on, in place of what it was told before; the first time `at_once`, if
- * that is not 0. A message that is under way is waited for. All is copied. To be ended before MPI is finalized.
+/* Sends `size` bytes to a rank of MPI from now on, in place of earlier bytes; the first time `at_once`, if that is not
+ * 0. Waits for a message under way. The bytes are copied. End the beat before MPI is finalized.
  * ncclInvalidArgument: no rank, 0 bytes, or more than NCS_MOST_BEAT. ncclSystemError: no memory. */
 ncclResult_t ncs_beat_tell(ncs_beat* beat, const ncs_mpi* mpi, int rank, const void* message, size_t size, int at_once);
 
@@ -237,46 +239,47 @@ ncclResult_t ncs_nccl_close(ncs_nccl* nccl);
 /* NCCL's version as one number (23203 is 2.32.3). Needs no GPU and no driver. */
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
 
-/* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes find each other. Opens a socket, starts a thread. */
+/* Writes the NCS_UNIQUE_ID_BYTES by which ranks in several processes find each other. Opens a socket, starts a
+ * thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
 
-/* Joins one GPU with itself, for NCCL's own words on what is wrong. Blocks. */
+/* Joins one GPU with itself, to get NCCL's message if something is wrong. Blocks. */
 ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
 
 /* The ranks that this process has in a communicator. */
 typedef struct {
-  const char* unique_id; /* NULL where all ranks are in this process */
-  int world_size;        /* how many ranks there are in all processes */
-  int n;                 /* how many of them are in this one, at least 1 */
+  const char* unique_id; /* NULL if all ranks are in this process */
+  int world_size;        /* the number of ranks in all processes */
+  int n;                 /* the number of ranks in this process, at least 1 */
   const int* ranks;      /* [n] their numbers */
   const int* devices;    /* [n] their GPUs, CUDA ordinals */
 } ncs_ranks;
 
 /* Begins to join GPUs of this process as its ranks, with one stream on each; ncs_nccl_wait ends it. CUDA's libraries
  * are those at the two paths. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
- * outlive it. On failure everything made so far is released and *comm is NULL. The thread's current CUDA context is the
- * same afterwards, here and in all that follows. */
+ * outlive it. On failure everything made so far is released and *comm is NULL. This and all following functions leave
+ * the thread's current CUDA context as it was. */
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
 
-/* Waits for what is under way, at most slice_s seconds: ncclInProgress if it has not ended by then. Asks all the time
- * at first, then in naps that grow up to a millisecond. After any other failure, here and below, the communicator is
- * good for ncs_nccl_abort only. Not for two threads at once on one communicator. */
+/* Waits for the call under way, at most slice_s seconds: ncclInProgress if it has not ended by then. Polls continuously
+ * at first, then between naps of up to a millisecond. After any other failure, here and below, only ncs_nccl_abort may
+ * be called on the communicator. Not for two threads at once on one communicator. */
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Where each rank of this process is in what is under way. Of other processes' ranks NCCL reports nothing. */
+/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. */
 typedef enum {
   NCS_ABSENT = 0,   /* NCCL has not launched it yet */
-  NCS_LAUNCHED = 1, /* queued on its GPU or running, where it waits for the others */
+  NCS_LAUNCHED = 1, /* queued on its GPU, or running and waiting for the other ranks */
   NCS_DONE = 2
 } ncs_progress;
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
-/* NCS_ALL_REDUCE and NCS_BROADCAST as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. The others are of
- * blocks of `count` elements, one for each rank p of the world:
- *   NCS_ALL_TO_ALL      each rank sends its p-th block to rank p, and receives its p-th from it, by messages
- *   NCS_REDUCE_SCATTER  each rank sends world_size blocks; rank p receives one, what all ranks' p-th are reduced to
- *   NCS_ALL_GATHER      each rank sends one block; all receive world_size blocks, the p-th from rank p */
+/* NCS_ALL_REDUCE and NCS_BROADCAST work as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. The other
+ * kinds have blocks of `count` elements, one for each rank p of the world:
+ *   NCS_ALL_TO_ALL      each rank sends its p-th block to rank p, and receives its own p-th block from rank p
+ *   NCS_REDUCE_SCATTER  each rank sends world_size blocks; rank p receives the reduction of all ranks' p-th blocks
+ *   NCS_ALL_GATHER      each rank sends a block; all receive world_size blocks, the p-th from rank p */
 typedef enum {
   NCS_ALL_REDUCE = 0,
   NCS_BROADCAST = 1,
@@ -293,50 +296,50 @@ typedef struct {
   size_t count;
   int dtype;
   int op;   /* of an all-reduce or a reduce-scatter */
-  int root; /* of a broadcast: a rank of the world, of this process or not */
+  int root; /* of a broadcast: a rank of the world, of any process */
 } ncs_collective;
 
-/* Whether a group can be run: ncclInvalidArgument and a sentence if a kind, dtype, op or root is unknown, or if a
- * buffer (of more than nothing) is NULL, misaligned, or by the driver's account neither on its rank's device nor
- * managed; or if one that is written overlaps another one of the group (the collectives of a group happen at once),
- * other than in place. In place, of the rank p of the world that is this process' r-th, recvs[r] is sends[r] of an
- * all-reduce, or its p-th block of a reduce-scatter; sends[r] of an all-gather is the p-th block of recvs[r]. Launches
- * and waits for nothing. */
+/* Checks whether a group can be run: ncclInvalidArgument and a message if a kind, dtype, op or root is unknown; if a
+ * buffer of at least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or
+ * if a written buffer overlaps another buffer of the group (its collectives run at once), except in place. In place,
+ * for the rank p of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
+ * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
 
-/* Waits, at most slice_s seconds, for the GPUs' own work: all that was queued on these devices, by whom and on which
- * stream whatsoever, when this wait began; ncclInProgress if that has not ended: then call it again. To be called
- * before ncs_nccl_run_group, whose streams wait for nobody: after it the buffers that are sent have been written, and
- * nobody reads the memory that is received into any more (an allocator may have handed it out while earlier work of
- * its stream was pending). Work that is queued during the wait is not waited for.
+/* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
+ * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_run_group, whose streams
+ * do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
+ * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
+ * waited for.
  *
- * Where the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that
- * work, and the event is asked for; it fails while a stream of that context is being captured into a graph. (An event
- * on a stream would not do: TensorFlow's streams are its own, and wait for no other.) With an older driver a thread
- * calls cudaDeviceSynchronize; if the work never ends, that thread stays. */
+ * If the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that work
+ * and is polled; this fails while a stream of that context is being captured into a graph. (An event on a stream would
+ * not do: TensorFlow's streams do not wait for other streams.) With an older driver a thread calls
+ * cudaDeviceSynchronize; if the work never ends, the thread stays. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* While that wait is under way: of which ranks' devices it is known that their work has not ended (1, else 0). */
+/* During that wait: for each rank, 1 if its device's work is known not to have ended, else 0. */
 ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
 
-/* Runs collectives that ncs_nccl_check_group has passed as one group, opened and closed here, also when a call inside
- * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, and
- * waits as ncs_nccl_wait does, which may go on after ncclInProgress: until then the buffers must stay. */
+/* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
+ * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then
+ * waits as ncs_nccl_wait; after ncclInProgress, ncs_nccl_wait goes on with the wait, and the buffers must stay until
+ * its end. */
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* Frees a finalized communicator, whatever is returned (the first failure). NULL is allowed. May block, here and below,
+/* Frees a finalized communicator, in any case; returns the first failure. NULL is allowed. May block, here and below,
  * until the GPUs' own work has ended: freeing memory waits for it. */
 ncclResult_t ncs_nccl_destroy(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* The same for any other: does not wait for collectives under way, nor for other processes. */
+/* Frees any other communicator, without waiting for collectives under way or for other processes. */
 ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
 
-/* Makes a piece of memory on the communicator's index-th device, in place of an earlier one; it is freed with the
+/* Allocates memory on the communicator's index-th device, and frees its earlier piece; it is freed with the
  * communicator, or by size 0. Copies to and from it block. */
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, /*outputs*/ ncs_failure* failure,
                               void** pointer);
@@ -345,28 +348,28 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
 
 /* ---- Groups that are only enqueued (nccl/launcher.c) ----
  *
- * Collectives over buffers that other streams write and read, such as TensorFlow's, without any host thread that waits
- * for a GPU, or for another rank:
- *   ncs_arrive   per rank: captures the work that a stream has been given so far. After it the buffers are ready
- *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for what they captured, then run one group
- *   ncs_deliver  per rank: all work that the stream is given from then on waits for the group's end
- * Where the stream is not known, NULL, all of the GPU's count as one: those of copies, too. Where the driver cannot
- * capture a context's work and let it wait (before CUDA 12.5), or where the buffers are in host memory, which no stream
+ * Collectives over buffers that other streams write and read, such as TensorFlow's, without a host thread that waits
+ * for a GPU or for another rank:
+ *   ncs_arrive   per rank: captures the work that a stream has been given so far, after which the buffers are ready
+ *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for the captured work, then run one group
+ *   ncs_deliver  per rank: the stream's later work waits for the group's end
+ * If the stream is not known (NULL), all streams of the GPU count, including those of copies. If the driver cannot
+ * capture a context's work and let it wait (before CUDA 12.5), or if the buffers are in host memory, which no stream
  * orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open reports whether.
  *
- * A thread polls launched groups: one that fails, or has not ended in time, fails the launcher. It then aborts the
- * communicator, so that the GPUs' streams go on: what they compute rests on a failed group, from `group` on. */
+ * A thread polls launched groups. A group that fails, or does not end in time, fails the launcher. The thread then
+ * aborts the communicator, so that the GPUs' streams go on; their results are invalid from group `group` on. */
 typedef struct ncs_launcher ncs_launcher;
 typedef struct ncs_arrival ncs_arrival;
 typedef struct ncs_launched ncs_launched;
 
 enum { NCS_MOST_RANKS = 64, NCS_MOST_NAMED = 64 };
 
-/* The end that a failed group was waiting for. */
+/* The stage in which a group failed. */
 typedef enum {
-  NCS_OWN_WORK = 0,  /* the GPUs' own work before it */
-  NCS_LAUNCHING = 1, /* NCCL's own part */
-  NCS_RUNNING = 2    /* its end */
+  NCS_OWN_WORK = 0,  /* waiting for the GPUs' earlier work */
+  NCS_LAUNCHING = 1, /* inside NCCL's calls */
+  NCS_RUNNING = 2    /* on the GPUs */
 } ncs_stage;
 
 typedef struct {
@@ -375,16 +378,16 @@ typedef struct {
   int stage;        /* ncs_stage */
   double waited_s;
   int64_t group;    /* the number of the first group that failed, from 1; all later ones have failed with it */
-  int64_t label;    /* as it was given to ncs_launch */
+  int64_t label;    /* from ncs_launch */
   int64_t first;    /* the number of its first collective, from 1 */
   int n_collectives;
-  int was_delivered; /* whether one of the failed groups had been delivered to a rank before it failed */
-  int progress[NCS_MOST_RANKS];    /* ncs_progress of each rank; while the GPUs' own work ends: NCS_ABSENT if busy */
-  int64_t counts[NCS_MOST_NAMED];  /* elements, and dtype, of the first collectives */
+  int was_delivered; /* whether a failed group had been delivered to a rank before it failed */
+  int progress[NCS_MOST_RANKS];    /* ncs_progress of each rank; in NCS_OWN_WORK: NCS_ABSENT if its GPU is busy */
+  int64_t counts[NCS_MOST_NAMED];  /* elements and dtypes of the first collectives */
   int dtypes[NCS_MOST_NAMED];
 } ncs_launch_failure;
 
-/* A buffer's two sides, and the count of ncs_collective. */
+/* A rank's buffers in a collective; see ncs_collective. */
 typedef struct {
   const void* send;
   void* recv;
@@ -392,8 +395,8 @@ typedef struct {
   int dtype;
 } ncs_buffer;
 
-/* A rank's buffers, one for each collective of a group, and what holds their memory. let_go(kept) is called once, when
- * nothing that is under way uses them any more, or what does is ordered before all that the GPU is given later. */
+/* A rank's buffers, one for each collective of a group, and the object that holds their memory. let_go(kept) is called
+ * once, when work under way no longer uses them, or is ordered before all later work of the GPU. */
 typedef struct {
   const ncs_buffer* buffers;
   int n;
@@ -402,74 +405,73 @@ typedef struct {
 } ncs_buffers;
 
 /* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
- * process lives. timeout_s: how long the GPUs' own work before a group, NCCL's launch, and the group may take each; 0:
- * no limit. on_host: the buffers are in host memory. */
+ * process lives. timeout_s: the most that the GPUs' own work before a group, NCCL's launch, and the group may each
+ * take; 0: no limit. on_host: the buffers are in host memory. */
 ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*outputs*/ ncs_launcher** launcher);
 
-/* Gives it a communicator, which it borrows, and forgets an earlier failure. *blocks: whether the host waits. */
+/* Lends it a communicator, and clears an earlier failure. *blocks: whether the host waits. */
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
-/* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way count as failed
- * with `status`. Blocks until the thread that polls is not using it. Whoever had it reserved ends it, even if it has
- * failed meanwhile. */
+/* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
+ * `status`. Blocks until the polling thread does not use it. A caller that had reserved the communicator must end it,
+ * even if it has failed meanwhile. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches, and the thread that polls, away from the communicator while the caller makes calls of its own; to
- * be ended by ncs_launcher_release. What fails meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is
- * closed. */
+/* Keeps launches and the polling thread away from the communicator while the caller uses it, until
+ * ncs_launcher_release. A failure meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
 
-/* Counts collectives that the caller runs by itself; *first is the number of the first one. */
+/* Counts collectives that the caller runs without the launcher; *first is the first one's number. */
 ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, /*outputs*/ int64_t* first);
 
-/* How many groups were launched, and how many of them have ended well. Blocks for nothing. */
+/* The numbers of groups that were launched, and that have ended well. Never blocks. */
 ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended);
 
 /* Waits, at most slice_s seconds, until all launched groups have ended: ncclInProgress if they have not. */
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 
-/* The first failure; status ncclSuccess: there is none. */
+/* The first failure; its status is ncclSuccess if there is none. */
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
 
-/* The first group that has not ended, or the one that NCCL is launching, and since when it is in its stage; status 0:
- * there is none, or somebody is looking at it just now. Blocks for nothing. */
+/* The group that NCCL is launching, or the first that has not ended, and how long it has been in its stage; status 0:
+ * there is none, or another thread is looking at it. Never blocks. */
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
 
-/* Fails the launcher if no group ends for a second from now while one is under way: somebody wants out. */
+/* Requests cancellation: fails the launcher unless a group ends within a second; nothing happens if none is under
+ * way. */
 ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 
-/* Whether an abort that a failure has begun has ended: it may have to wait for the GPUs' own work. Waits slice_s. */
+/* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of a stream of rank r's GPU; if CUDA refuses, the launcher fails. Where this succeeds, let_go is
- * called later. */
+/* Captures the work of a stream of the rank's GPU; if CUDA refuses, the launcher fails. After success let_go is called
+ * later. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
-/* Launches one group of all ranks' n_collectives buffers; of `collectives` kind, op and root are read. Of no
- * collectives: nothing is launched. A refusal leaves the communicator as it is; any other failure fails the
+/* Launches one group of all ranks' n_collectives buffers; only kind, op and root of `collectives` are read. Without
+ * collectives nothing is launched. Bad arguments leave the communicator usable; any other failure fails the
  * launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
                         const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
                         ncs_launched** launched);
 
-/* Orders the group before what the stream is given from now on, and lets go of rank r's buffers. waits: the host waits
- * for the group's end, too. */
+/* Orders the group before the stream's later work, and lets go of the rank's buffers. waits: the host waits for the
+ * group's end, too. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */
 ncclResult_t ncs_launched_wait(ncs_launched* launched);
 
-/* The `kept` of rank r's arrival; NULL: it is delivered. */
+/* The `kept` of the rank's arrival; NULL after its delivery. */
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
 
-/* Gives up a reference. Where a launched group was not delivered, it is first ordered as by ncs_deliver. NULL is
- * allowed. */
+/* Drops a reference. A launched group that was not delivered is first ordered as by ncs_deliver. NULL is allowed. */
 void ncs_arrival_release(ncs_arrival* arrival);
 void ncs_launched_release(ncs_launched* launched);
 
-/* How many arrivals, launched groups and events there are, in the process. For tests. */
+/* The numbers of arrivals, launched groups and events in the process. For tests. */
 ncclResult_t ncs_launcher_alive(/*outputs*/ int64_t* arrivals, int64_t* launched, int64_t* events);
 
 /* ---- DLPack (only its layout: https://github.com/dmlc/dlpack, dlpack.h, the ABI without a version field) ---- */

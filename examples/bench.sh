@@ -1,6 +1,6 @@
 #!/bin/sh
 # Draws figures like those of ncclsync/tools/README.md, which has their commands: half an hour on a quiet machine of 2 cores.
-# Needs matplotlib; PyTorch, and mpi4py with mpirun, are compared with if they are installed.
+# Needs matplotlib; compares with MPI too if mpi4py and mpirun are installed.
 #
 #     sh examples/bench.sh FOLDER
 set -eu

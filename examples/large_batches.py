@@ -26,7 +26,7 @@ def build_model():
 model = build_model()
 zeroed = ncclsync.zero_last_gamma(model)  # of a ResNet: each block begins as the identity
 history = model.fit(x, y, batch_size=256, epochs=6)
-ncclsync.plot_history(history, "rate.png")  # the noise scale too, where the logs have it
+ncclsync.plot_history(history, "rate.png")  # with the noise scale, if the logs have it
 
 print(f"begins as the identity: {[layer.name for layer in zeroed]}")
 print(f"learning rate: {float(model.optimizer.learning_rate):.3f}")

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 
 
 class NcclSyncError(Exception):
-    """Serve as the base class of every error that is ncclsync's own."""
+    """Serve as the base class of ncclsync's errors."""
+
+    fields: tuple[str, ...] = ()  # of the constructor, and attributes
+
+    def __reduce__(self):
+        """Pickle by the attributes: ``Exception`` would pass the message alone."""
+        given = tuple(getattr(self, name) for name in self.fields)
+        return (type(self), given) if given else super().__reduce__()
 
 
 class NcclUnavailableError(NcclSyncError):
@@ -14,15 +21,17 @@ class NcclUnavailableError(NcclSyncError):
 
 
 class NcclError(NcclSyncError):
-    """Report that a native call returned something else than ``ncclSuccess``.
+    """Report that a native call returned another status than ``ncclSuccess``.
 
     Attributes:
         status: the status as a number, e.g. 1.
         call: the call that failed, e.g. ``"ncclCommInitAll"``.
-        last_error: NCCL's (or CUDA's, or the loader's) own words; may be empty.
+        last_error: the message of NCCL, CUDA or the loader; may be empty.
         status_name: the status' name in ``nccl.h``, e.g. ``"ncclUnhandledCudaError"``.
-        during: what was under way, e.g. which collective; may be empty.
+        during: the operation under way, e.g. which collective; may be empty.
     """
+
+    fields = ("status", "call", "last_error", "status_name", "during")
 
     def __init__(
         self, status: int, call: str, last_error: str = "", status_name: str = "unknown status", during: str = ""
@@ -40,20 +49,16 @@ class NcclError(NcclSyncError):
         return f"{self.call} returned {self.status_name} ({self.status}){words}{during}"
 
     def within(self, during: str) -> NcclError:
-        """Return the same error, naming what was under way, unless it does so already."""
+        """Return the error with the operation under way, unless it already names one."""
         return type(self)(self.status, self.call, self.last_error, self.status_name, self.during or during)
-
-    def __reduce__(self):
-        """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.status, self.call, self.last_error, self.status_name, self.during)
 
 
 class NcclTimeoutError(NcclError):
     """Report that a collective, or the joining of ranks, did not end within ``timeout_s``.
 
     Attributes:
-        during: what did not end: the collective, its running number, its bytes.
-        last_error: for how long it was waited, and which ranks had arrived.
+        during: the operation that did not end: the collective, its running number, its bytes.
+        last_error: the seconds waited, and the ranks that had arrived.
     """
 
     def _sentence(self) -> str:
@@ -61,10 +66,10 @@ class NcclTimeoutError(NcclError):
 
 
 class NcclPreflightError(NcclError):
-    """Report that a GPU did not receive what another one sent, though every call succeeded.
+    """Report that a GPU received other data than another GPU sent, though every call succeeded.
 
     Attributes:
-        last_error: between which ranks, and the usual causes.
+        last_error: the ranks, and the usual causes.
     """
 
     def _sentence(self) -> str:
@@ -72,17 +77,18 @@ class NcclPreflightError(NcclError):
 
 
 class ProcessError(NcclSyncError):
-    """Report that one of several processes has failed or ended, or does something else than the others."""
+    """Report that one of several processes has failed or ended, or differs from the others in what it does."""
 
 
 class DivergenceError(NcclSyncError):
     """Report that towers hold different values of a variable that must be the same on all.
 
     Attributes:
-        step: training steps that these towers had made, the last one included.
-        variables: by name, the towers that differ from most of the others; where none are most, those that
-            differ from tower 0.
+        step: the number of training steps of these towers, including the last.
+        variables: by name, the towers that differ from the majority; without a majority, from tower 0.
     """
+
+    fields = ("step", "variables")
 
     def __init__(self, step: int, variables: Mapping[str, Sequence[int]]) -> None:
         self.step = step
@@ -95,21 +101,19 @@ class DivergenceError(NcclSyncError):
             f"Received, after step {step}, others than the rest: {', '.join(named)}"
         )
 
-    def __reduce__(self):
-        """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.step, self.variables)
-
 
 class AuditError(NcclSyncError):
-    """Report that towers have computed other numbers from the same rows and weights.
+    """Report that towers computed different numbers from the same rows and weights.
 
     Attributes:
-        step: training steps that these towers had made, the last one included.
+        step: the number of training steps of these towers, including the last.
         pairs: the towers that differ.
-        culprits: those that differ from two others, which are equal; empty where nobody can tell.
-        names: what differs.
+        culprits: the towers that differ from two other towers, which agree; empty if that cannot be told.
+        names: the tensors that differ.
         devices: of the towers, by number.
     """
+
+    fields = ("step", "pairs", "culprits", "names", "devices")
 
     def __init__(
         self,
@@ -137,21 +141,19 @@ class AuditError(NcclSyncError):
             f"go on from a backup, on devices= without {' and '.join(leave)}, and examine it"
         )
 
-    def __reduce__(self):
-        """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.step, self.pairs, self.culprits, self.names, self.devices)
-
 
 class NonFiniteError(NcclSyncError):
     """Report a NaN or an infinity in a tower's own gradient.
 
     Attributes:
-        towers: by tower, the rows of the batch that it had, from ``begin`` to ``end`` - 1, and the names of
-            the variables: (begin, end, names). Of several shards, from the first to the last that has such.
-        file: a NumPy archive (.npz) of these towers' rows, under the names of the batch's structure, and
-            ``indices``, where in the batch they were; None if it was not saved.
-        unsaved: why it was not.
+        towers: by tower, (begin, end, names): its rows of the batch, ``begin`` to ``end`` - 1, and the variables. With
+            several shards on a tower, from the first shard with such a gradient to the last.
+        file: a NumPy archive (.npz) of these rows, under the names of the batch's structure, with their ``indices`` in
+            the batch; None if it was not saved.
+        unsaved: why it was not saved.
     """
+
+    fields = ("towers", "file", "unsaved")
 
     def __init__(
         self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None, unsaved: str = ""
@@ -165,10 +167,6 @@ class NonFiniteError(NcclSyncError):
             each.append(f"tower {tower}, {rows}, for {', '.join(names[:_NAMED])}{more}")
         saved = f"These rows are saved in {file}" if file else f"These rows are not saved: {unsaved}"
         super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(each)}. {saved}")
-
-    def __reduce__(self):
-        """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        return type(self), (self.towers, self.file, self.unsaved)
 
 
 _NAMED = 10  # so many variables at most in a message

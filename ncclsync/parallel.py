@@ -1,4 +1,4 @@
-"""Decorate a model factory by `@nccl_parallel`: its model trains on towers."""
+"""Decorate a model factory by `@nccl_parallel`, so that its model trains on towers."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ class ModelOptions(TowerOptions):
     """Declare the further options of a model.
 
     Attributes:
-        recipe: a `LargeBatch`, which every `fit` of the model then follows, and `train_on_batch` too.
+        recipe: a `LargeBatch`, which the model's `fit` and `train_on_batch` then follow.
     """
 
     recipe: LargeBatch | None = None
@@ -67,7 +67,7 @@ def nccl_parallel(
 
 @takes(ModelOptions)
 def nccl_parallel(factory=None, **options):
-    """Decorate a model factory: the model it returns trains on several GPUs as on one.
+    """Decorate a model factory: the model that it returns trains on several GPUs as on one.
 
     Each GPU holds a full replica of the model, a tower. A batch is split among the towers, their gradients
     are all-reduced, and every tower makes the same update. The batch size is the global one, as in Keras.
@@ -77,16 +77,15 @@ def nccl_parallel(factory=None, **options):
         {options}
 
     Returns:
-        The factory, decorated. It calls the original once and returns that very model, of the same class,
-        with `model.towers`, a `Towers`; of a model that has an attribute of that name,
-        `ncclsync.towers_of(model)` alone.
+        The decorated factory. It calls the original once and returns the model itself, with `model.towers`, a
+        `Towers`. A model with its own attribute of that name keeps it; `ncclsync.towers_of(model)` returns the
+        `Towers` of any model.
 
     Raises:
-        TypeError, ValueError: bad arguments, here or when the factory is called; a factory that returns
-            something else than a Keras model, or one made under `tf.distribute`, or with an optimizer that
-            Horovod wraps.
-        NcclSyncError: Keras runs on another backend than TensorFlow; or what a launcher of several processes has
-            set contradicts itself.
+        TypeError, ValueError: bad arguments, here or when the factory is called; the factory returns no Keras model,
+            or a model made under `tf.distribute` or with an optimizer that Horovod wraps.
+        NcclSyncError: Keras runs on another backend than TensorFlow; or the variables of a launcher of several
+            processes contradict each other.
         NcclUnavailableError: NCCL was chosen and cannot be used.
     """
     if keras.backend.backend() != "tensorflow":
@@ -123,7 +122,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             follow(model, options.recipe)
         return model
 
-    # Options that `verify` and `plan` take over: they choose other towers.
+    # `verify` and `plan` take over these options, and choose other towers.
     build.nccl_parallel_options = {  # type: ignore[attr-defined]
         "bucket_bytes": options.bucket_bytes,
         "exact": options.exact,

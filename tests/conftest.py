@@ -211,8 +211,8 @@ def disk_events(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def py_ops(monkeypatch):
-    """Towers on the CPU whose collectives are py ops, as where TensorFlow does not take ops of our own."""
-    from ncclsync.ops import host_ops
+def as_on_gpus(monkeypatch):
+    """Towers on the CPU run the program that GPUs run, with packed buckets: no host pass changes it."""
+    from ncclsync.towers import placement
 
-    monkeypatch.setattr(host_ops, "available", lambda: False)
+    monkeypatch.setattr(placement, "host_passes", lambda *_, **__: ())

@@ -5,7 +5,6 @@ Everything is read from the source text by `ast`; nothing here imports TensorFlo
 
 import ast
 import functools
-import itertools
 import os
 import pathlib
 import re
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from documents import PAGES, read
 
 import ncclsync
 
@@ -303,77 +301,3 @@ def test_build_without_a_compiler_says_so(tmp_path):
     )
     assert done.returncode != 0
     assert "Expected a C compiler to build ncclsync. Received: none ('no-such-compiler'" in done.stderr
-
-
-# A docstring begins with what it does: with none of these, nor with Returns, Called, Waiting.
-NO_VERBS = """
-    a all an any are as at be both by each every for from how if in is it its many most no none of on one only
-    our some such that the their there these they this those to two what when where whether which who whose
-    why with
-"""
-
-
-def beginnings(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield each documented thing of a module, private ones too, with the first word of its docstring."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            yield getattr(node, "name", "the module"), text.split()[0]
-
-
-def is_imperative(word: str) -> bool:
-    """Return whether a word may be a verb's plain form; most nouns are not told apart from one."""
-    word = word.rstrip(".,;")
-    plain = re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?", word) is not None
-    bent = re.search(r"([^s]s|\w{3}ed|\w{3}ing)$", word) is not None
-    return plain and not bent and word.lower() not in NO_VERBS.split()
-
-
-def test_docstrings_begin_with_a_verb():
-    """Modules, classes, functions and properties, private ones too."""
-    found = {
-        f"{module}: {name}: {word}"
-        for module, tree in sources().items()
-        for name, word in beginnings(tree)
-        if not is_imperative(word)
-    }
-    assert found == set()
-
-
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield (where, paragraph) of all documents, and of the package's docstrings and comments."""
-    for page in PAGES:
-        prose = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
-        yield from (
-            (str(page), part) for part in re.split(r"\n\s*\n|^\s*(?:[-#|>]|\d+\.) ?", prose, flags=re.MULTILINE)
-        )
-    for file in PACKAGE.rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        comments = re.findall(r"(?:^ *# .*\n)+|# .*", text, flags=re.MULTILINE)
-        docstrings = re.findall(r'"""(.*?)"""', text, flags=re.DOTALL)
-        for part in itertools.chain(*(re.split(r"\n\s*\n|\w+: ", one) for one in docstrings), comments):
-            yield str(file.relative_to(ROOT)), re.sub(r"^ *# ", "", part, flags=re.MULTILINE)
-
-
-def beginnings_of_no_subject(text: str) -> list[str]:
-    """Return the sentences that begin with a clause in place of a subject."""
-    words = r"(?:^|(?<=[.!?] ))(?:What|Those|Whose|Whether it is)\b[^.?]*"
-    return [found for found in re.findall(words, " ".join(text.split())) if not found.endswith("?")]
-
-
-def test_sentences_have_a_subject():
-    """None begins with "What" or "Those": a newcomer would have to read to its end to know what it is about."""
-    found = {f"{where}: {begins}" for where, text in texts() for begins in beginnings_of_no_subject(text)}
-    assert found == set()
-
-
-@pytest.mark.parametrize("text", ["What is sent is lost.", "It is.\nThose of it\nare lost.", "So! Whose it is knows."])
-def test_sentences_without_a_subject_are_found(text):
-    """The check above can fail."""
-    assert beginnings_of_no_subject(text)
-
-
-@pytest.mark.parametrize("text", ["What it is.", "Returns it.", "Those of it.", "N ranks.", "`f`: it.", "Rows."])
-def test_other_beginnings_are_found(text):
-    """The check above can fail."""
-    ((_, word),) = beginnings(ast.parse(f"'''{text}'''"))
-    assert not is_imperative(word)

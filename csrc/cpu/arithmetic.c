@@ -1,6 +1,6 @@
-/* Arithmetic on arrays, many operations in one pass over memory: what an optimizer does to a variable is a dozen
- * operations on four arrays, and memory is what it waits for. A block of each array goes through all operations while
- * it is in the first-level cache. Every operation rounds as a loop of its own would: the result is bitwise the same.
+/* Arithmetic on arrays, many operations in one pass over memory. An optimizer's update is a dozen operations on four
+ * arrays, and waits for memory. A block of each array goes through all operations while it is in the first-level cache.
+ * Every operation rounds as in a separate loop: the result is the same, bit for bit.
  *
  * An operand that is smaller than the result is repeated as far as a block needs it. */
 #include "cpu/arithmetic.h"
@@ -18,7 +18,7 @@
 #define NCS_BLOCK 512
 /* Elements that a thread takes at a time. */
 #define NCS_CHUNK (32 * NCS_BLOCK)
-/* A chunk has at least so many times the elements of its sums, which are held until all chunks are done. */
+/* A chunk has at least this many times the elements of its sums, which are held until all chunks are done. */
 #define NCS_LEAST_PER_SUM 8
 /* Waking a worker takes tens of microseconds. */
 #define NCS_SMALL_JOB (4 * NCS_CHUNK)
@@ -98,7 +98,7 @@ static void repeat_period(char* memory, size_t filled, size_t bytes) {
   }
 }
 
-/* Writes what an operand has for n elements of the result from `at` on. */
+/* Writes an operand's values for n elements of the result, from `at` on. */
 static void spread(ncs_loop fill, char* block, const ncs_operand* operand, size_t at, size_t n, size_t size) {
   const char* data = operand->data;
   const size_t repeat = operand->repeat, count = operand->count;
@@ -112,10 +112,10 @@ static void spread(ncs_loop fill, char* block, const ncs_operand* operand, size_
   }
 }
 
-/* Whether an operand repeats itself so soon that it is written out once for all blocks of a chunk. */
+/* Whether an operand's period is so short that it is written out once for all blocks of a chunk. */
 static int is_short(const ncs_operand* operand) { return operand->repeat == 1 && operand->count <= NCS_BLOCK; }
 
-/* Where the operand's values for n elements from `at` on are; `memory`: its own, of two blocks. */
+/* Returns the operand's values for n elements from `at` on; `memory`: the operand's, of two blocks. */
 static const char* find_values(ncs_loop fill, char* memory, const ncs_operand* operand, size_t at, size_t n,
                                size_t size) {
   const size_t element = at % operand->count;
@@ -125,7 +125,7 @@ static const char* find_values(ncs_loop fill, char* memory, const ncs_operand* o
   return memory;
 }
 
-/* Elements that a sum of a chunk is collected in: as many periods as fit a block, or one. */
+/* The number of lanes in which a chunk's sum is collected: as many periods as fit a block, or one. */
 static size_t lanes_of(size_t period) { return period < NCS_BLOCK ? NCS_BLOCK / period * period : period; }
 
 /* Adds n elements of a register, from `at` on, to the lanes of a sum. */
@@ -157,7 +157,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   const int64_t* outputs = expression->code + 3 * expression->n_steps;
   const size_t size = run->size, block_bytes = NCS_BLOCK * size;
   const size_t end = instance->count - begin < run->chunk ? instance->count : begin + run->chunk;
-  /* Inputs have two blocks each: a short one is found from any of its elements on. */
+  /* Inputs have two blocks each, so that a short input is found from any of its elements on. */
   char* results = memory + 2 * (size_t)expression->n_inputs * block_bytes;
   const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
   char is_same[NCS_MOST_REGISTERS]; /* per register: whether it holds the same for each block */
@@ -168,7 +168,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     memset(lanes[s], 0, lanes_of(period) * size);
     partial += period * size;
   }
-  /* A step whose result is asked for computes it in its place. */
+  /* A step whose result is an output writes it there. */
   for (int reg = 0; reg < expression->n_inputs + expression->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < expression->n_outputs; ++o)
     if (outputs[o] >= expression->n_inputs) targets[outputs[o]] = instance->outputs[o];
@@ -225,13 +225,13 @@ static void run_part(const void* task, size_t part, size_t chunk) {
   const void* registers[NCS_MOST_REGISTERS];
   char* targets[NCS_MOST_REGISTERS];
 #if defined(__SSE2__)
-  _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores what was */
+  _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores the state */
 #endif
   run_chunk(run, &run->instances[part], chunk * run->chunk, memory,
             run->partials + (run->begins[part] + chunk) * run->width * run->size, registers, targets);
 }
 
-/* Adds up what the chunks of instance k have, in their order, in double precision. */
+/* Adds up the sums of instance k's chunks, in their order, in double precision. */
 static void finish_sums(const ncs_run* run, size_t k) {
   const ncs_expression* expression = run->expression;
   const ncs_instance* instance = &run->instances[k];

@@ -4,33 +4,34 @@
 
 #include "ncclsync.h"
 
-/* An expression: it is computed for each element, and added up. Registers 0 … n_inputs - 1 are the inputs; step s
- * computes register n_inputs + s. `code` holds three numbers per step, an ncs_arithmetic and the registers of its
- * operands (the second one is unused where there is but one), then the registers of the outputs, then three numbers per
- * sum: a register, a period of at most NCS_MOST_PERIOD, and whether it is a mean. Element i of a sum is that of the
- * register's elements i, i + period, i + 2 * period, …: of an array of rows, the sum of each column. */
+/* An expression is computed for each element, and added up. Registers 0 … n_inputs - 1 are the inputs; step s computes
+ * register n_inputs + s. `code` holds three numbers per step, an ncs_arithmetic and the registers of its operands (the
+ * second is unused for operations of one operand), then the registers of the outputs, then three numbers per sum: a
+ * register, a period of at most NCS_MOST_PERIOD, and whether it is a mean. Element i of a sum adds up the register's
+ * elements i, i + period, i + 2 * period, …: the columns of an array of rows. */
 typedef struct {
   int64_t* code;
   int n_inputs, n_outputs, n_sums, n_steps, is_double;
 } ncs_expression;
 
-/* Of an input: element i of the result is computed from element (i / repeat) % count. So a whole array has a repeat of 1
- * and as many elements as the result, a scalar has one; a row stands for every row, a column for every column. */
+/* An input: element i of the result is computed from its element (i / repeat) % count. So a whole array has a repeat of
+ * 1 and as many elements as the result, and a scalar has one element; a row repeats for every row, a column for every
+ * column. */
 typedef struct {
   const void* data;
   size_t count, repeat;
 } ncs_operand;
 
-/* One run of an expression: `count` elements of each output, a multiple of each sum's period; after the outputs, where
- * the sums go. An output may be exactly an input that is a whole array, if no step after the one that computes it reads
- * that input, and neither an output nor a sum takes it; else it may overlap none. */
+/* A run of an expression: `count` elements of each output, a multiple of each sum's period; the sums' destinations come
+ * after the outputs. An output may be exactly an input that is a whole array, if no step after the output's step reads
+ * the input, and no output or sum takes it; otherwise it must not overlap an input. */
 typedef struct {
   ncs_operand* inputs;
   void** outputs;
   size_t count;
 } ncs_instance;
 
-/* Whether every number of a code of that length means something. */
+/* Whether a code of that length is valid. */
 int ncs_expression_is_valid(const ncs_expression* expression, int length);
 
 /* Runs an expression for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not

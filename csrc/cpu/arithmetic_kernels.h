@@ -1,4 +1,4 @@
-/* The loops of arithmetic.c; included as collectives_kernels.h is, for each type too. T: float or double. */
+/* The loops of arithmetic.c; included like collectives_kernels.h, and for each type T: float or double. */
 
 #define NCS_LOOP(name, expression)                                                                         \
   NCS_TARGET static void NCS_KERNEL(name)(void* out_, const void* a_, const void* b_, size_t count) {      \
@@ -15,11 +15,11 @@ NCS_LOOP(add, x + y)
 NCS_LOOP(subtract, x - y)
 NCS_LOOP(multiply, x* y)
 NCS_LOOP(divide, x / y)
-/* A NaN is passed on, as by TensorFlow's: x != x takes the first one, and no comparison with the other is true. */
+/* A NaN is passed on, as in TensorFlow: x != x takes x, and no comparison with a NaN in y is true. */
 NCS_LOOP(maximum, (x > y) | (x != x) ? x : y)
 NCS_LOOP(minimum, (x < y) | (x != x) ? x : y)
 NCS_LOOP(squared_difference, (x - y) * (x - y))
-/* A product, as TensorFlow has it: of an infinite gradient, it is NaN where the feature is not positive. */
+/* A product, as in TensorFlow: with an infinite gradient it is NaN if the feature is not positive. */
 NCS_LOOP(relu_gradient, x*(y > 0 ? (T)1 : (T)0))
 NCS_LOOP(square, x* x)
 NCS_LOOP(sqrt, NCS_SQRT_OF(x))

@@ -1,4 +1,4 @@
-/* The beat: a thread that tells other processes that this one is alive. It needs no interpreter, whose lock one call
+/* The beat: a thread that tells other processes that this one is alive. It does not need Python's lock, which a call
  * may hold for long. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -41,14 +41,14 @@ struct ncs_beat {
   pthread_t thread;
 };
 
-/* Returns whether the listener is to be kept. */
+/* Returns whether to keep the listener. */
 static int send_on_socket(struct ncs_listener* listener) {
   const ssize_t sent = send(listener->fd, listener->message, listener->size, MSG_DONTWAIT | MSG_NOSIGNAL);
   const int is_full = sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-  return sent == (ssize_t)listener->size || is_full; /* else closed, or cut off: who reads there learns it by silence */
+  return sent == (ssize_t)listener->size || is_full; /* otherwise closed, or cut off: the reader learns it by silence */
 }
 
-/* Sees whether MPI has sent the message before; returns whether that can be known. */
+/* Checks whether MPI has sent the previous message; returns whether that is known. */
 static int look(struct ncs_listener* listener) {
   const ncs_mpi* mpi = &listener->mpi;
   int failed = 0, is_done = 1;
@@ -81,7 +81,7 @@ static void discard(struct ncs_listener* listener) {
   const struct timespec nap = {0, 1000000L};
   if (listener->fd >= 0) close(listener->fd);
   for (int naps = 0; naps < 100 && look(listener) && listener->is_sending; ++naps) nanosleep(&nap, NULL);
-  if (!listener->is_sending) free(listener); /* else MPI still reads what it sends */
+  if (!listener->is_sending) free(listener); /* otherwise MPI still reads the message */
 }
 
 static struct timespec after(double seconds) {
@@ -147,7 +147,7 @@ ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t si
   if (fd < 0 || size == 0 || size > NCS_MOST_BEAT) return ncclInvalidArgument;
   listener = calloc(1, sizeof(*listener));
   if (listener == NULL) return ncclSystemError;
-  listener->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* whoever closes the other one closes no stranger's */
+  listener->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* closing the caller's descriptor then does no harm */
   if (listener->fd < 0) {
     free(listener);
     return ncclInvalidArgument;

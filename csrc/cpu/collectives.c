@@ -1,6 +1,6 @@
 /* All-reduce and broadcast over host memory. Checks its arguments, cuts the work into chunks for the pool, and
- * combines the ranks block by block, so that the running result stays in the first-level cache; or, what does not fit
- * any cache, line by line. */
+ * combines the ranks block by block, so that the running result stays in the first-level cache; or line by line, if the
+ * data do not fit any cache. */
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -11,14 +11,14 @@
 
 /* The running result of one block: with the ranks' blocks streaming through, it must stay in a 32 KiB cache. */
 #define NCS_BLOCK_BYTES 8192
-/* A thread takes so much at a time, per rank. */
+/* The bytes that a thread takes at a time, per rank. */
 #define NCS_CHUNK_BYTES (128 * 1024)
-/* Waking a worker takes tens of microseconds: jobs that touch less than this run in the caller alone (measured: on
- * two cores the pool loses below and wins above). */
+/* Waking a worker takes tens of microseconds: smaller jobs run in the caller alone (measured on two cores: the pool is
+ * slower below and faster above). */
 #define NCS_SMALL_JOB_BYTES (1024 * 1024)
-/* Results larger than this, all together, will not be found in a cache anyway: write around it. */
+/* Results larger than this, all together, do not stay in a cache: write around it. */
 #define NCS_STREAM_BYTES (8 * 1024 * 1024)
-/* Memory moves so much at a time. */
+/* The bytes of a cache line. */
 #define NCS_LINE_BYTES 64
 
 /* A weighted sum or mean of all ranks. */
@@ -112,7 +112,7 @@ static void copy_streaming(void* to, const void* from, size_t bytes) {
   memcpy(out, in, bytes);
 }
 
-/* Streaming stores are ordered with nothing else: to be called by each thread before it reports its chunk done. */
+/* Orders streaming stores, which other stores do not: each thread calls it before it reports its chunk done. */
 static void finish_streaming(void) {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -176,7 +176,7 @@ ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks
 
 typedef struct {
   const ncs_reduced* tensors;
-  void* const* recvs; /* where the result of the only tensor goes; NULL: to each tensor's own recv */
+  void* const* recvs; /* destinations of the only tensor's result; NULL: each tensor's own recv */
   int n_recvs;
   const double* weights; /* NULL: all 1 */
   int n_ranks, divides;
@@ -251,7 +251,7 @@ static void reduce_chunk(const void* task, size_t part, size_t chunk) {
   void* const* outs = t->recvs != NULL ? t->recvs : &tensor->recv;
   const size_t begin = chunk * NCS_CHUNK_BYTES, end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
   const int streaming = is_streaming(t, tensor, outs);
-  /* Reading and writing line by line keeps memory busy with both all the time: two thirds of the blocks' time. */
+  /* Line by line, memory is read and written at the same time: two thirds of the blocks' time. */
   if (streaming && t->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
     const size_t first = min_size(begin + (0 - (uintptr_t)outs[0] - begin) % NCS_LINE_BYTES, end);
     const size_t last = end - (end - first) % NCS_LINE_BYTES;

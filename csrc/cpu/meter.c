@@ -1,4 +1,4 @@
-/* The meter: what began and ended when, recorded by any number of threads and taken by one. */
+/* The meter: timestamps of begins and ends, recorded by any number of threads and taken by one. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>

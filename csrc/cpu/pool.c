@@ -29,7 +29,7 @@ struct ncs_pool {
 
 static void drain(ncs_job* job) {
   fenv_t callers;
-  /* TensorFlow's threads flush denormals to zero, a pool's threads would not: same result on both only so. */
+  /* TensorFlow's threads flush denormals to zero, a pool's threads do not: this gives equal results on both. */
   fegetenv(&callers);
   fesetenv(FE_DFL_ENV);
   for (;;) {
@@ -74,7 +74,7 @@ void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), c
   }
   drain(&job);
   if (!posted) return;
-  /* All chunks are taken: no worker needs to begin any more, and those still asleep are not waited for. */
+  /* All chunks are taken: workers that still sleep need not begin, and are not waited for. */
   pthread_mutex_lock(&pool->mutex);
   if (pool->job == &job) pool->job = NULL;
   while (job.inside > 0) pthread_cond_wait(&pool->left, &pool->mutex);

@@ -1,4 +1,4 @@
-/* Inside csrc only: the worker pool, and what the loops that run on it share. */
+/* Inside csrc only: the worker pool, and definitions for loops that run on it. */
 #ifndef NCCLSYNC_POOL_H_
 #define NCCLSYNC_POOL_H_
 
@@ -8,8 +8,8 @@
  * all are done. Every thread runs under the default floating-point environment and gets its own back. */
 void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks);
 
-/* Runs run(task, part, 0..n-1) for every part of some work, as ncs_pool_run does. `begins` holds, for each part, how
- * many chunks the parts before it have, and then how many there are in all. `alone`: on the caller only. */
+/* Runs run(task, part, 0..n-1) for every part of some work, as ncs_pool_run does. `begins` holds, for each part, the
+ * number of chunks of the parts before it, and then the number of all chunks. `alone`: on the caller only. */
 void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
                         const size_t* begins, size_t n_parts, int alone);
 

@@ -1,4 +1,4 @@
-/* Inside csrc/nccl only: NCCL's and CUDA's calls as they are found at run time, and what the files here share. */
+/* Inside csrc/nccl only: NCCL's and CUDA's calls, found at run time, and declarations that the files here share. */
 #ifndef NCCLSYNC_NCCL_API_H_
 #define NCCLSYNC_NCCL_API_H_
 
@@ -18,8 +18,8 @@ typedef struct {
   char internal[NCS_UNIQUE_ID_BYTES];
 } ncclUniqueId;
 
-/* The first fields of ncclConfig_t, as of NCCL 2.14, which `version` names: every later NCCL takes what it lacks
- * as unset. (cgaClusterSize is of 2.17; here it fills what would be padding with "unset".) */
+/* The first fields of ncclConfig_t, as of NCCL 2.14, which `version` names: a later NCCL takes the other fields as
+ * unset. (cgaClusterSize came with 2.17; here it fills the padding with "unset".) */
 typedef struct {
   size_t size;
   unsigned int magic;
@@ -124,27 +124,28 @@ struct ncs_nccl_comm {
   int is_waiting;
   struct ncs_waiter* waiter; /* where there are no events */
   /* The call that is under way. */
-  int is_launching;    /* NCCL has not reported yet that it is through with its own part */
+  int is_launching;    /* NCCL has not reported yet that it has launched its work */
   int is_on_streams;   /* whether there is work on the streams then */
-  int n_done;          /* the streams of so many ranks, the first ones, were found to be through */
+  int n_done;          /* the number of the first ranks whose streams have finished */
 };
 
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
 /* A CUDA error is what NCCL would make of it. */
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
-/* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same ones. */
+/* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
+ * libraries. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure);
 
 double ncs_now_s(void);
-/* Between looks at something that has been waited for so long. */
+/* Sleeps between two looks, the longer the longer the wait has been. */
 void ncs_nap(double waited_s);
-/* Makes rank r's context current, and reports what was; ncclSuccess obliges to cuCtxSetCurrent(*before). */
+/* Makes rank r's context current, and returns the one before; after ncclSuccess the caller must restore it. */
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
-/* Ends the wait for the devices' own work without its end. */
+/* Gives up the wait for the devices' own work. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
-/* Makes the calls of a group, and waits for nothing: ncs_ask_nccl reports when NCCL has launched it. */
+/* Makes the calls of a group without waiting: ncs_ask_nccl reports when NCCL has launched it. */
 ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                               ncs_failure* failure);
 

@@ -1,5 +1,5 @@
-/* Checks what a group of collectives is given before anything is called: NCCL would hang, or give wrong numbers, or
- * write where somebody else reads. Refusals are whole sentences: the binding passes them on. */
+/* Checks the buffers of a group before any call: with bad buffers NCCL would hang, give wrong numbers, or write into
+ * memory that others read. Refusals are whole sentences, which the binding passes on. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdint.h>
@@ -8,7 +8,7 @@
 
 #include "nccl/api.h"
 
-/* One buffer: where it lies, and what it is called in messages. */
+/* A buffer: its place, and its name in messages. */
 typedef struct {
   uintptr_t begin, end;
   const char* name;
@@ -42,8 +42,8 @@ static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* 
 
 enum { NCS_MOST_EXTENTS = 3 }; /* of one rank in one collective */
 
-/* Appends a collective's buffers. Memory that is sent and received in place is one piece, which is written; what else
- * is sent lies before it and after it. */
+/* Appends a collective's buffers. Memory that is sent and received in place is one written piece; the rest of the sent
+ * memory lies before and after it. */
 static extent* collect(const ncs_nccl_comm* comm, const ncs_collective* what, int index, extent* next) {
   const int kind = what->kind;
   const size_t block = what->count * ncs_size_of(what->dtype), whole = block * (size_t)comm->world_size;
@@ -82,7 +82,7 @@ static ncclResult_t refuse_overlap(const extent* one, const extent* other, ncs_f
                     (size_t)(other->end - other->begin), (size_t)(one->begin - other->begin));
 }
 
-/* In the order of their addresses it is enough to look at what reaches farthest so far. */
+/* In the order of addresses it is enough to compare with the buffer that reaches farthest so far. */
 static ncclResult_t check_apart(extent* all, size_t n, ncs_failure* failure) {
   const extent *last = NULL, *last_written = NULL;
   qsort(all, n, sizeof(*all), compare);
@@ -95,7 +95,7 @@ static ncclResult_t check_apart(extent* all, size_t n, ncs_failure* failure) {
   return ncclSuccess;
 }
 
-/* Where a buffer lies, by the driver's own books: some 100 ns. Managed memory is on all GPUs. */
+/* Asks the driver where a buffer lies, in about 100 ns. Managed memory is on all GPUs. */
 static ncclResult_t check_place(const ncs_nccl_comm* comm, const extent* one, ncs_failure* failure) {
   int attributes[] = {NCS_CU_MEMORY_TYPE, NCS_CU_IS_MANAGED, NCS_CU_DEVICE_ORDINAL};
   int type = 0, is_managed = 0, device = -1;

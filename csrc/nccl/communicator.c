@@ -1,5 +1,5 @@
-/* Communicators of NCCL over the GPUs of this process: how they begin and end. They are non-blocking ones, since
- * NCCL can abort no others safely: creation and finalization only begin here, ncs_nccl_wait (group.c) ends them. */
+/* The begin and the end of NCCL's communicators over the GPUs of this process. They are non-blocking, since NCCL can
+ * abort only such safely: creation and finalization begin here, and ncs_nccl_wait (group.c) ends them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdlib.h>
@@ -8,8 +8,8 @@
 #include "nccl/api.h"
 
 /* Ends every NCCL communicator by `end`, then frees the streams (which NCCL may touch while it winds down) and the
- * rest. Returns the first failure and goes on after it. Any thread may do it, so that each context is made current: in
- * one without any, CUDA's runtime would make one of its own, on the first GPU. */
+ * rest. Returns the first failure and goes on after it. Any thread may call it, so each context is made current: in a
+ * thread without a context CUDA's runtime would make one on the first GPU. */
 static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t), const char* call,
                             ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
@@ -30,7 +30,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
     if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaEventDestroy", failure);
     error = cuda->cudaStreamDestroy(comm->streams[r]);
     if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaStreamDestroy", failure);
-    /* Only now: before the end of what runs, cudaFree would wait for it. */
+    /* Only now: earlier, cudaFree would wait for running work. */
     if (comm->scratch[r] != NULL) cuda->cudaFree(comm->scratch[r]);
   }
   if (cuda->cuCtxSetCurrent != NULL) cuda->cuCtxSetCurrent(current);
@@ -46,7 +46,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   return first;
 }
 
-/* Of the highest priority: what communicates must not queue up after what computes, for which others wait. */
+/* Of the highest priority: communication, for which other ranks wait, must not queue behind computation. */
 static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   int least = 0, greatest = 0;

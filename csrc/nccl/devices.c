@@ -1,4 +1,4 @@
-/* The GPUs' own work: how a collective waits for what is queued on its devices. Why, and for what, is in ncclsync.h. */
+/* How a collective waits for the GPUs' own work; ncclsync.h says why, and for which. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -10,7 +10,7 @@
 
 /* ---- Time ---- */
 
-/* A collective of some kilobytes takes tens of microseconds: so long it is worth to keep asking. */
+/* A collective of some kilobytes takes tens of microseconds: for this long polling is worthwhile. */
 #define NCS_SPIN_S 200e-6
 #define NCS_LONGEST_NAP_S 1e-3
 
@@ -20,7 +20,7 @@ double ncs_now_s(void) {
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* The longer it has taken, the longer it may yet take: naps of an eighth of it. */
+/* The longer the wait so far, the longer it may go on: nap for an eighth of it. */
 void ncs_nap(double waited_s) {
   double length_s = waited_s / 8;
   struct timespec length = {0, 0};
@@ -30,8 +30,8 @@ void ncs_nap(double waited_s) {
   nanosleep(&length, NULL);
 }
 
-/* Whatever asks CUDA's runtime is between this and cuCtxSetCurrent: in a thread without a context the runtime would make
- * one, which takes memory, on the first GPU. */
+/* All calls of CUDA's runtime are between this and cuCtxSetCurrent: in a thread without a context the runtime would
+ * make one on the first GPU, which takes memory. */
 ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
@@ -62,7 +62,7 @@ static ncclResult_t look_at_events(const ncs_nccl_comm* comm, ncs_failure* failu
 
 /* ---- By a thread ---- */
 
-/* Shared with the thread, which may outlive the communicator: whoever is last frees it. */
+/* Shared with the thread, which may outlive the communicator; the last user frees it. */
 typedef struct ncs_waiter {
   pthread_mutex_t mutex;
   ncs_cuda cuda;

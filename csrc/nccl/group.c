@@ -17,8 +17,8 @@ ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
   return all;
 }
 
-/* Looks once at what is under way. The order matters: until NCCL is through with its own part, there may be nothing
- * on the streams yet, and they would seem to be through. */
+/* Looks once at the call under way. The order matters: until NCCL has launched its work, the streams may be empty and
+ * would seem to have finished. */
 static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncs_ask_nccl(comm, failure);
@@ -30,7 +30,7 @@ static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
     if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
     if (error != 0) return ncs_check_cuda(cuda, error, "cudaStreamQuery", failure);
   }
-  /* An error may have ended the streams' work since it was asked for. */
+  /* An error may have ended the streams' work since the last look. */
   return ncs_ask_nccl(comm, failure);
 }
 
@@ -65,7 +65,7 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
 
 /* ---- Groups ---- */
 
-/* Rank r's part of an all-to-all: block p of what it sends goes to rank p, block p of what it receives is p's. */
+/* Rank r's part of an all-to-all: it sends its block p to rank p, and receives its block p from rank p. */
 static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
   const ncs_nccl* nccl = comm->nccl;
   const ncclDataType_t dtype = (ncclDataType_t)what->dtype;

@@ -1,8 +1,7 @@
-/* Groups that are only enqueued: arrive, launch, deliver, and the thread that polls what was launched. The purpose of
- * each is in ncclsync.h.
+/* Groups that are only enqueued: arrive, launch, deliver, and the thread that polls launched groups; see ncclsync.h.
  *
- * A group's buffers are let go where it is delivered, not where it ends: an allocator that reuses memory in the order
- * in which the host frees it needs no more, since all later work of that GPU waits for the group. */
+ * A group's buffers are let go at its delivery, not at its end: that is enough for an allocator that reuses memory in
+ * the order of the host's calls, since all later work of that GPU waits for the group. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -14,7 +13,7 @@
 #include "nccl/api.h"
 
 #define NCS_LOOK_S 2e-3      /* between looks of the thread that polls */
-#define NCS_WAY_OUT_S 1.0    /* how long after ncs_launcher_interrupt a group may go on without an end */
+#define NCS_WAY_OUT_S 1.0    /* after ncs_launcher_interrupt, the time for a group to end */
 
 struct ncs_launcher {
   pthread_mutex_t mutex;
@@ -22,15 +21,15 @@ struct ncs_launcher {
   int n, on_host, blocks;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
-  ncs_nccl_comm* doomed;  /* to be aborted by the thread that polls, once nobody has it reserved */
+  ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
   ncs_cuda cuda;
-  CUcontext* contexts;    /* the devices' primary ones, which outlive a communicator */
+  CUcontext* contexts;    /* the devices' primary contexts, which outlive a communicator */
   int is_reserved, is_polled;
-  ncs_launched *first, **last; /* not known to have ended, in their order */
+  ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   int64_t n_launched, n_ended, n_collectives;
-  int64_t interrupted_ns; /* 0: nobody wants out. Not under the lock, which NCCL's own part may hold */
+  int64_t interrupted_ns; /* 0: no cancellation is requested. Not under the lock, which a call of NCCL's may hold */
   ncs_launch_failure failure;
-  pthread_mutex_t launching_mutex; /* held for no call: only this is under it */
+  pthread_mutex_t launching_mutex; /* never held during a call; guards the next two */
   ncs_launch_failure launching;    /* the group whose launch holds the lock; status 0: there is none */
   double launching_since;
 };
@@ -38,7 +37,7 @@ struct ncs_launcher {
 struct ncs_arrival {
   ncs_launcher* launcher;
   int rank, n_buffers;
-  int users;          /* whoever has it, and the group that it went into until that is delivered */
+  int users;          /* references, and the group that it went into until its delivery */
   cudaEvent_t before; /* NULL: goes with the group, or there is none */
   void* kept;
   void (*let_go)(void* kept);
@@ -48,10 +47,10 @@ struct ncs_arrival {
 struct ncs_launched {
   ncs_launcher* launcher;
   ncs_launched* next;
-  int users; /* whoever has it, and the list of those under way */
+  int users; /* references, and the list of groups under way */
   int has_ended, has_failed, was_delivered, is_ready; /* is_ready: the GPUs' own work before it has ended */
   int64_t number, label, first;
-  double since; /* when the stage began that it is in */
+  double since; /* when its current stage began */
   int n_collectives;
   int64_t counts[NCS_MOST_NAMED];
   int dtypes[NCS_MOST_NAMED];
@@ -125,7 +124,7 @@ static void name_group(const ncs_launched* group, ncs_launch_failure* reported) 
   memcpy(reported->dtypes, group->dtypes, sizeof(reported->dtypes));
 }
 
-/* In any thread: whoever asks about an event needs a context. */
+/* Called in any thread; querying an event needs a context. */
 static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* reported) {
   CUcontext current = NULL;
   name_group(group, reported);
@@ -134,10 +133,10 @@ static void describe(const ncs_launcher* launcher, const ncs_launched* group, in
   leave(launcher, current);
 }
 
-/* Nobody wants out any more. */
+/* Drops a request for cancellation. */
 static void stay(ncs_launcher* launcher) { __atomic_store_n(&launcher->interrupted_ns, 0, __ATOMIC_RELAXED); }
 
-/* Under way, until it is known to have ended, or an abort has. */
+/* The group is under way until it is known to have ended, or an abort has ended. */
 static void append(ncs_launcher* launcher, ncs_launched* group) {
   __atomic_fetch_add(&group->users, 1, __ATOMIC_RELAXED);
   *launcher->last = group;
@@ -145,8 +144,8 @@ static void append(ncs_launcher* launcher, ncs_launched* group) {
   pthread_cond_broadcast(&launcher->changed);
 }
 
-/* The groups under way have failed, and `group` is the first; NULL: it failed before there was one. Takes the
- * communicator away; whoever calls has it aborted. */
+/* Fails the groups under way, of which `group` is the first; NULL: the failure came before there was a group. Takes the
+ * communicator away; the caller has it aborted. */
 static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
                         double waited_s, const ncs_failure* failure) {
   ncs_launch_failure* reported = &launcher->failure;
@@ -175,7 +174,7 @@ static void drop_groups(ncs_launcher* launcher, ncs_launched** dropped) {
   launcher->last = &launcher->first;
 }
 
-/* Outside the lock: letting go of buffers is not for it. */
+/* Outside the lock, under which buffers must not be let go. */
 static void release_groups(ncs_launched* dropped) {
   while (dropped != NULL) {
     ncs_launched* next = dropped->next;
@@ -207,13 +206,14 @@ static ncclResult_t look_at_events(const ncs_launcher* launcher, cudaEvent_t* ev
   return ncclSuccess;
 }
 
-/* The same of NCCL's errors; what it has not launched yet is a later group's. */
+/* The same for NCCL's errors; work that it has not launched yet belongs to a later group. */
 static ncclResult_t look_at_nccl(const ncs_launcher* launcher, ncs_failure* failure) {
   const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
   return status == ncclInProgress ? ncclSuccess : status;
 }
 
-/* Looks once at what is under way, under the lock; moves what has ended to *ended. ncclInProgress: something has not. */
+/* Looks once at the groups under way, under the lock; moves ended groups to *ended. ncclInProgress if any has not
+ * ended. */
 static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   ncs_failure failure;
   ncclResult_t status = ncclSuccess;
@@ -231,7 +231,7 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
       group->since = now;
       continue;
     }
-    if (status == ncclSuccess) status = look_at_nccl(launcher, &failure); /* an error may have ended it */
+    if (status == ncclSuccess) status = look_at_nccl(launcher, &failure); /* an error may have ended the group */
     if (status == ncclInProgress) {
       const int expired = has_expired(launcher, group->since, now);
       if (!expired && !wants_out(launcher, now)) return status;
@@ -319,7 +319,7 @@ static ncclResult_t start_polling(ncs_launcher* launcher, ncs_failure* failure) 
 
 /* ---- Arrive ---- */
 
-/* CUDA has refused: nobody knows what its streams do. */
+/* CUDA has refused: the state of its streams is not known. */
 static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, const ncs_failure* failure) {
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->comm != NULL && start_polling(launcher, NULL) == ncclSuccess) {
@@ -329,7 +329,7 @@ static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, cons
   pthread_mutex_unlock(&launcher->mutex);
 }
 
-/* After what a stream has been given; NULL: after what all streams of rank's context have. */
+/* Records after the work that a stream has been given; NULL: that of all streams of rank's context. */
 static ncclResult_t record(const ncs_launcher* launcher, int rank, cudaStream_t stream, cudaEvent_t event,
                            ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
@@ -430,7 +430,7 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   return made;
 }
 
-/* Until NCCL is through with its own part, which waits for no GPU. Under the lock. */
+/* Waits until NCCL has launched its work, which waits for no GPU. Under the lock. */
 static ncclResult_t wait_for_nccl(ncs_launcher* launcher, double since, ncs_failure* failure) {
   for (;;) {
     const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
@@ -442,7 +442,7 @@ static ncclResult_t wait_for_nccl(ncs_launcher* launcher, double since, ncs_fail
   }
 }
 
-/* Where no event captures the GPUs' own work. Under the lock. */
+/* Waits if no event captures the GPUs' own work. Under the lock. */
 static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_failure* failure) {
   ncclResult_t status = ncclInProgress;
   while (status == ncclInProgress) {
@@ -454,7 +454,7 @@ static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_
   return status;
 }
 
-/* A group's launch begins a stage: reported to whoever cannot have the lock meanwhile. */
+/* Begins a stage of a group's launch, and records it for threads that cannot get the lock meanwhile. */
 static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
   ncs_launch_failure reported;
   made->since = ncs_now_s();
@@ -503,10 +503,10 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   int stage = NCS_LAUNCHING;
   ncclResult_t status = start_polling(launcher, failure);
   if (status != ncclSuccess) {
-    made->has_failed = 1; /* nobody is to wait for it */
+    made->has_failed = 1; /* so that no thread waits for it */
     return status;
   }
-  if (launcher->first == NULL) stay(launcher); /* whoever wanted out then had nothing to wait for */
+  if (launcher->first == NULL) stay(launcher); /* a request from before the group does not count */
   made->number = ++launcher->n_launched;
   made->first = launcher->n_collectives + 1;
   made->since = ncs_now_s();
@@ -516,7 +516,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   pthread_mutex_lock(&launcher->launching_mutex);
   launcher->launching.status = ncclSuccess;
   pthread_mutex_unlock(&launcher->launching_mutex);
-  append(launcher, made); /* also what has failed: a part of it may be on the streams */
+  append(launcher, made); /* also if it has failed: a part of it may be on the streams */
   if (status != ncclSuccess) {
     launcher->doomed = launcher->comm;
     fail_groups(launcher, made, status, stage, ncs_now_s() - made->since, failure);
@@ -525,7 +525,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   return status;
 }
 
-/* Fills in what the ranks bring, and refuses what does not fit. */
+/* Fills in the ranks' buffers, and refuses those that do not fit. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
                             int n_collectives, const void** sends, void** recvs, ncs_failure* failure) {
   char message[200];
@@ -545,7 +545,7 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
     for (int r = 0; r < launcher->n; ++r) {
       const ncs_buffer* one = &arrivals[r]->buffers[i];
       const int is_broadcast = collectives[i].kind == NCS_BROADCAST;
-      /* A broadcast is in place: the root's send is all that it needs. */
+      /* A broadcast is in place, and needs only the root's send. */
       recvs[i * launcher->n + r] = is_broadcast && r == collectives[i].root ? (void*)(uintptr_t)one->send : one->recv;
       sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
       if (one->count == first->count && one->dtype == first->dtype) continue;
@@ -612,7 +612,7 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
 
 /* ---- Deliver ---- */
 
-/* Lets all later work of a stream wait for the group's end; NULL: of all streams of rank's context. */
+/* Lets a stream's later work wait for the group's end; NULL: that of all streams of rank's context. */
 static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   const ncs_launcher* launcher = launched->launcher;
   const ncs_cuda* cuda = &launcher->cuda;
@@ -644,7 +644,7 @@ ncclResult_t ncs_launched_wait(ncs_launched* launched) {
   }
 }
 
-/* In any case: its memory must not be given out again before the group has ended. */
+/* Also after a failure: the memory must not be reused before the group has ended. */
 static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   ncs_arrival* arrival = launched->arrivals[rank];
   const ncclResult_t status = order(launched, rank, stream, failure);
@@ -729,7 +729,7 @@ ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
   if (launcher->comm != NULL && launcher->first != NULL)
     fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
   launcher->comm = NULL;
-  if (launcher->is_reserved) launcher->doomed = NULL; /* it is the caller's to end */
+  if (launcher->is_reserved) launcher->doomed = NULL; /* the caller ends it */
   if (launcher->doomed == NULL) drop_groups(launcher, &dropped);
   launcher->is_reserved = 0;
   pthread_cond_broadcast(&launcher->changed);
@@ -787,7 +787,7 @@ ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure
   return ncclSuccess;
 }
 
-/* A group's launch holds the lock while NCCL is at its own part, which may hang. */
+/* A group's launch holds the lock during NCCL's calls, which may hang. */
 static void get_launching(ncs_launcher* launcher, ncs_launch_failure* pending) {
   pthread_mutex_lock(&launcher->launching_mutex);
   *pending = launcher->launching;

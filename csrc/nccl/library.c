@@ -1,5 +1,5 @@
-/* NCCL's library, found at run time like CUDA's, so that this compiles, installs and explains itself where neither
- * exists. Its communicators are in communicator.c, the collectives in group.c. */
+/* NCCL's library, found at run time like CUDA's, so that ncclsync compiles, installs and reports errors without them.
+ * communicator.c has its communicators, group.c the collectives. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <dlfcn.h>
@@ -80,7 +80,7 @@ ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, nc
   return load_driver_symbols(handle, cuda, failure);
 }
 
-/* Before the other symbols are asked for: what an old NCCL lacks is not the point. */
+/* Before the other symbols are looked up: the error for an old NCCL is its version, not a missing symbol. */
 static ncclResult_t check_version(ncs_nccl* nccl, ncs_failure* failure) {
   char message[160];
   int version = 0;

@@ -1,4 +1,4 @@
-/* Shared by kernels: TensorFlow's functions, and how a kernel reads its inputs and makes its outputs by them. */
+/* Shared by kernels: TensorFlow's functions, and helpers to read inputs and make outputs. */
 #include "tf/api.h"
 
 #include <stdio.h>

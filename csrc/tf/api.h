@@ -1,4 +1,4 @@
-/* Inside csrc/tf only: TensorFlow's C API as far as kernels use it, and what they share.
+/* Inside csrc/tf only: the part of TensorFlow's C API that kernels use, and shared helpers.
  *
  * It is declared here after tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h, so that neither TensorFlow's headers nor
  * TensorFlow are needed to compile. tests/ops/test_host_ops.py compares both. */
@@ -78,7 +78,7 @@ typedef struct TF_AllocatorAttributes {
 typedef struct {
   NCS_TF_CALLS(NCS_TF_DECLARE)
   ncs_pool* pool;
-  void* (*find_stream)(TF_OpKernelContext*); /* that a kernel's GPU computes on; NULL: nobody knows */
+  void* (*find_stream)(TF_OpKernelContext*); /* that a kernel's GPU computes on; NULL: not known */
 } ncs_tf_library;
 #undef NCS_TF_DECLARE
 
@@ -91,15 +91,15 @@ typedef struct {
   int64_t count;
 } ncs_tf_view;
 
-/* Input `index`; 0 on failure. TensorFlow holds it until the kernel returns: no reference of our own is kept, so that
- * its memory can be forwarded to an output if nobody else holds it. */
+/* Input `index`; 0 on failure. TensorFlow holds it until the kernel returns; no reference is kept here, so that its
+ * memory can be forwarded to an output if it has no other holder. */
 int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen, TF_Status* status);
 
 /* Shape of input `index`; returns its rank, -1 on failure. */
 int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MOST_DIMS], TF_Status* status);
 
-/* Output `index` of that shape, in the memory of the first candidate, an input of as many elements, that nobody else
- * holds; NULL on failure. */
+/* Output `index` of that shape, in the memory of the first candidate (an input of as many elements) without another
+ * holder; NULL on failure. */
 void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
                       int n_candidates, TF_Status* status);
 
@@ -114,8 +114,8 @@ int ncs_tf_is_worth_forwarding(size_t count, size_t n_outputs);
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
 
-/* Fails with a sentence, after the words by which Python knows it (compat/tensorflow.py); without them for want of
- * memory, which is TensorFlow's own kind of failure. */
+/* Fails with a sentence, after the words by which Python knows it (compat/tensorflow.py); if memory is short, as
+ * TensorFlow itself fails, without them. */
 void ncs_tf_fail(TF_Status* status, int code, const char* message);
 
 /* NCCL's number of a dtype of TensorFlow's; -1: NCCL has none. */
@@ -127,8 +127,8 @@ typedef struct {
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
-  int is_stateful;         /* it is run for what it does */
-  const char* on_host[3];  /* not NULL: for GPUs too, where these of its arguments are in the host's memory */
+  int is_stateful;         /* it runs for its side effects */
+  const char* on_host[3];  /* not NULL: for GPUs, too, with these arguments in the host's memory */
 } ncs_tf_op;
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_timestamp;

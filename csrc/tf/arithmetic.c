@@ -59,7 +59,7 @@ static void* create_arithmetic(TF_OpKernelConstruction* context) {
   return kernel;
 }
 
-/* How many elements the input `index` has, and how many of them one row; 0 on failure. */
+/* The elements of input `index`, and of one of its rows; 0 on failure. */
 static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, size_t* row, TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS];
   const int n_dims = ncs_tf_read_dims(context, index, dims, status);
@@ -70,7 +70,8 @@ static int read_sizes(TF_OpKernelContext* context, int index, size_t* count, siz
   return 1;
 }
 
-/* The inputs of an instance in whose memory an output may be: that its own step reads last. Returns how many. */
+/* The inputs of an instance whose memory an output may take: its step is the last to read them. Returns their
+ * number. */
 static int find_candidates(const arithmetic_kernel* kernel, int output, int begin, int candidates[NCS_MOST_REGISTERS]) {
   const ncs_expression* expression = &kernel->expression;
   const int64_t *outputs = expression->code + 3 * expression->n_steps, *sums = outputs + expression->n_outputs;
@@ -96,8 +97,8 @@ static void* make_sum(TF_OpKernelContext* context, const ncs_expression* express
   return NULL;
 }
 
-/* Instance k's inputs and outputs. The first input gives the size. Any other stands for as many elements, or repeats
- * itself in each row: that is how TensorFlow broadcasts one row, or a part of it, to all. */
+/* Instance k's inputs and outputs. The first input gives the size. Any other input has as many elements, or repeats in
+ * each row, as TensorFlow broadcasts a row, or a part of it. */
 static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kernel* kernel, int k,
                              ncs_instance* instance, TF_Status* status) {
   const ncs_expression* expression = &kernel->expression;

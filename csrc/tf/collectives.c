@@ -121,7 +121,7 @@ static void copy_block(const void* pieces, size_t part, size_t block) {
   memcpy(copied->to + begin, copied->from + begin, left < NCS_COPIED_AT_ONCE ? left : NCS_COPIED_AT_ONCE);
 }
 
-/* Makes output v of all ranks' tensors v, one after the other; `pieces` are what is to be copied. */
+/* Makes output v of all ranks' tensors v, one after the other; `pieces` are to be copied. */
 static void prepare_gathered(TF_OpKernelContext* context, const collective_kernel* kernel, int v, piece* pieces,
                              TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS], rows = 0, row = 0;

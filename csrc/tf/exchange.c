@@ -1,11 +1,11 @@
-/* The three kernels by which towers meet without a host thread that waits: arrive and deliver on each tower's device,
- * launch on the CPU. They do it by nccl/launcher.c.
+/* The three kernels by which towers meet without a waiting host thread: arrive and deliver on each tower's device,
+ * launch on the CPU; nccl/launcher.c does the work.
  *
- * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. Where a step
- * fails on its way, TensorFlow lets go of its tensors, and so of all that the step had begun.
+ * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. If a step
+ * fails, TensorFlow releases its tensors, and so everything that the step had begun.
  *
- * They are stateful, so that Grappler neither merges them, nor computes them beforehand, nor takes one that has no
- * results for nothing. Whoever makes them keeps automatic control dependencies from putting them in a row. */
+ * They are stateful, so that Grappler neither merges them, nor computes them beforehand, nor removes those without
+ * results. Their caller keeps automatic control dependencies from ordering them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <stdio.h>
@@ -30,7 +30,7 @@ static void free_token(void* data, size_t size, void* token_) {
   free(data);
 }
 
-/* Makes output 0 the owner of something; on failure it is released. */
+/* Makes output 0 the owner of an object; on failure the object is released. */
 static void hand_over(TF_OpKernelContext* context, void* owned, void (*release)(void*), TF_Status* status) {
   TF_Tensor* tensor = NULL;
   token* made = malloc(sizeof(*made));
@@ -66,7 +66,7 @@ static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
   ncs_tf.TF_DeleteStatus(status);
 }
 
-/* NULL: not on a GPU, or nobody knows. */
+/* NULL: not on a GPU, or not known. */
 static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
 }
@@ -127,7 +127,7 @@ static void* end_create(TF_OpKernelConstruction* context, exchange_kernel* kerne
 /* Holds a rank's buffers. */
 typedef struct {
   int n;
-  TF_Tensor* tensors[]; /* [2 n]: each one that is sent, and the one that is received into; NULL: none */
+  TF_Tensor* tensors[]; /* [2 n]: each sent tensor, and the tensor to receive into; NULL: none */
 } held;
 
 static void let_go(void* held_) {
@@ -147,7 +147,7 @@ static void* create_arrive(TF_OpKernelConstruction* context) {
   return end_create(context, kernel, status);
 }
 
-/* Whether no other tensor that is sent has the memory of tensor i: TensorFlow may have made one of two that are equal. */
+/* Whether tensor i shares its memory with no other input: TensorFlow may merge two ops with equal results. */
 static int is_alone(const held* all, int i) {
   const void* own = ncs_tf.TF_TensorData(all->tensors[2 * i]);
   for (int other = 0; other < all->n; ++other)
@@ -155,7 +155,7 @@ static int is_alone(const held* all, int i) {
   return 1;
 }
 
-/* Makes what tensor i is received into; fills in the buffer. */
+/* Allocates the result of tensor i; fills in the buffer. */
 static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* kernel, int i, held* all,
                         ncs_buffer* buffer, TF_Status* status) {
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
@@ -271,7 +271,7 @@ static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
   ncs_launched* launched = read_token(context, 0, status);
   ncs_failure failure = {"", "", -1};
   if (launched != NULL && kernel->passes) {
-    if (kernel->waits) ncs_launched_wait(launched); /* a failure is reported where it is delivered */
+    if (kernel->waits) ncs_launched_wait(launched); /* the delivery reports a failure */
   } else if (launched != NULL) {
     const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
     for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {
@@ -314,7 +314,7 @@ const ncs_tf_op ncs_tf_launch = {
     {NULL},
 };
 
-/* Of a group that is to be delivered later it only says that all towers have arrived: `passes`. */
+/* `passes`: it only tells that all towers have arrived; the group is delivered later. */
 const ncs_tf_op ncs_tf_deliver = {
     "NcclsyncDeliver",
     {"rank: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},

@@ -1,6 +1,6 @@
-/* Ops of our own for TensorFlow, registered at run time by its C API; their kernels are in collectives.c,
- * arithmetic.c, timestamp.c and exchange.c. The first two files' ops are functions of their inputs alone, which
- * TensorFlow may merge or fold; the others are stateful, so that it may not. */
+/* ncclsync's ops for TensorFlow, registered at run time by its C API; their kernels are in collectives.c, arithmetic.c,
+ * timestamp.c and exchange.c. The first two files' ops depend on their inputs alone, and TensorFlow may merge or fold
+ * them; the others are stateful, so that it may not. */
 #include <dlfcn.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
   for (int i = 0; definition->inputs[i] != NULL; ++i)
     ncs_tf.TF_OpDefinitionBuilderAddInput(op, definition->inputs[i]);
   if (definition->output != NULL) ncs_tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
-  /* Whatever it is given, TensorFlow 2.21 takes as true. */
+  /* TensorFlow 2.21 takes any argument as true. */
   if (definition->is_stateful) ncs_tf.TF_OpDefinitionBuilderSetIsStateful(op, true);
   ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer_nothing);
   ncs_tf.TF_RegisterOpDefinition(op, status);

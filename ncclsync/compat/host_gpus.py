@@ -1,4 +1,4 @@
-"""Tell which GPUs a host has, by its kernel's files, and which of them CUDA leaves to a process; without a hang."""
+"""Tell which GPUs a host has, by the kernel's files, and which of them CUDA shows to a process; it cannot hang."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-fA-F-]+)")
 def count_gpus(
     pci: pathlib.Path = pathlib.Path("/sys/bus/pci/devices"), dev: pathlib.Path = pathlib.Path("/dev")
 ) -> int:
-    """Return how many NVIDIA GPUs the kernel has, on the PCI bus or as devices, with or without a driver."""
+    """Return the number of the kernel's NVIDIA GPUs, on the PCI bus or as devices, with or without a driver."""
 
     def number(file: pathlib.Path) -> int:
         try:
@@ -27,7 +27,7 @@ def count_gpus(
 
 
 def kernel_driver(file: pathlib.Path = pathlib.Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of the NVIDIA kernel module that is loaded, such as "550.54.15"."""
+    """Return the version of the loaded NVIDIA kernel module, such as "550.54.15"; None if there is none."""
     try:
         words = file.read_text(errors="replace").split()
     except OSError:
@@ -36,7 +36,7 @@ def kernel_driver(file: pathlib.Path = pathlib.Path("/proc/driver/nvidia/version
 
 
 def read_uuids(folder: pathlib.Path = pathlib.Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Return the UUIDs of the GPUs that the driver has, in the order of the PCI bus."""
+    """Return the UUIDs of the driver's GPUs, in the order of the PCI bus."""
     files = sorted(folder.glob("*/information"))
     return [found[1] for file in files if (found := _UUID.search(file.read_text(errors="replace")))]
 
@@ -44,13 +44,13 @@ def read_uuids(folder: pathlib.Path = pathlib.Path("/proc/driver/nvidia/gpus")) 
 def left_by(value: str | None, uuids: Sequence[str | None], divided: Collection[int] = ()) -> list[int]:
     """Return the numbers of the GPUs that a value of CUDA_VISIBLE_DEVICES leaves.
 
-    As CUDA reads it: numbers or beginnings of UUIDs up to the first that names no GPU. The numbers are CUDA's own, so
-    of GPUs that differ it may be others than these; how many is right.
+    As CUDA reads it: numbers or beginnings of UUIDs, up to the first that names no GPU. CUDA may number different GPUs
+    in another order; the number of GPUs is right.
 
     Args:
-        value: the variable's; None: it is not set.
-        uuids: of all GPUs; None where unknown.
-        divided: numbers of those that are divided into instances (MIG).
+        value: of the variable; None: it is not set.
+        uuids: of all GPUs; None for an unknown UUID.
+        divided: numbers of the GPUs that are divided into instances (MIG).
     """
     everyone = range(len(uuids))
     if value is None:

@@ -1,4 +1,4 @@
-"""Wrap the interfaces that Keras does not promise to keep, those of its optimizers aside."""
+"""Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
 
 
 def variables_of(model: keras.Model) -> list[tf.Variable]:
-    """Return all variables that can be found from a model: layers', metrics', optimizers', its own."""
+    """Return all variables that are reachable from a model: its layers', metrics', optimizers' and its own."""
     found: dict[int, tf.Variable] = {}
     owners = [model, *model._flatten_layers(include_self=False)]
     values = [value for owner in owners for member in vars(owner).values() for value in _contents(member)]
@@ -49,7 +49,7 @@ def variables_of(model: keras.Model) -> list[tf.Variable]:
 def paths_of(model: keras.Model) -> dict[int, str]:
     """Return, by the id of the `tf.Variable`, the Keras paths of a model's and its optimizer's variables.
 
-    To those of a metric's state Keras gives no path that names the metric; here they have one.
+    Keras' path of a metric's state does not name the metric; these paths do.
     """
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
@@ -62,9 +62,9 @@ _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (lega
 
 
 def write_models_within(context: Callable[[Any], contextlib.AbstractContextManager[bool]]) -> None:
-    """Let Keras write a model's file, also by `keras.saving.save_model`, within `context(model)`, if that yields True.
+    """Let Keras write a model's file, also by `keras.saving.save_model`, inside `context(model)`, if that yields True.
 
-    For the rest of the process; a second call with the same function changes nothing.
+    It holds for the rest of the process; a second call with the same function changes nothing.
     """
     for module, name in _WRITERS:
         write = getattr(module, name)
@@ -83,16 +83,16 @@ def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callabl
 
 
 def is_overridden(model: keras.Model, name: str) -> bool:
-    """Return whether a model, or its class, has a method of its own in place of Keras'."""
+    """Return whether a model, or its class, overrides a method of Keras'."""
     return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 @contextlib.contextmanager
 def base_method_replaced(model: keras.Model, name: str, method: Callable[..., Any]) -> Iterator[list[bool]]:
-    """Let a model find `method` where an override of Keras' method calls `super()`, for a while.
+    """Let `super()` in an override of Keras' method find `method` on this model, for a while.
 
     Yields:
-        A list that is empty until it is called.
+        A list that is empty until `method` is called.
     """
     reached: list[bool] = []
 
@@ -111,19 +111,19 @@ def base_method_replaced(model: keras.Model, name: str, method: Callable[..., An
 
 
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
-    """Return all layers within a layer or model, at any depth, those in lists and dictionaries too."""
+    """Return all layers within a layer or model, at any depth, including layers in lists and dictionaries."""
     return owner._flatten_layers(include_self=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Hold one call of a layer, or of an operation such as `+`, in a functional model."""
+    """Hold a call of a layer, or of an operation such as `+`, in a functional model."""
 
     layer: Any
     index: int
 
     def inputs(self) -> "list[Call]":
-        """Return the calls whose results it gets, in order."""
+        """Return the calls whose results it takes, in order."""
         return _calls_that_make(self.layer._inbound_nodes[self.index].input_tensors)
 
     @property
@@ -133,8 +133,8 @@ class Call:
 
 
 def calls_at_end(layer: keras.Layer) -> list[Call]:
-    """Return the calls whose results are the outputs of a functional model; none of any other layer."""
-    # A Sequential is functional as well, within.
+    """Return the calls whose results are a functional model's outputs; [] for any other layer."""
+    # A Sequential contains a functional model.
     graph = getattr(layer, "_functional", layer)
     return _calls_that_make(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
 
@@ -145,7 +145,7 @@ def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
 
 
 def settings_of(model: keras.Model) -> tuple[Any, ...]:
-    """Return what the attributes of a model and its layers say that are numbers, words or None."""
+    """Return the attributes of a model and its layers that are numbers, strings or None."""
     found: list[Any] = []
     for layer in [model, *model._flatten_layers(include_self=False)]:
         members = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
@@ -158,12 +158,12 @@ _KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "pred
 
 
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
-    """Return the seed generators that a layer itself owns, without those of the layers within it."""
+    """Return the seed generators that a layer itself owns, not those of the layers within it."""
     return list(layer._seed_generators)
 
 
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
-    """Return a model's metrics; of those given to `compile`, before they are built, the Metric objects."""
+    """Return a model's metrics; before those given to `compile` are built, the Metric objects among them."""
     found: list[keras.Metric] = []
     for metric in model.metrics:
         if hasattr(metric, "_user_metrics"):
@@ -176,7 +176,7 @@ def metrics_of(model: keras.Model) -> list[keras.Metric]:
 
 
 def _contents(member: Any) -> Iterator[Any]:
-    """Yield what an attribute holds, inside lists, tuples and dictionaries too."""
+    """Yield the objects in an attribute, also inside lists, tuples and dictionaries."""
     if isinstance(member, dict):
         member = list(member.values())
     if isinstance(member, (list, tuple)):
@@ -187,7 +187,7 @@ def _contents(member: Any) -> Iterator[Any]:
 
 
 def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
-    """Return the `tf.distribute` strategy that a Keras model or optimizer was created under, if any."""
+    """Return the `tf.distribute` strategy under which a Keras model or optimizer was created; None without one."""
     for name in ("_distribute_strategy", "_distribution_strategy"):
         strategy = getattr(owner, name, None)
         # Keras records TensorFlow's default strategy, which stands for "none", on each optimizer.
@@ -202,14 +202,14 @@ def build_symbolically(model: keras.Model, batch: Any) -> None:
 
 
 def forget_failed_builds(model: keras.Model) -> None:
-    """Let those `Sequential`s of a model that could not be built for one shape of their input be built for another."""
+    """Let `Sequential`s of a model whose build has failed for an input's shape be built again."""
     for layer in [model, *model._flatten_layers(include_self=False)]:
         if isinstance(layer, keras.Sequential) and not layer.built and layer._functional is None:
             layer._layers = [one for one in layer._layers if not isinstance(one, keras.layers.InputLayer)]
 
 
 class BackupMethods(keras.callbacks.BackupAndRestore):
-    """Name the two methods by which Keras' callback writes and reads a backup; Keras keeps them private."""
+    """Name the two private methods by which Keras' callback writes and reads a backup."""
 
     def write_backup(self) -> None:
         """Write a backup."""
@@ -227,20 +227,20 @@ class BackupMethods(keras.callbacks.BackupAndRestore):
 
 
 def backup_methods(write: Callable[[], None], read: Callable[[], None]) -> dict[str, Callable[[], None]]:
-    """Return members that let a `BackupAndRestore`, Keras' or ours, write and read backups by these functions."""
+    """Return members that make a `BackupAndRestore`, Keras' or ours, write and read backups by these functions."""
     return {"_save_model": write, "_load_model": read}
 
 
 def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:
-    """Return where a backup's weights are, those of the backup before it, and what Keras writes beside them."""
+    """Return the paths of a backup's weights, of the previous backup's weights, and of Keras' metadata."""
     return callback._weights_path, callback._prev_weights_path, callback._training_metadata_path
 
 
 def first_epoch(model: keras.Model) -> int | None:
-    """Return the epoch at which a `fit` begins that has restored a backup; None if it has not."""
+    """Return the epoch at which a `fit` begins after restoring a backup; None if it has restored none."""
     return model._initial_epoch
 
 
 def begin_at(model: keras.Model, epoch: int | None) -> None:
-    """Let `fit` begin at an epoch, as a restored backup does; None: at that which it is given."""
+    """Let `fit` begin at an epoch, as after restoring a backup; None: at its own `initial_epoch`."""
     model._initial_epoch = epoch

@@ -16,12 +16,12 @@ def accumulates(optimizer: keras.Optimizer) -> bool:
 
 
 def update_is_due(optimizer: keras.Optimizer) -> tf.Tensor:
-    """Return, as a bool scalar, whether the next `apply` of an accumulating optimizer makes an update."""
+    """Return, as a bool scalar, whether the next `apply` of an accumulating optimizer updates."""
     return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
 
 
 def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> list[Any]:
-    """Return the variables that `optimizer.apply` updates, having built it for them as `apply` does."""
+    """Build an optimizer for variables as `apply` does; return the variables that `apply` updates."""
     if variables is None:
         return list(optimizer._trainable_variables)
     variables = list(variables)
@@ -33,7 +33,7 @@ def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> li
 
 
 def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tf.Variable]:
-    """Return what an accumulating optimizer accumulates the gradients of each variable in."""
+    """Return the variables in which an accumulating optimizer accumulates each variable's gradients."""
     return [
         tf_compat.backend_variable(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)])
         for variable in variables
@@ -54,25 +54,25 @@ def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return the optimizer that makes the updates, of which others may be wrappers."""
+    """Return the optimizer that makes the updates, inside any wrappers."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def schedule_of(optimizer: keras.Optimizer) -> keras.optimizers.schedules.LearningRateSchedule | None:
-    """Return the schedule that gives an optimizer's rate by the number of batches, if it has one."""
+    """Return the schedule of an optimizer's rate by the number of batches; None without one."""
     schedule = optimizer._learning_rate
     return schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
 def batches_applied(optimizer: keras.Optimizer) -> tf.Tensor:
-    """Return the count that schedules get: of batches, also where several make an update."""
+    """Return the count that schedules get: of batches, also if several batches make an update."""
     return tf.convert_to_tensor(optimizer._iterations)
 
 
 def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
-    """Replace what an optimizer does between unscaling gradients and applying constraints, for a while.
+    """Replace an optimizer's work between unscaling gradients and applying constraints, for a while.
 
     That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
     """
@@ -85,7 +85,7 @@ def has_wrapped_update(optimizer: keras.Optimizer) -> bool:
 
 
 def wrap_update(optimizer: keras.Optimizer, wrap: Callable[[Callable], Callable]) -> None:
-    """Replace what `apply` of this optimizer does once gradients are whole, by `wrap` of it, for good.
+    """Replace, for good, the work of this optimizer's `apply` on whole gradients by `wrap` of it.
 
     It takes gradients and variables, and makes the update with weight decay and clipping, or accumulates.
     """
@@ -93,7 +93,7 @@ def wrap_update(optimizer: keras.Optimizer, wrap: Callable[[Callable], Callable]
 
 
 def apply_gradients(optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Do what `updates_wrapped` is about: all of an update but unscaling, constraints and counting."""
+    """Update like the method that `updates_wrapped` replaces: without unscaling, constraints and counting."""
     optimizer._backend_apply_gradients(list(gradients), list(variables))
 
 
@@ -110,7 +110,7 @@ def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
 
 
 def unclipped(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Let an optimizer take gradients as they are, for a while."""
+    """Let an optimizer leave out clipping, for a while."""
     return _members_replaced(optimizer, {"_clip_gradients": lambda gradients: gradients})
 
 
@@ -120,7 +120,7 @@ def update_replaced(
 ) -> Iterator[None]:
     """Let an optimizer read `rate` as its learning rate, and make its updates by `replace(update)`.
 
-    `update` takes gradients, variables and the learning rate; it is called where an update is due.
+    `update` takes gradients, variables and the learning rate; it is called when an update is due.
     """
     replaced = {
         "_get_current_learning_rate": lambda: rate,
@@ -132,7 +132,7 @@ def update_replaced(
 
 @contextlib.contextmanager
 def increments_scaled(optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor) -> Iterator[None]:
-    """Let what an optimizer adds to these variables, or subtracts, be `factor` times as much."""
+    """Multiply the optimizer's `assign_add`/`assign_sub` on these variables by `factor`."""
     scaled = {id(tf_compat.backend_variable(variable)) for variable in variables}
 
     def scaling(assign: Callable) -> Callable:
@@ -149,26 +149,26 @@ def increments_scaled(optimizer: keras.Optimizer, variables: Sequence[Any], fact
 
 
 def has_velocities(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer sums up, in slots, increments that have been multiplied by the rate."""
+    """Return whether an optimizer's slots sum up increments that contain the rate."""
     updates = (keras.optimizers.SGD.update_step, keras.optimizers.RMSprop.update_step)
     return type(optimizer).update_step in updates and optimizer.momentum > 0
 
 
 def velocities(optimizer: keras.Optimizer) -> list[tf.Variable]:
-    """Return those slots; none before the optimizer is built."""
+    """Return these slots; [] before the optimizer is built."""
     slots = "momentums" if isinstance(optimizer, keras.optimizers.SGD) else "_momentums"
     found = getattr(optimizer, slots, []) if has_velocities(optimizer) else []
     return [tf_compat.backend_variable(slot) for slot in found if slot is not None]
 
 
 def decays(optimizer: keras.Optimizer, variable: Any) -> bool:
-    """Return whether an optimizer decays a weight by itself, beside its update."""
+    """Return whether an optimizer decays a weight, apart from its update."""
     value = tf_compat.backend_variable(variable)
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(value)
 
 
 def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Exclude variables from weight decay, beside those that are excluded by name or by themselves."""
+    """Exclude variables from weight decay, in addition to earlier exclusions."""
     keys = {optimizer._var_key(variable) for variable in variables}
     own = vars(optimizer)
     own["_exclude_from_weight_decay"] = keys | own.get("_exclude_from_weight_decay", set())
@@ -178,9 +178,9 @@ def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[An
 
 
 def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:
-    """Return what a built optimizer keeps for each weight: by attribute, lists in the order of the weights.
+    """Return a built optimizer's slots: by attribute, lists in the order of the weights.
 
-    Keras' own keep it so; an entry may be None.
+    Keras' own optimizers keep them so; an entry may be None.
     """
     count = len(optimizer._trainable_variables)
     return {
@@ -195,12 +195,12 @@ def slots_of(optimizer: keras.Optimizer) -> dict[str, list[Any]]:
 
 
 def scalars_of(optimizer: keras.Optimizer) -> dict[str, keras.Variable]:
-    """Return the variables that an optimizer keeps for all weights together, by attribute."""
+    """Return an optimizer's variables for all weights together, by attribute."""
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
 
 
 def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return a new, unbuilt optimizer that does what another does, but for clipping, at its learning rate."""
+    """Return a new, unbuilt optimizer that updates like another one, without clipping, at its learning rate."""
     twin = type(optimizer).from_config(optimizer.get_config())
     twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
     twin._clip_gradients = lambda gradients: gradients
@@ -209,7 +209,7 @@ def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
 
 @contextlib.contextmanager
 def _members_replaced(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
-    """Let an object have these members for a while, past what its class does when a member is set."""
+    """Give an object these members for a while, bypassing its class's `__setattr__`."""
     before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     vars(owner).update(replaced)
     try:

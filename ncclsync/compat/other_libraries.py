@@ -1,7 +1,6 @@
-"""Refuse what a program keeps of MirroredStrategy, Horovod, multi_gpu_model or tensorpack.
+"""Refuse parts of programs for MirroredStrategy, Horovod, multi_gpu_model or tensorpack that cannot work here.
 
-Where it cannot mean the same here, the error has the words that its users know. Nothing of these
-libraries is imported.
+The errors use that library's words. None of these libraries is imported.
 """
 
 import os
@@ -11,7 +10,8 @@ import tensorflow as tf
 
 from ncclsync.errors import NcclSyncError
 
-# How many processes were started: by horovodrun, by the mpirun of MPICH and Intel, whose variables do not tell enough.
+# Variables with the number of processes, set by horovodrun and by MPICH's and Intel's mpirun; they do not tell enough
+# to join.
 PROCESS_COUNTS = ("HOROVOD_SIZE", "PMI_SIZE")
 
 OTHER_WAY = "ncclsync places the replicas itself: leave the strategy away."
@@ -27,7 +27,7 @@ def check_outside_strategy() -> None:
 
 
 def check_undistributed(leaf: Any) -> None:
-    """Raise TypeError for a part of a batch that `tf.distribute` has split among replicas already."""
+    """Raise TypeError for a part of a batch that `tf.distribute` has already split among replicas."""
     if isinstance(leaf, tf.distribute.DistributedValues):
         raise TypeError(
             "Expected the global batch, as tensors or arrays, which is split among the towers here. "
@@ -37,8 +37,8 @@ def check_undistributed(leaf: Any) -> None:
 
 
 def check_not_horovods(wrapped: Any) -> None:
-    """Raise TypeError for an optimizer or a tape that Horovod has made from one of Keras' or TensorFlow's."""
-    # Such a class derives from the one it wraps and has its name; only its module shows it.
+    """Raise TypeError for an optimizer or a tape of Keras' or TensorFlow's that Horovod has wrapped."""
+    # Such a class derives from the wrapped class and has its name; only its module differs.
     # Source: horovod/_keras/__init__.py, create_distributed_optimizer.
     if any(cls.__module__.partition(".")[0] == "horovod" for cls in type(wrapped).__mro__):
         taken, given = "a keras.optimizers.Optimizer", "hvd.DistributedOptimizer"
@@ -52,9 +52,9 @@ def check_not_horovods(wrapped: Any) -> None:
 
 
 def check_one_process() -> None:
-    """Raise NcclSyncError in one of several processes that cannot be joined: of horovodrun, or another mpirun.
+    """Raise NcclSyncError in a process of horovodrun, or of an mpirun whose processes cannot be joined.
 
-    Each would take the same devices, and train by itself.
+    Each such process would take the same devices, and train alone.
     """
     for name in PROCESS_COUNTS:
         count = os.environ.get(name, "")

@@ -19,7 +19,7 @@ _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 
 
 def user_line(traceback: Any = None) -> str:
-    """Name the innermost line of a stack that belongs to none of the libraries.
+    """Name the innermost line of a stack that is not a library's.
 
     Args:
         traceback: of an op; None: of the caller.
@@ -36,16 +36,16 @@ def user_line(traceback: Any = None) -> str:
 
 
 def own_place(op: tf.Operation) -> tuple[str, str]:
-    """Name the line of a step, written by the user, that an op of its trace comes from; else the layer or loss.
+    """Name the user's line from which an op of a step's trace comes; without such a line, the layer or loss.
 
-    A line that runs the step, such as `fit`'s, is no line of the step, nor is one of an installed library. Of a
-    gradient it is the line that the gradient is of.
+    Lines that run the step, such as `fit`'s, do not count, nor do installed libraries. A gradient's line is that of the
+    op whose gradient it is.
 
     Args:
         op: of a graph that `program.trace` has made.
 
     Returns:
-        The place, and the type of the op there: for a gradient, of the op that it is of.
+        The place, and the type of the op there: for a gradient, of the op whose gradient it is.
     """
     op = _forward_of(op)
     libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN)
@@ -66,7 +66,7 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
 
 
 def _forward_of(op: tf.Operation) -> tf.Operation:
-    """Return the op that a tape's is the gradient of, or one of its name scope. Of others, the op itself."""
+    """Return the op whose gradient a tape's op is, or an op of that name scope; for other ops, the op itself."""
     while op.type == "AddN" and all(one.op.name.startswith(_OF_TAPES) for one in op.inputs):
         op = op.inputs[0].op
     if not op.name.startswith(_OF_TAPES):
@@ -91,7 +91,7 @@ def _text_of(frame: stack.FrameSummary) -> str:
 
 
 def innermost(error: BaseException) -> tuple[str, BaseException]:
-    """Return the user's line that an error comes from, and the error that others wrap, such as Keras' do."""
+    """Return the user's line that an error comes from, and the innermost error, which Keras' errors may wrap."""
     line = _UNKNOWN
     wraps: BaseException | None = error
     while wraps is not None:

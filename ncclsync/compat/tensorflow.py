@@ -1,8 +1,7 @@
 """Wrap the interfaces that TensorFlow does not promise to keep.
 
-`keras.py` and `keras_optimizers.py` wrap those of Keras. Nothing else
-in the package touches such an interface. `tests/compat` has one test for each function of these modules, so
-that an upgrade that breaks an assumption fails under that assumption's name.
+`keras.py` and `keras_optimizers.py` wrap Keras'. The rest of the package uses no such interface. `tests/compat` has a
+test for each function of these modules, so that an upgrade that breaks an assumption fails under the assumption's name.
 """
 
 import contextlib
@@ -31,13 +30,12 @@ from tensorflow.python.profiler import trace as profiler_trace
 
 from ncclsync import errors
 
-# Sentences of ncclsync's ops that fail begin so, in C, too; of its Python functions TensorFlow tells the class.
+# Errors of ncclsync's ops begin so, also in C; for its Python functions TensorFlow tells the class.
 OWN_WORDS = "ncclsync: "
 _OWN_CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
 _OWN_SENTENCE = re.compile(rf"(?:{OWN_WORDS}|\b(?:{'|'.join(_OWN_CLASSES)}): )([^\n]+)")
 
-# Every method by which Python writes a tf.Variable: the last two are `variable[1:2].assign` and how a
-# checkpoint does.
+# Every method by which Python writes a tf.Variable; the last two are for `variable[1:2].assign` and for checkpoints.
 VARIABLE_WRITERS = (
     "assign",
     "assign_add",
@@ -61,7 +59,7 @@ VARIABLE_WRITERS = (
 )
 
 # C++ that finds the stream on which TensorFlow computes, from a kernel's context; compiled by `ops/gpu_streams.py`.
-# Of a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.
+# For a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.
 GPU_STREAM_SOURCE = """
 #include "tensorflow/c/experimental/stream_executor/stream_executor_internal.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -76,7 +74,7 @@ extern "C" void* ncclsync_gpu_stream(void* context) {
 
 
 def written_handles(op: tf.Operation) -> set[str]:
-    """Return the names of the resource inputs that `op` may write to, by TensorFlow's own bookkeeping."""
+    """Return the names of the resource inputs that `op` may write to, as TensorFlow records them."""
     _, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
     return {tensor.name for tensor in writes}
 
@@ -92,16 +90,16 @@ def calls_functions(op: tf.Operation) -> bool:
 
 
 class Memory(NamedTuple):
-    """Say which inputs and outputs of an op lie in the host's memory, by their numbers."""
+    """Hold the numbers of an op's inputs and outputs that lie in the host's memory."""
 
     inputs: frozenset[int]
     outputs: frozenset[int]
 
 
 def gpu_memory(op: tf.Operation) -> Memory | None:
-    """Return what lies in the host's memory where `op` runs on a GPU; None: TensorFlow has no kernel for that.
+    """Return which inputs and outputs of `op` lie in the host's memory on a GPU; None without a kernel for GPUs.
 
-    Of resources, which always do, nothing is said.
+    Resources always lie there, and are not listed.
     """
     node, definition = op.node_def, op.op_def
     found = _kernels_for(op, ("GPU", "DEFAULT"))
@@ -119,7 +117,7 @@ def gpu_memory(op: tf.Operation) -> Memory | None:
                 count = len(node.attr[argument.type_list_attr].list.type)
             names += [argument.name] * count
         pairs = enumerate(zip(names, tensors, strict=True))
-        # Functions take int32 from the host.
+        # Functions take int32 in the host's memory.
         sides.append(frozenset(i for i, (n, tensor) in pairs if n in on_host or (calls and tensor.dtype == tf.int32)))
     return Memory(*sides)
 
@@ -162,17 +160,16 @@ def _kernels(op_type: str) -> list[_Kernel]:
 
 
 def has_host_results(op_type: str) -> bool:
-    """Return whether some of TensorFlow's kernels of such an op for GPUs leave a result in the host's memory."""
+    """Return whether some of TensorFlow's GPU kernels of such an op leave a result in the host's memory."""
     names = {argument.name for argument in op_def_registry.get(op_type).output_arg}
     return any(kernel.device_type != "CPU" and kernel.on_host & names for kernel in _kernels(op_type))
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
-    """Return whether ops of a type depend on a state that no variable holds, as far as TensorFlow declares
-    it.
+    """Return whether ops of a type depend on a state outside variables, as far as TensorFlow declares it.
 
     Args:
-        op_type: of a registered op; one that is not known hides nothing.
+        op_type: of a registered op; False for an unknown type.
         repeatable: the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
@@ -188,7 +185,7 @@ def function_as_graph(definition: Any, shapes: Sequence[Any], outer: Any) -> Any
 
 
 def add_functions(definitions: Sequence[Any], owner: Any) -> None:
-    """Let TensorFlow know FunctionDefs by their names for as long as `owner` lives."""
+    """Register FunctionDefs with TensorFlow by their names, for as long as `owner` lives."""
     context = eager_context.context()
     for definition in definitions:
         context.add_function_def(definition)
@@ -196,7 +193,7 @@ def add_functions(definitions: Sequence[Any], owner: Any) -> None:
 
 
 def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
-    """Return a copy of `op`, in the default graph, with other inputs. It waits for nothing else."""
+    """Return a copy of `op`, in the default graph, with other inputs and no control inputs."""
     node = op.node_def
     node.name, node.device = f"copy_of_{op.name.replace('/', '_')}", ""
     node.attr.pop("_class", None)
@@ -209,7 +206,7 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
-    """Let a function's argument that stands for a variable's handle know the variable's shape."""
+    """Give a function's argument that stands for a variable's handle the variable's shape."""
     handle_data_util.copy_handle_data(variable.handle, handle)
 
 
@@ -221,7 +218,7 @@ def shape_behind(handle: tf.Tensor) -> tf.TensorShape:
 
 
 def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
-    """Return what the elements of a list of tensors are, as far as its graph knows; None if it is no such list."""
+    """Return the spec of the elements of a list of tensors, as far as the graph knows; None if it is no such list."""
     data = handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.variant else None
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -239,9 +236,9 @@ def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outp
 
     Args:
         op_type: of a registered op.
-        inputs: tensors, those of lists one by one.
-        attributes: all that the type declares, as `attributes_of` gives them, perhaps with other dtypes.
-        outputs: how many results it has.
+        inputs: tensors, with lists flattened.
+        attributes: all that the type declares, as `attributes_of` returns them, perhaps with other dtypes.
+        outputs: the number of its results.
     """
     flat: list[Any] = []
     for name, value in attributes.items():
@@ -251,9 +248,9 @@ def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outp
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Let nobody observe the ops that are made within, as `tf.debugging.enable_check_numerics()` does.
+    """Hide ops made in the body from observers such as `tf.debugging.enable_check_numerics()`.
 
-    It would add checks to ops that are none of the user's, and name their lines in place of the user's.
+    These would add checks to ops that are not the user's, and name ncclsync's lines in place of the user's.
     """
     thread = eager_context.context()._thread_local_data
     callbacks, thread.op_callbacks = thread.op_callbacks, []
@@ -264,9 +261,9 @@ def unobserved() -> Iterator[None]:
 
 
 def uninitialized(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Return memory that holds whatever it holds, on the current device.
+    """Return uninitialised memory on the current device.
 
-    Not by `tf.raw_ops.Empty`: `tf.debugging.enable_check_numerics()` would take what that returns for a result.
+    Not by `tf.raw_ops.Empty`, whose result `tf.debugging.enable_check_numerics()` would check.
     """
     (memory,) = run_op("Empty", [tf.constant(list(shape), tf.int32)], {"dtype": dtype, "init": False}, 1)
     return memory
@@ -279,9 +276,9 @@ def _plain(attribute: Any) -> Any:
 
 
 def run_independently(op: tf.Operation) -> None:
-    """Let a stateful op of a `tf.function` wait for its inputs alone; it is run nevertheless.
+    """Let a stateful op of a `tf.function` wait for its inputs alone; it still runs.
 
-    Where ops are not ordered by themselves, there is nothing to do; see `unordered_function`.
+    Graphs of `unordered_function` do not need it.
     """
     manager = getattr(op.graph, "experimental_acd_manager", None)
     if manager is not None:
@@ -289,10 +286,10 @@ def run_independently(op: tf.Operation) -> None:
 
 
 def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
-    """Return `body` as a function of a graph whose ops have the order that it gives them, and no other.
+    """Return `body` as a function of a graph whose ops have the order that `body` gives them, and no other.
 
-    `tf.function` adds control dependencies: between ops that use the same variable, and from all that must run
-    to the results. From one device to another these go through a GPU's memory, and TensorFlow waits for the GPU.
+    `tf.function` adds control dependencies: between ops that use the same variable, and from all side effects to the
+    results. Between devices these go through a GPU's memory, and TensorFlow waits for the GPU.
 
     Args:
         body: a function of tensors, which is traced now. Its results must come after its side effects.
@@ -308,10 +305,10 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:
-    """Let go of the functions of `tf.custom_gradient` that a graph's ops have, by which no gradient is taken any more.
+    """Free the functions of `tf.custom_gradient` in a graph of which no gradient is taken any more.
 
-    TensorFlow registers them for good, and they hold the graph, with the memory of all variables in it. Branches
-    and loops belong to it; functions that it calls do not, since somebody else may call these.
+    TensorFlow registers them for good, and they hold the graph, with the memory of all its variables. Branches and
+    loops belong to the graph; functions that it calls do not, since other graphs may call them.
     """
     left = [op.node_def for op in graph.get_operations() if op.type == "IdentityN" or calls_functions(op)]
     entered = {""}
@@ -328,9 +325,9 @@ def forget_custom_gradients(graph: tf.Graph) -> None:
 
 
 def sync_devices() -> None:
-    """Wait until all GPUs have done what this process has given them.
+    """Wait until all GPUs have done the work that this process has given them.
 
-    `tf.test.experimental.sync_devices` passes over GPUs that a plug-in adds. A copy to the host comes after all else.
+    `tf.test.experimental.sync_devices` skips GPUs that a plug-in adds. A copy to the host comes after all earlier work.
     """
     for gpu in tf.config.list_logical_devices("GPU"):
         with tf.device(gpu.name):
@@ -344,25 +341,25 @@ def is_profiling() -> bool:
 
 
 def is_op_determinism_enabled() -> bool:
-    """Return whether `tf.config.experimental.enable_op_determinism` was called, or TF_DETERMINISTIC_OPS is set."""
+    """Return whether `enable_op_determinism` was called, or TF_DETERMINISTIC_OPS is set."""
     return framework_config.is_op_determinism_enabled()
 
 
 def is_seed(variable: tf.Variable) -> bool:
-    """Return whether `variable` is random state, by the names that both libraries give it.
+    """Return whether `variable` is random state, by its name.
 
-    Of a `keras.random.SeedGenerator` ([seed, counter]), or of a `tf.random.Generator` ([*counter, key]).
+    It is the state of a `keras.random.SeedGenerator` ([seed, counter]) or of a `tf.random.Generator` ([*counter, key]).
     """
     return variable.name.split("/")[-1].startswith(("seed_generator_state", "StateVar"))
 
 
 def backend_variable(variable: Any) -> tf.Variable:
-    """Return the `tf.Variable` inside a `keras.Variable`, whatever autocast scope is open."""
+    """Return the `tf.Variable` inside a `keras.Variable`, in any autocast scope."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def loaded_classes(base: type) -> list[type]:
-    """Return `base`, what it derives from, and all loaded classes that derive from it."""
+    """Return `base`, its bases, and all loaded classes that derive from it."""
     classes: list[type] = []
     queue: list[type] = [*base.__mro__]
     while queue:
@@ -382,7 +379,7 @@ def methods_wrapped(
 ) -> Iterator[None]:
     """Replace method `name` of those `classes` (or modules) that define it by `wrap(method)`, for a while.
 
-    Of classes, since a step may use objects that nobody can enumerate. One thread at a time.
+    Classes are changed, since the objects that a step uses cannot be enumerated. One thread at a time.
     """
     with _wrap_lock:
         wrapped = [(cls, cls.__dict__[name]) for cls in classes if name in cls.__dict__]
@@ -396,7 +393,7 @@ def methods_wrapped(
 
 
 def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
-    """Return the datasets that an iterator's elements come from: its own, and all that this is made of."""
+    """Return an iterator's dataset, and all datasets that it is made of."""
     found: list[tf.data.Dataset] = []
     left = [iterator._dataset]
     while left:
@@ -408,15 +405,14 @@ def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
 
 
 def set_flag(variable: tf.Variable, flag: str, value: bool = True) -> None:
-    """Mark a variable, or undo that.
+    """Mark a variable, or remove the mark.
 
     Args:
         variable: of tower 0.
-        flag: "partial": each tower's copy is a part, and the sum is what one device would hold.
-            "partitioned": each tower's copy holds something else, a part of a larger one. "shared": it is the
-            same on all towers, whatever aggregation it declares. "written_by_graph": a `tf.function` of
-            somebody's writes it at each call, without a report.
-        value: whether it is so.
+        flag: "partial": each tower's copy is a part, and one device would hold the sum. "partitioned": each tower's
+            copy holds another part of a larger variable. "shared": it is the same on all towers, whatever aggregation
+            it declares. "written_by_graph": a user's `tf.function` writes it at each call, without a report.
+        value: whether to mark it.
     """
     setattr(variable, f"_ncclsync_{flag}", value)
 
@@ -432,14 +428,14 @@ def set_tracker(variable: tf.Variable, tracker: Any) -> None:
 
 
 def tracker_of(variable: tf.Variable) -> Any:
-    """Return what `set_tracker` was given last, or None."""
+    """Return the object last given to `set_tracker`, or None."""
     return getattr(variable, "_ncclsync_tracker", None)
 
 
 def _method_of(variable: tf.Variable, name: str) -> Callable:
-    """Return a variable's method as a function that does not hold the variable, which is to hold what wraps it.
+    """Return a variable's method as a function that does not hold the variable, which holds the method's wrapper.
 
-    Else its memory on a GPU would wait until Python looks for cycles.
+    A reference cycle would keep the variable's memory on a GPU until Python's garbage collector runs.
     """
     if name in vars(variable):
         return vars(variable)[name]
@@ -453,7 +449,7 @@ def _method_of(variable: tf.Variable, name: str) -> Callable:
 
 
 def track_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
-    """Call `before` whenever a variable's value is read, however that is done."""
+    """Call `before` at every read of a variable's value, by whatever method."""
     read = _method_of(variable, "_read_variable_op")
 
     @functools.wraps(read)
@@ -478,11 +474,12 @@ def untrack(variable: tf.Variable) -> None:
 
 
 def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
-    """Call `after` whenever an eager tensor's numbers have come to the host; what it raises, the read raises.
+    """Call `after` when an eager tensor's numbers have come to the host; an error of `after` is raised by the read.
 
-    By any method of the tensor: `numpy()`, `float()`, `str()`. NumPy's own `np.asarray(tensor)` calls none, nor do ops.
+    The read may be any method of the tensor: `numpy()`, `float()`, `str()`. `np.asarray(tensor)` calls none, nor do
+    ops.
     """
-    held = weakref.ref(tensor)  # a tensor that held itself would keep its memory until Python looks for cycles
+    held = weakref.ref(tensor)  # a reference cycle would keep the tensor's memory until Python's garbage collector runs
 
     def read() -> Any:
         own: Any = held()
@@ -494,7 +491,7 @@ def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
 
 
 def function_class() -> type:
-    """Return the class of what `tf.function` returns."""
+    """Return the class of `tf.function`'s results."""
     return type(tf.function(lambda: None))
 
 
@@ -503,22 +500,22 @@ def shared_function(
 ) -> Any:
     """Return `body` as a ConcreteFunction that TensorFlow optimises once, for all of its callers.
 
-    If it inlined the function, or made it special for the constants that one caller passes and the results
-    that it uses, then each caller's would be optimised anew, and be rounded differently: towers would drift
-    apart by the last bit. `tf.function` does not offer "_nospecialize", which TensorFlow's optimiser reads.
+    If TensorFlow inlined the function, or specialised it for a caller's constants and used results, each caller's copy
+    would be optimised by itself and rounded differently: towers would drift apart by the last bit. `tf.function` does
+    not offer "_nospecialize", which TensorFlow's optimiser reads.
     Source: tensorflow/core/grappler/optimizers/function_optimizer.cc.
 
-    Where a function's ops are on several devices, its tensors go from one to another by a rendezvous of its own, which
-    ends with it. If another call of the same graph fails at that moment, TensorFlow still uses that rendezvous: the
-    process crashes, or hangs. The caller's ends with the whole graph.
-    Source: tensorflow/core/framework/local_rendezvous.cc, RecvAsync: what is called at a cancellation owns nothing.
+    If a function's ops are on several devices, its tensors go between them by a rendezvous of the function, which ends
+    with it. If another call of the same graph fails at that moment, TensorFlow still uses that rendezvous: the process
+    crashes, or hangs. The caller's rendezvous ends with the whole graph.
+    Source: tensorflow/core/framework/local_rendezvous.cc, RecvAsync: the callback of a cancellation owns nothing.
 
     Args:
         body: a function of tensors.
         signature: their specs.
         jit_compile: whether XLA compiles it.
-        meets_in_caller: whether its tensors go from device to device by its caller's rendezvous. There a tensor is
-            known by its devices and the op that makes it: two calls on the same devices must not run at once.
+        meets_in_caller: whether its tensors go from device to device by its caller's rendezvous. That identifies a
+            tensor by its devices and the op that makes it: two calls on the same devices must not run at once.
     """
     attributes = {"_noinline": True, "_nospecialize": True}
     if meets_in_caller:
@@ -528,7 +525,7 @@ def shared_function(
         return known | attributes.keys()
 
     def named(*args: Any) -> Any:
-        with tf.name_scope("called"):  # no tensor of the caller's is to have a name of this one's
+        with tf.name_scope("called"):  # so that no tensor of the caller's has the same name
             return body(*args)
 
     with contextlib.ExitStack() as stack:
@@ -568,16 +565,16 @@ def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: Any) -> tf.Tensor:
 
 
 def own_sentence(error: tf.errors.OpError) -> str | None:
-    """Return what an op, or a Python function, of ncclsync's has said when it failed, of all that TensorFlow tells."""
+    """Return the sentence of ncclsync's in an error of a failed op or Python function; None without one."""
     found = _OWN_SENTENCE.search(error.message)
     # An assertion's message has each of its tensors in brackets.
     return None if found is None else re.sub(r"\]+ \[+", " ", found[1]).rstrip("]' ")
 
 
 def autograph_converted(function: Callable) -> Callable:
-    """Return `function` as `tf.function` would trace it: through autograph, if there is source to convert.
+    """Return `function` as `tf.function` would trace it: through autograph, if it has source to convert.
 
-    Also where autograph is off, as it is in all that Keras calls.
+    Also where autograph is off, as in all functions that Keras calls.
     """
 
     @functools.wraps(function)
@@ -595,8 +592,8 @@ def is_jit_compiled(function: Callable) -> bool:
 
 
 class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):
-    """Give what another `tf.data.Dataset` gives: a base of classes that are datasets."""
+    """Give the elements of another `tf.data.Dataset`: a base of dataset classes."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        """Give what `dataset` gives."""
+        """Give the elements of `dataset`."""
         super().__init__(dataset, dataset._variant_tensor)

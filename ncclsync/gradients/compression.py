@@ -1,4 +1,4 @@
-"""Send gradients as bfloat16, half the bytes, and what rounding takes from them with the next ones."""
+"""Send gradients as bfloat16, in half the bytes, and add each rounding error to the next gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,29 +11,29 @@ from ncclsync.ops import Context
 
 
 class ErrorFeedback:
-    """Add up gradients in bfloat16; every tower adds what it has not sent to what it sends next.
+    """Add up gradients in bfloat16; every tower adds its rounding error to its next gradient.
 
-    Rounding then delays a part of a gradient instead of losing it, and training converges as without. It
-    keeps a float32 variable per gradient and tower (not saved with the model: a run that is resumed has
-    lost at most one step's rounding). Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
+    Rounding then delays a part of a gradient instead of losing it, and training converges as without compression. Each
+    tower keeps a float32 variable per gradient, which is not saved with the model: a resumed run has lost at most one
+    step's rounding. Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
     2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019.
     """
 
     def __init__(self) -> None:
         """Start with nothing kept."""
-        self._kept: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # by id of a variable: it, and what is kept
+        self._kept: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # by id of a variable: the variable, and its error
 
     def add_up(self, gradients: Sequence[Any], variables: Sequence[Any], context: Context) -> list[Any]:
         """Add up the towers' parts of the batch's gradients.
 
         Args:
-            gradients: float32 tensors are compressed; anything else, sparse gradients and None as well, is
-                left for the caller.
-            variables: what they are the gradients of.
+            gradients: float32 tensors are compressed; all others, sparse gradients and None among them, are left to
+                the caller.
+            variables: of the gradients.
 
         Returns:
-            The sums, float32; None for what is left.
+            The sums, float32; None for a gradient that is left.
         """
         chosen = [i for i, gradient in enumerate(gradients) if _is_float32(gradient)]
         parts = dict(zip(chosen, ops.parts([gradients[i] for i in chosen]), strict=True))
@@ -42,7 +42,7 @@ class ErrorFeedback:
             kept = self._kept_of(tf_compat.backend_variable(variables[i]))
             owed = context.share.of_samples(parts[i]) + kept
             rounded = tf.cast(owed, tf.bfloat16)
-            # An infinity or a NaN is one on the wire too; keeping it would make every later step so.
+            # An infinity or a NaN is sent as such; keeping it would make every later step infinite or NaN.
             rest = owed - tf.cast(rounded, tf.float32)
             kept.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
             sent.append(rounded)

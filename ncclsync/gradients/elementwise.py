@@ -1,4 +1,4 @@
-"""Find out whether an optimizer updates each element of a weight by itself, whatever the others are."""
+"""Find out whether an optimizer updates each element of a weight independently of the other elements."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import keras_optimizers
 
-# Ops on arrays of one shape, and scalars, of which each element of the result depends on the operands' only.
+# Ops on scalars and arrays of one shape; each element of the result depends only on the operands' same element.
 _ELEMENTWISE = (
     "Add AddN AddV2 Div DivNoNan FloorDiv Inv Mul MulNoNan Neg Pow RealDiv Reciprocal Square "
     "SquaredDifference Sub Xdivy Xlogy "
@@ -16,7 +16,7 @@ _ELEMENTWISE = (
     "NotEqual Select SelectV2 "
     "Identity OnesLike ReadVariableOp StopGradient ZerosLike"
 )
-# Ops that write a variable, and one that passes each of its inputs on.
+# Ops that write a variable, and `IdentityN`, which passes its inputs on.
 _APART = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "IdentityN"})
 
 # Different lengths, so that no axis can be taken for another.
@@ -26,12 +26,12 @@ _LENGTHS = (6, 5, 4, 3, 2, 2, 2)
 def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
     """Return what couples the elements of a weight in an optimizer's update, in words; None if nothing does.
 
-    A twin of it is traced on one small weight of each rank, since an optimizer may treat each in its own way,
-    and every op that computes with an array is looked at.
+    A twin of it is traced on one small weight of each rank, since an optimizer may treat ranks differently. Every op
+    that computes with an array is checked.
 
     Args:
-        optimizer: any; it is left as it is.
-        ranks: of the weights that it is to update.
+        optimizer: of any class; it is not changed.
+        ranks: of the weights that it will update.
     """
     twin = keras_optimizers.twin_of(optimizer)
     twin.ema_overwrite_frequency = None  # a branch that copies averages to weights

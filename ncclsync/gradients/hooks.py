@@ -1,9 +1,9 @@
 """Change what optimizers, functions and tapes do while a step is traced for towers.
 
-Each function returns a context manager that wraps a method of a class meanwhile. None of it makes numbers
-right: that is `semantics`' part. `gradients_reduced` says where gradients travel, so that they travel once
-and in buckets, compressed or scattered if so asked; `functions_inlined` lets what a `tf.function` computes be
-placed op by op.
+Each function returns a context manager that wraps a method of a class meanwhile. The hooks do not make numbers
+right: `semantics` does. `gradients_reduced` marks where gradients travel, so that they travel once and in buckets,
+compressed or scattered if the user asked for it; `functions_inlined` lets the ops of a `tf.function` be placed one by
+one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import Collective, Context
 
-# The towers' running sums of gradients; a tower may have got nothing from this batch, and much from others.
+# The towers' running sums of gradients; a tower without rows of this batch has sums of earlier batches.
 ACCUMULATED = Collective("all_reduce", "sum", empty_too=True)
 
 _nested = threading.local()
@@ -30,7 +30,7 @@ _nested = threading.local()
 
 @contextlib.contextmanager
 def step_hooks(compression: ErrorFeedback | None = None, sharding: OptimizerSharding | None = None) -> Iterator[None]:
-    """Let all hooks of this module hold while a step is traced."""
+    """Apply all hooks of this module while a step is traced."""
     with gradients_reduced(compression, sharding), functions_inlined(), tapes_checked():
         yield
 
@@ -55,11 +55,11 @@ def gradients_reduced(
 ) -> contextlib.AbstractContextManager[None]:
     """Let every optimizer all-reduce its gradients before `apply`.
 
-    There all of them meet at once, in buckets. Left alone, each would travel where an op first needs it.
+    All gradients then meet at once, in buckets. Without this hook each would travel where an op first needs it.
 
     Args:
-        compression: what adds up the towers' parts of gradients; None: as they are.
-        sharding: what adds up those that nobody looks at before the optimizer's state is updated.
+        compression: adds up the towers' parts of gradients in bfloat16; None: they are added up as they are.
+        sharding: adds up the gradients that are first used by the update of the optimizer's state.
     """
 
     def reducing(apply: Callable) -> Callable:
@@ -72,14 +72,14 @@ def gradients_reduced(
             if context is None or _is_nested("apply"):
                 return apply(self, grads, trainable_variables, **kwargs)
             with _nesting("apply"):
-                if not context.can_exchange():  # the branch or loop that it is in gets whole inputs
+                if not context.can_exchange():  # in a branch or loop, which gets whole inputs
                     return apply(self, grads, trainable_variables, **kwargs)
                 grads = list(grads)
                 if trainable_variables is not None:
                     trainable_variables = list(trainable_variables)
                 for gradient, variable in zip(grads, trainable_variables or (), strict=False):
                     if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
-                        gradient.set_shape(variable.shape)  # which a trace may have lost; it is packed by it
+                        gradient.set_shape(variable.shape)  # a trace may have lost it, and packing needs it
                 if keras_optimizers.accumulates(self):
                     return _apply_accumulated(apply, self, grads, trainable_variables, context)
                 left: list[Any] = grads
@@ -105,7 +105,7 @@ def gradients_reduced(
 def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer takes a repeated row of a sparse gradient as the sum of its slices.
 
-    Not one that clips or squares: Keras' do so with each slice by itself.
+    Optimizers that clip or square do not: Keras clips and squares each slice.
     """
     clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     return type(optimizer) is keras.optimizers.SGD and not any(clips)
@@ -114,10 +114,9 @@ def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
 def _apply_accumulated(
     apply: Callable, optimizer: keras.Optimizer, gradients: Sequence[Any], variables: Any, context: Context
 ) -> None:
-    """Accumulate on each tower by itself, and add up once, when the optimizer is to update.
+    """Accumulate on each tower, and add up the towers' sums once, when the optimizer updates.
 
-    The optimizer's accumulators become partial: what one device would have accumulated is their sum over
-    the towers.
+    The optimizer's accumulators become partial: their sum over the towers is one device's accumulator.
     """
     variables = keras_optimizers.built_for(optimizer, variables)
     accumulators = keras_optimizers.accumulators(optimizer, variables)
@@ -137,13 +136,13 @@ def _apply_accumulated(
 
 
 def functions_inlined() -> contextlib.AbstractContextManager[None]:
-    """Let a `tf.function` that a step calls be traced as a part of the step, not as a function of its own."""
+    """Trace a `tf.function` that a step calls as a part of the step, not as a separate function."""
 
     def inlining(call: Callable) -> Callable:
         @functools.wraps(call)
         def inlined(self, *args, **kwargs):
             context = ops.current_context()
-            # XLA may compile for its author what TensorFlow's own kernels cannot do: a grouped Conv3D.
+            # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
             if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
                 return call(self, *args, **kwargs)
             return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Estimate the gradient noise scale: how much the towers' gradients differ, beside the one they add up to.
+"""Estimate the gradient noise scale: how much the towers' gradients differ, beside their sum.
 
 `gradient_moments` estimates it in the graph of a step, `NoiseAverages` holds running averages of that, and
 `NoiseScale` puts them into the logs.
@@ -19,10 +19,10 @@ logger = logging.getLogger("ncclsync")
 def gradient_moments(observer: Observer) -> tf.Tensor | None:
     """Estimate, in the graph of a step, the samples' covariance and the true gradient, from one batch.
 
-    Of a batch of B samples, of which each of M towers has n_i, with mean gradient g_i, and G = sum n_i/B g_i:
+    A batch has B samples, each of M towers n_i of them, with the mean gradient g_i. With G = sum n_i/B g_i,
     E |g_i|^2 = |true|^2 + tr / n_i, and E |G|^2 = |true|^2 + tr / B. With each tower weighted by its samples,
     sum n_i/B |g_i|^2 - |G|^2 has the expectation (M - 1) tr / B, for shards of any sizes, and is never
-    negative. All gradients of the step are taken as one vector.
+    negative. All gradients of the step form one vector.
 
     Returns:
         float32, [2], the same on all towers: tr, the trace of the covariance of one sample's gradient, and
@@ -32,7 +32,7 @@ def gradient_moments(observer: Observer) -> tf.Tensor | None:
     if not observer.gradients or context is None:
         return None
     share = context.share
-    # Sums that the hooks have asked for already are exchanged once; `NoiseScale` says when they have not.
+    # Sums that the hooks exchange are not exchanged again; `NoiseScale` says when there are no such sums.
     sums = ops.whole(observer.gradients)
     part, whole = (
         tf.add_n([_squared_norm(g, scale) for g, scale in zip(gradients, observer.scales, strict=True)])
@@ -46,7 +46,7 @@ def gradient_moments(observer: Observer) -> tf.Tensor | None:
 
 
 def _squared_norm(gradient: Any, scale: tf.Tensor | None) -> tf.Tensor:
-    """Return the sum of squares as a float32 scalar; slices of one row are added up before."""
+    """Return the sum of squares as a float32 scalar; slices of one row are added up first."""
     if isinstance(gradient, tf.IndexedSlices):
         rows, places = tf.unique(gradient.indices)
         gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
@@ -60,35 +60,35 @@ class NoiseAverages:
     """Keep running averages of `gradient_moments` over steps.
 
     Attributes:
-        active: whether steps are to report to them.
+        active: whether steps update them.
     """
 
     def __init__(self) -> None:
         """Begin inactive."""
         self.active = False
         with tf.device("/CPU:0"):
-            self._averages = tf.Variable(tf.zeros([3]), trainable=False)  # both; how many steps they are of
+            self._averages = tf.Variable(tf.zeros([3]), trainable=False)  # tr, |true|^2, number of steps
             self._decay = tf.Variable(0.0, trainable=False)
 
     def start(self, decay: float) -> None:
-        """Begin anew, with the weight that the averages keep in each step."""
+        """Begin anew; each step multiplies the averages by `decay`."""
         self._averages.assign(tf.zeros([3]))
         self._decay.assign(decay)
         self.active = True
 
     def stop(self) -> None:
-        """Let steps be without it."""
+        """Let steps leave the averages out."""
         self.active = False
 
     def update(self, moments: tf.Tensor) -> None:
-        """Take in a step's moments, in its graph; nothing if they are not finite."""
+        """Add a step's moments to the averages, in its graph, if they are finite."""
         decay, before = self._decay.read_value(), self._averages.read_value()
         after = tf.concat([decay * before[:2] + (1.0 - decay) * moments, before[2:] + 1.0], 0)
         self._averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(moments)), after, before))
 
     def ratio(self) -> float | None:
         """Return tr / |true|^2, in samples; NaN if the average of |true|^2 is not above 0; None if none."""
-        # Both start from 0, so that both are too small by the same factor.
+        # Both averages start from 0, and are too small by the same factor.
         trace, square, steps = self._averages.numpy().tolist()
         if not steps:
             return None

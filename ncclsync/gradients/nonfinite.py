@@ -21,7 +21,7 @@ from ncclsync.gradients.observer import Observer
 
 logger = logging.getLogger("ncclsync")
 
-MOST_FILES = 10  # that one run saves: every step may be skipped
+MOST_FILES = 10  # saved by a run, whose every step may be skipped
 MOST_KEPT = 50  # of all runs and processes of this user: the newest
 
 
@@ -29,9 +29,8 @@ def finite_flags(observer: Observer) -> tf.Tensor | None:
     """Compute, in the graph of a step, which gradients of which tower are finite.
 
     Returns:
-        bool, [towers with samples, gradients], equal on all towers; None if there is nothing to report: a
-        `LossScaleOptimizer` meets infinite gradients as a rule, skips such steps itself, and must see them to
-        lower its scale.
+        bool, [towers with samples, gradients], equal on all towers; None without gradients, and with a
+        `LossScaleOptimizer`, which expects infinite gradients, skips these steps itself, and lowers its scale.
     """
     context = ops.current_context()
     if not observer.gradients or observer.scale is not None or context is None:
@@ -46,8 +45,8 @@ class OnNonFinite:
     """Raise or skip, as the user asked, when a gradient is not finite.
 
     Attributes:
-        mode: "raise" or "skip"; None: nothing, and no gradient is observed.
-        raised: the error of a step that has failed so.
+        mode: "raise" or "skip"; None: no gradient is observed.
+        raised: the error of the step that has failed.
     """
 
     def __init__(self, mode: str | None) -> None:
@@ -59,22 +58,22 @@ class OnNonFinite:
     def report(
         self, finite: np.ndarray, sizes: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int]
     ) -> None:
-        """Save the rows of the shards that have such gradients; raise the error, or log it.
+        """Save the rows of shards with gradients that are not finite; raise the error, or log it.
 
         Args:
             finite: [shards with samples, gradients] bool.
             sizes: [shards] the samples of each.
             names: [gradients] of the variables.
             batch: nested structure of eager tensors.
-            owners: the tower of each shard, those without samples too.
+            owners: the tower of each shard, including shards without samples.
 
         Raises:
-            NonFiniteError: unless the step is to be skipped.
+            NonFiniteError: unless `mode` is "skip".
         """
         ends = np.cumsum(sizes)
         found: dict[int, tuple[int, int, tuple[str, ...]]] = {}
         indices: list[int] = []
-        # A batch without rows is tower 0's.
+        # A batch without rows belongs to tower 0.
         for shard, flags in zip(np.flatnonzero(sizes).tolist() or [0], finite, strict=True):
             if not flags.all():
                 begin, end = int(ends[shard] - sizes[shard]), int(ends[shard])
@@ -89,13 +88,13 @@ class OnNonFinite:
         logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
 
     def _save(self, batch: Any, indices: np.ndarray) -> tuple[str | None, str]:
-        """Save rows of a batch; return the file, or None and why there is none."""
+        """Save rows of a batch; return the file, or None and the reason."""
         if self._files >= MOST_FILES:
             return None, f"this run has saved {MOST_FILES} files already"
         self._files += 1
         try:
             return _save_rows(batch, indices), ""
-        except Exception as error:  # whatever it is: the step is to be skipped, or to fail by its own error
+        except Exception as error:  # of any kind: the step is skipped, or fails by its own error
             return None, f"{type(error).__name__}: {error}"
 
 
@@ -106,7 +105,7 @@ def _save_rows(batch: Any, indices: np.ndarray) -> str:
         for path, leaf in keras.tree.flatten_with_path(batch)
         if leaf is not None
     }
-    # One folder for each user: errors name a file that is to be there when its process has ended.
+    # One folder for each user, which outlives the process: errors name its files.
     folder = pathlib.Path(tempfile.gettempdir(), f"ncclsync-nonfinite-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():

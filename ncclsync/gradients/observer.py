@@ -1,6 +1,6 @@
-"""Collect what a step differentiates, on each tower before the towers' gradients are added up.
+"""Collect the gradients of a step, on each tower before the towers' gradients are added up.
 
-`nonfinite.py` and `noise_scale.py` say what is read of it.
+`nonfinite.py` and `noise_scale.py` read them.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ class Observer:
 
     Attributes:
         names: of the variables; their Keras paths where known.
-        gradients: tensors and `tf.IndexedSlices` of a floating dtype, in the same order: the batch's, of
-            which `ops.parts` gives what a tower adds.
-        scales: what the losses they are of were multiplied by, scalars; None: nothing.
-        scale: the last one.
+        gradients: the batch's, tensors and `tf.IndexedSlices` of a floating dtype, in the same order; `ops.parts`
+            gives a tower's addends.
+        scales: the scalar that each gradient's loss was multiplied by; None: it was not.
+        scale: the last scale.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Observer:
                 finally:
                     self._nested = nested
                 context = ops.current_context()
-                # In a branch or a loop there is nothing that could be taken out of it. And a tape within a
-                # gradient, which computes something again to differentiate it, is a part of that gradient.
+                # Nothing can be taken out of a branch or a loop. A tape within a gradient, which recomputes something
+                # to differentiate it, is a part of that gradient.
                 if context is not None and context.can_exchange() and not nested:
                     self._record(sources, gradients)
                 return gradients
@@ -76,10 +76,10 @@ class Observer:
     def around(
         self, step: Callable[[Any], Any], readers: Mapping[str, Callable[["Observer"], tf.Tensor | None]]
     ) -> Callable[[Any], Any]:
-        """Return a step that returns what `step` does, and a dictionary of what `readers` report of it."""
+        """Return a function that returns the results of `step`, and a dictionary of the readers' results."""
 
         def observed(batch):
-            # tf.function traces again when a step created variables; the last trace is the one that counts.
+            # tf.function traces again when a step created variables; the last trace counts.
             self._clear()
             results = step(batch)
             readings = {name: reader(self) for name, reader in readers.items()}

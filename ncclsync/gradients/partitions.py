@@ -1,6 +1,6 @@
 """Divide a tensor, or an optimizer's variable, among the towers.
 
-An optimizer's own variables hold nothing while towers train; whoever reads or writes one finds it whole.
+An optimizer's own variables are empty while towers train; a read or a write makes the variable whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ class Place(NamedTuple):
 
     Attributes:
         begin: index in every tower's partition.
-        length: elements that each tower holds of it: of N towers the N-th part, rounded up. Where that is
-            more than there is, the last tower to hold any holds some that the one before it holds too, and
-            towers after it hold the same.
+        length: the elements of it that each tower holds: the N-th part, rounded up. If N parts are more than the whole,
+            the last part ends with the last element and overlaps the part before it; further towers hold the same
+            part again.
         elements: of the whole weight.
         towers: N.
     """
@@ -37,10 +37,10 @@ class Place(NamedTuple):
     @property
     def full(self) -> int:
         """Return how many towers hold `length` elements that no tower before them holds."""
-        return self.elements // self.length if self.length else self.towers  # of nothing all hold nothing
+        return self.elements // self.length if self.length else self.towers  # an empty weight has empty parts
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return what each tower holds of a tensor of the weight's shape: [N, length]."""
+        """Return the towers' parts of a tensor of the weight's shape: [N, length]."""
         if self.full == self.towers:
             return tf.reshape(tensor, [self.towers, self.length])
         flat = tf.reshape(tensor, [-1])
@@ -49,12 +49,12 @@ class Place(NamedTuple):
         return tf.reshape(flat, [self.towers, self.length])
 
     def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
-        """Return what a tower holds of a tensor of the weight's shape: [length]."""
+        """Return a tower's part of a tensor of the weight's shape: [length]."""
         first = tf.minimum(tower * self.length, self.elements - self.length)
         return tf.slice(tf.reshape(tensor, [-1]), [first], [self.length])
 
     def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-        """Return the weight of what the towers hold, [N, length]; the inverse of `rows`."""
+        """Return the weight, given the towers' parts, [N, length]; the inverse of `rows`."""
         if self.full == self.towers:
             return tf.reshape(rows, shape)
         flat = tf.reshape(rows[: self.full], [-1])
@@ -64,11 +64,12 @@ class Place(NamedTuple):
 
 
 class Processes(NamedTuple):
-    """Know which towers are of this process, where others have towers, too.
+    """Hold which towers are this process', if there are several processes.
 
     Attributes:
         ranks: [n] their numbers.
-        gather: returns of [n, length] rows of these towers [N, length] of all; is given a name for messages.
+        gather: `gather(rows, name)` returns all towers' rows, [N, length], given this process' [n, length] and a name
+            for messages.
     """
 
     ranks: Sequence[int]
@@ -76,21 +77,21 @@ class Processes(NamedTuple):
 
 
 class PartitionedSlot(Holder):
-    """Hold one of an optimizer's own variables, of which the towers hold the parts.
+    """Hold an optimizer's own variable, whose parts the towers hold.
 
-    It takes memory only from when somebody reads or writes it until the next step.
+    The variable takes memory only from a read or a write of it until the next step.
     """
 
     def __init__(
         self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes | None
     ) -> None:
-        """Take over a variable, with the value it has.
+        """Take over a variable, with its value.
 
         Args:
-            variable: the optimizer's, which is not kept alive.
+            variable: the optimizer's; it is not kept alive.
             place: of its weight.
             partitions: [n] the variables of this process' towers.
-            processes: where others have towers, too; None: there are none.
+            processes: if there are several; else None.
         """
         super().__init__(variable)
         self._place = place
@@ -101,7 +102,7 @@ class PartitionedSlot(Holder):
         self.track_reads()
 
     def divide(self) -> None:
-        """Bring what was written to the towers, before a step, and free the whole."""
+        """Send a written value to the towers, before a step, and free the whole variable."""
         variable = self.held
         if variable is None or not self._is_whole:
             return
@@ -111,15 +112,15 @@ class PartitionedSlot(Holder):
                 with tf.device(partition.device):
                     part = self._place.part(tf.identity(value), tower)
                     before, after = partition[: self._place.begin], partition[self._place.end :]
-                    # Not into a slice, after which TensorFlow would copy whatever it reads.
+                    # Not into a slice: TensorFlow would then copy the variable at every read.
                     partition.assign(tf.concat([before, part, after], 0))
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
         self._is_whole = self._is_written = False
-        self.mark_others_stale()  # who read it before their next step, which makes it whole
+        self.mark_others_stale()  # they read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
-        """Let the optimizer's variable hold what the towers have. Collective, where other processes have some."""
+        """Let the optimizer's variable hold the whole of the towers' parts. Collective, with several processes."""
         variable = self.held
         if variable is None or self._is_whole:
             return
@@ -151,8 +152,8 @@ class PartitionedSlot(Holder):
         self.make_whole()
 
     def mark_stale(self) -> None:
-        """Take the variable's value at the next step: other towers that divide it make it whole by then."""
+        """Let the next step take the variable's value: other towers that divide it make it whole by then."""
         self._is_whole = self._is_written = True
 
     def mark_shared(self) -> None:
-        """Do nothing: `divide` marks the parts of the others stale each time."""
+        """Do nothing: `divide` marks the other holders stale each time."""

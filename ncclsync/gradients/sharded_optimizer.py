@@ -2,8 +2,8 @@
 
 This is stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020. Weights of one dtype and treatment lie one after the other in one flat variable, of which each tower
-holds its partition. A twin of the optimizer updates that as if it were a weight: what the twin keeps for it
-is the tower's part of what the optimizer would keep.
+holds its partition. A twin of the optimizer updates the partition as if it were a weight, and keeps the tower's part of
+the optimizer's state.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from ncclsync.gradients.elementwise import find_coupling
 from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
 from ncclsync.ops import SCATTERED, Collective
 
-# Towers without samples have updated their part as well.
+# Towers without samples have updated their parts, too.
 GATHERED = Collective("stack", empty_too=True)
 
 Copies = Callable[[tf.Variable], list[tf.Variable]]
 
 
 class _Group(NamedTuple):
-    """Hold weights that lie in one flat variable, and that variable on tower 0."""
+    """Hold the weights of one flat variable, and that variable on tower 0."""
 
     weights: tuple[Any, ...]
     places: tuple[Place, ...]
@@ -42,7 +42,7 @@ class _Group(NamedTuple):
 
 
 class _Sharded:
-    """Hold one optimizer that is divided."""
+    """Hold a divided optimizer."""
 
     def __init__(
         self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies, sharding: "OptimizerSharding"
@@ -116,7 +116,7 @@ class OptimizerSharding:
 
         Args:
             towers: how many.
-            bucket_bytes: how large the weights of one flat variable may be together.
+            bucket_bytes: the most that the weights of one flat variable take together.
             processes: see `PartitionedSlot`.
         """
         self.towers = towers
@@ -126,16 +126,16 @@ class OptimizerSharding:
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
     def leave_addends(self, optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
-        """Return, of the gradients that `optimizer.apply` is to be given so, what each tower adds to them.
+        """Return a tower's addends of the gradients that `optimizer.apply` may get before they are added up.
 
-        They are then added up where the optimizer's state is: none that the optimizer looks at before.
+        These are added up where the optimizer's state is updated. The optimizer must not use them before.
 
         Args:
             optimizer: about to be called.
             gradients: the batch's.
 
         Returns:
-            None for those that are to be given whole.
+            An addend for each gradient; None for a gradient that `apply` must get whole.
 
         Raises:
             ValueError: `LargeBatch` updates the optimizer in its own way.
@@ -155,7 +155,7 @@ class OptimizerSharding:
         """Let optimizers update partitions, in a step that is traced.
 
         Args:
-            copies: what stands for a variable of tower 0's on each tower.
+            copies: returns the towers' copies of a variable of tower 0's.
         """
 
         def sharding(update: Callable) -> Callable:
@@ -171,13 +171,13 @@ class OptimizerSharding:
         return keras_optimizers.updates_wrapped(sharding)
 
     def divide(self) -> None:
-        """Bring what Python wrote into optimizers' variables to the towers, before a step, and free them."""
+        """Send Python's writes into optimizers' variables to the towers, before a step, and free these variables."""
         for sharded in self._sharded.values():
             for slot in sharded.slots:
                 slot.divide()
 
     def make_whole(self) -> None:
-        """Let optimizers' variables hold what the towers have. Collective, where other processes have some."""
+        """Let optimizers' variables hold the whole of the towers' parts. Collective, with several processes."""
         for sharded in self._sharded.values():
             for slot in sharded.slots:
                 slot.make_whole()

@@ -1,8 +1,8 @@
-"""Make a finished program cheaper where all towers share the host's memory; `improve` is the one entry.
+"""Make a finished program cheaper for towers that share the host's memory; `improve` is the only entry.
 
-Three things, with bitwise the same results but for the order of a sum. Buckets travel unpacked, by a C op
-(`direct.py`). An optimizer's updates run as one op for many variables (`fusion.py`), and so do chains of
-element-wise ops (`chains.py`). Without this package CPU towers run the very program that GPUs run.
+Buckets travel unpacked, by a C op (`direct.py`). An optimizer's updates of many variables run as one op (`fusion.py`),
+and so do chains of element-wise ops (`chains.py`). Results are the same, bit for bit, except for the order of sums.
+Without this package CPU towers run the program that GPUs run.
 """
 
 from ncclsync.host_passes.passes import improve as improve

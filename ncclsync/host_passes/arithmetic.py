@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.ops.host_ops import set_attribute
 
-# The op that runs an expression, and what that may hold, by TensorFlow's names.
+# The op that runs an expression, an expression's limits, and its operations by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
 MOST_REGISTERS = native.MOST_REGISTERS
 MOST_PERIOD = native.MOST_PERIOD
@@ -29,7 +29,7 @@ ARITHMETIC = {
     "Relu": native.ARITHMETIC["RELU"],
 }
 
-# All that a `Writer` can compute, by TensorFlow's names.
+# The types of ops that a `Writer` can compute.
 COMPUTED = {*ARITHMETIC, "AddN", "BroadcastTo"}
 
 WHOLE = 0  # instead of a repeat: of an input that has as many elements as the result
@@ -37,13 +37,12 @@ WHOLE = 0  # instead of a repeat: of an input that has as many elements as the r
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """Hold what is computed for each element: `ncs_expression` in C.
+    """Hold the computation for each element: `ncs_expression` in C.
 
     Attributes:
-        repeats: by input: how many neighbouring elements of the result take the same one of the input's, or
-            `WHOLE`.
-        outputs: how many there are.
-        sums: how many there are.
+        repeats: for each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`.
+        outputs: their number.
+        sums: their number.
         code: steps of (operation, register, register), the outputs' registers, then sums of (register,
             period, whether it is a mean).
     """
@@ -56,14 +55,14 @@ class Expression:
     def node(
         self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
     ) -> Any:
-        """Return the node that runs it, once for each set of inputs among the values.
+        """Return a node that runs the expression once for each set of inputs among the values.
 
         Args:
             name: the node's.
             dtype: of all values and results.
             values: names of the inputs.
-            controls: what else it waits for, as a node's input.
-            alone: whether it runs on the thread that calls it only.
+            controls: further dependencies, written as a node's inputs.
+            alone: whether it runs on the calling thread only.
         """
         instances = len(values) // len(self.repeats)
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
@@ -77,7 +76,7 @@ class Expression:
 
 
 class Writer:
-    """Write an expression, by names of the values that it takes and computes."""
+    """Write an expression; inputs and results go by name."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, Any, Any]] = []
@@ -85,7 +84,7 @@ class Writer:
         self._computed: dict[str, Any] = {}  # by name: an input, or the number of a step
 
     def value(self, name: str) -> Any:
-        """Return the value of that name; one that has not been computed is an input."""
+        """Return the value of that name; a name that has not been computed is an input."""
         if name not in self._computed:
             self._inputs[name] = None
         return self._computed.get(name, name)
@@ -95,7 +94,7 @@ class Writer:
         self._computed[name] = value
 
     def compute(self, operation: str, values: Sequence[Any]) -> Any:
-        """Add a step that does what an op of that type does; return its result."""
+        """Add a step that computes like an op of that type; return its result."""
         if operation == "BroadcastTo":
             return values[0]
         if operation == "AddN":  # TensorFlow adds from left to right
@@ -123,13 +122,13 @@ class Writer:
         results: Sequence[str],
         sums: Sequence[tuple[str, int, bool]] = (),
     ) -> Expression | None:
-        """Return the expression, with the inputs in that order; None if it cannot be run.
+        """Return the expression, with the inputs in the given order; None if it cannot be run.
 
         Args:
             inputs: all names of inputs.
-            repeats: of each of them; None for one that no number says it of.
+            repeats: of each input; None for an input whose repeat no number describes.
             results: names of the outputs.
-            sums: names of what is added up, periods, and whether their means are wanted.
+            sums: (name of the addends, period, whether the mean is wanted).
         """
         known = tuple(repeat for repeat in repeats if repeat is not None)
         too_many = self.registers + len(sums) > MOST_REGISTERS

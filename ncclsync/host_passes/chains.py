@@ -1,10 +1,9 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
-A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's
-size, and each of them waits for memory. The ops between two ops of another kind become one, with bitwise
-the same results, as the updates of variables do in `fusion.py`. Most of what a normalisation computes is only
-added up over the batch: that is done in the same pass, and the addends are never written. Each chain is
-a `Rewrite` of a segment.
+A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's size, and
+each op waits for memory. Neighbouring element-wise ops become one op, with the same results bit for bit. Most values of
+a normalisation are only added up over the batch: the same pass adds them up, and never writes the addends. Each chain
+is a `Rewrite` of a segment.
 """
 
 import collections
@@ -20,14 +19,14 @@ from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
 
-# Of zeros of different signs, it depends on where they lie which one TensorFlow takes as the larger.
+# TensorFlow's choice between 0.0 and -0.0 depends on their place in the array.
 _FUSIBLE = COMPUTED - {"Maximum", "Minimum"}
 _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
-# TensorFlow adds up to so many tensors from left to right.
+# TensorFlow adds this many tensors, or fewer, from left to right.
 _MOST_ADDED = 8
 
-# TensorFlow makes one op of one of these and of an op before it that multiplies matrices.
+# TensorFlow fuses these with a preceding op that multiplies matrices.
 _JOINED = {"Add", "AddV2", "Relu"}
 
 
@@ -52,16 +51,16 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Name some ops that can run as one.
+    """Name ops that can run as one.
 
     Attributes:
         members: their names.
-        inputs: names of the tensors it takes, the first one of the results' shape.
-        outputs: names of the members whose results others take.
-        sums: those of the members whose results others take.
-        awaited: names of the other members that others wait for.
+        inputs: names of the tensors that it takes; the first has the results' shape.
+        outputs: names of the element-wise members whose results other ops take.
+        sums: the members that are sums and whose results other ops take.
+        awaited: names of further members with control dependents outside the chain.
         dtype: of all tensors.
-        expression: what it computes.
+        expression: the computation.
     """
 
     members: tuple[str, ...]
@@ -82,8 +81,8 @@ def find_chains(
         graph: the step.
         shapes: of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
-        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
-        taken: sets of ops, each of which runs as one already.
+        needed: names of ops that are used outside the segment, as results or as dependencies.
+        taken: sets of ops, each of which already runs as one op.
     """
     unit = {name: name for name in ops}
     for i, members in enumerate(taken):
@@ -100,7 +99,7 @@ def find_chains(
     kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
     stages = _stages(graph, ops, unit, kinds, sums)
     order = [name for name in stages if kinds.get(name) is not None]
-    for name in reversed(order):  # as late as its consumers allow: it may be one of them
+    for name in reversed(order):  # as late as its consumers allow: it may join their chain
         if (
             name not in sums
             and name not in needed
@@ -126,7 +125,7 @@ def _operands(graph: StepGraph, name: str) -> list[str]:
 
 
 def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
-    """Describe an op that is a sum of an array over all of its first axes, those of size 1 aside."""
+    """Describe an op that adds up an array over its first axes, apart from axes of size 1; None for other ops."""
     op = graph.by_name[name]
     axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
     if not axes:
@@ -142,7 +141,7 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
 
 
 def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
-    """Return dtype and shape of a possible member of a chain: of its result, or of what it adds up."""
+    """Return the dtype and shape that a possible member works on: its result's, or its addends'; None for other ops."""
     op, inputs = graph.by_name[name], _operands(graph, name)
     if op.type not in _FUSIBLE and not is_sum:
         return None
@@ -160,10 +159,9 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
 def _stages(
     graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
 ) -> dict[str, int]:
-    """Number the units by stages, in an order in which each is after all that it waits for.
+    """Number the units by stages, in topological order.
 
-    Of ops of one kind and stage, none waits for another by way of an op of another kind or stage, and none
-    waits for a sum.
+    An op never waits for another op of its kind and stage through an op of another kind or stage, nor for a sum.
     """
     stages: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
@@ -174,9 +172,9 @@ def _stages(
 
 
 def _components(graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield ops of one place that share an array, one's result too, as many as an expression can have.
+    """Yield groups of ops of one place that share an array, as an input or a result, within an expression's limits.
 
-    Ops that wait for each other stay together: else, of two chains, each might wait for the other.
+    Connected ops stay together; otherwise two chains might wait for each other.
     """
     component: dict[str, list[str]] = {}
     using: dict[Any, str] = {}  # by place and tensor
@@ -252,7 +250,7 @@ def chain_nodes(
         ops: names of the segment's ops.
         alone: whether it runs on one thread.
         name: of the op that does the arithmetic.
-        named: a function from the name of a tensor to what the segment calls it.
+        named: returns the segment's name of a tensor, given the step's.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]

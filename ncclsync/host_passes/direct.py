@@ -1,4 +1,4 @@
-"""Let buckets travel as they are, without packing: in the host's memory a copy would gain nothing."""
+"""Exchange tensors without packing them: in the host's memory a copy would gain nothing."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ from ncclsync.program.program import Bucket
 
 
 def unpacked(bucket: Bucket) -> Bucket:
-    """Return the same bucket, joined by the C op; itself where that does not know its dtype or wire."""
+    """Return the bucket, joined unpacked by the C op; unchanged if the op does not know its dtype or wire."""
     if bucket.wire.kind == "broadcast" or bucket.exchanges[0].dtype.name not in native.DTYPES:
         return bucket
     return dataclasses.replace(bucket, packed=False, join=join)
@@ -26,16 +26,16 @@ def join(
 
     Args:
         buckets: [B] of one wire and dtype, of E exchanges each.
-        tensors: [N][B][E] what each tower has.
+        tensors: [N][B][E] the towers' tensors.
         fractions: [N] float64 scalars, each tower's share of the samples.
 
     Returns:
-        [N][B][E] what each tower receives; those that receive the same get the same tensor.
+        [N][B][E] the towers' results; towers share a tensor where their results are equal.
     """
     wire = buckets[0].wire
     rows = [[tensor for each in row for tensor in each] for row in tensors]
     received: list[list[Any]] = [list(row) for row in rows]
-    places = collections.defaultdict(list)  # of exchanges that are weighted alike
+    places = collections.defaultdict(list)  # of exchanges with equal weights
     for place, exchange in enumerate(exchange for bucket in buckets for exchange in bucket.exchanges):
         places[exchange.collective.op == "mean"].append(place)
     for is_mean, chosen in places.items():

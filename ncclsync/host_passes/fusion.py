@@ -1,8 +1,8 @@
 """Find the arithmetic by which a segment updates its variables, to be run as one op in one pass over memory.
 
-An optimizer's update is a dozen element-wise ops for each variable, and each of them reads and writes arrays
-that do not fit a cache. `host_ops` runs all of it block by block, with bitwise the same results, for many
-variables in one call. This module finds what can be run so: each group is a `Rewrite` of a segment.
+An optimizer's update is a dozen element-wise ops for each variable, and each op reads and writes arrays that do not fit
+a cache. One op in C runs them block by block, for many variables in one call, with the same results bit for bit. This
+module finds such updates; each group is a `Rewrite` of a segment.
 """
 
 import collections
@@ -16,9 +16,9 @@ from ncclsync.host_passes.arithmetic import ARITHMETIC, WHOLE, Expression, Write
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, in_order, op_name
 
-# A call holds its variables' new values beside the old ones until it ends: of several variables together up to so
-# many elements, and of one alone. TensorFlow updates larger ones in place, op by op, which is faster where several
-# towers do it at once: a step of bench's mlp (weights of 65,536 elements and more) takes 0.85 of the time.
+# The most elements of all variables of a call, and of one variable. A call holds the new values beside the old ones
+# until it ends. TensorFlow updates larger variables in place, op by op, which is faster where several towers do it at
+# once: a step of bench's mlp (weights of 65,536 elements and more) takes 0.85 of the time.
 _MOST_TOGETHER = 1 << 20
 _MOST_ALONE = 1 << 15
 
@@ -30,13 +30,13 @@ class Update:
     """Describe how some variables of one shape, which depend on each other, are updated.
 
     Attributes:
-        members: names of the ops that it stands for.
-        inputs: names of the tensors it takes, of handles for the values before it; the first is as large as
-            the variables, any other so or a scalar.
+        members: names of the ops that it replaces.
+        inputs: names of the tensors that it takes; a handle's name stands for the variable's old value. The first input
+            has the variables' shape, the others that shape or a scalar's.
         writes: names of the last op that writes each variable.
         elements: of one variable.
         dtype: of all tensors.
-        expression: what it computes.
+        expression: the computation.
     """
 
     members: tuple[str, ...]
@@ -48,12 +48,12 @@ class Update:
 
 
 def find_fusions(graph: StepGraph, ops: Sequence[str], needed: Collection[str]) -> list[list[Update]]:
-    """Find updates among the ops of one segment; those that can run as one op together, in lists.
+    """Find updates among the ops of one segment; return lists of updates that can run as one op.
 
     Args:
         graph: the step.
         ops: names of the segment's ops, inputs before consumers.
-        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+        needed: names of ops that are used outside the segment, as results or as dependencies.
     """
     consumers = _consumers(graph, ops)
     components = _components(graph, _members(graph, ops, needed, consumers))
@@ -154,7 +154,7 @@ def _components(graph: StepGraph, members: set[str]) -> list[set[str]]:
 
 
 def _update_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, set[str]]) -> Update | None:
-    """Write the ops of one component as an update; None if they are none."""
+    """Write the ops of one component as an update; None if they cannot be one."""
     inside = set(members)
     writer = Writer()
     last_write: dict[str, str] = {}
@@ -165,7 +165,7 @@ def _update_of(graph: StepGraph, members: Sequence[str], consumers: dict[str, se
         elif op.type in _WRITES:
             handle, source = graph.inputs[name]
             if handle in last_write and not consumers[last_write[handle]] <= inside:
-                return None  # somebody waits for a write that will not happen
+                return None  # an op waits for a write that will not happen
             operation = _WRITES[op.type]
             value = writer.value(source)
             if operation is not None:
@@ -197,7 +197,7 @@ def _shape(graph: StepGraph, name: str) -> tf.TensorShape:
 
 
 def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> list[list[Update]]:
-    """Put updates by one expression together, unless one of them has to wait for another."""
+    """Group updates with equal expressions, unless an update waits for another of its group."""
     unit = {name: name for name in ops}
     for i, update in enumerate(updates):
         unit.update(dict.fromkeys(update.members, f"@update_{i}"))
@@ -225,10 +225,9 @@ def _saves_ops(graph: StepGraph, group: Sequence[Update]) -> bool:
 
 
 def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[str, int]:
-    """Number the units, ops and updates, by stages: the most updates in a row before each.
+    """Number the units, which are ops and updates, by stages: the largest number of updates on a path to each.
 
-    Of two updates in one stage none waits for the other. One that waits for itself, by way of an op between,
-    is left out, with all that wait for it.
+    Two updates of one stage do not wait for each other. Units on a dependency cycle, and their dependents, are omitted.
     """
     stages: dict[str, int] = {}
     for one, parents in in_order(graph, ops, unit):
@@ -245,8 +244,8 @@ def fused_nodes(
         graph: the step.
         group: updates of one dtype, by one expression.
         ops: names of the segment's ops.
-        name: of the op that does the arithmetic, and a prefix for what else is new.
-        named: a function from the name of a tensor or handle to what the segment calls it.
+        name: of the op that does the arithmetic, and the prefix of further new ops.
+        named: returns the segment's name of a tensor or handle, given the step's.
     """
     dtype = group[0].dtype
     replaced = {member for update in group for member in update.members}

@@ -1,4 +1,4 @@
-"""Improve a finished program: every segment by itself, and every bucket."""
+"""Improve a finished program, segment by segment and bucket by bucket."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ def improve(program: Program, *, crowded: bool, joins: bool = True) -> Program:
     """Return a cheaper program with the same segments, buckets and results.
 
     Args:
-        program: whose segments are not compiled yet.
+        program: its segments must not be compiled yet.
         crowded: whether other towers keep all other cores busy.
-        joins: whether all towers are of this process, so that its ops can join their tensors as they are.
+        joins: whether all towers are in this process, whose ops can then join their tensors unpacked.
     """
     segments = tuple(_improved(segment, crowded, joins) for segment in program.segments)
     return dataclasses.replace(program, segments=segments)

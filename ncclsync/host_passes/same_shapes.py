@@ -1,8 +1,8 @@
-"""Find which tensors of a segment have the same shape, though the number of their rows is not known.
+"""Find which tensors of a segment have the same shape, though their number of rows is not known.
 
-The first dimension of most tensors is the batch's, `None` in the trace; all others are known. To run
-many element-wise ops as one, no two of them may differ in their rows. Few types of ops show that: the rows of
-any other op's result are taken as unlike all others, and less is fused.
+The first dimension of most tensors is the batch's, `None` in the trace; the others are known. Element-wise ops run as
+one only if their tensors have equally many rows. A few types of ops are known to keep or to multiply rows. The rows of
+any other op's result count as different from all others, so that less is fused.
 """
 
 import collections
@@ -26,49 +26,49 @@ _KEEPING = _PASSING | {
     *("OnesLike", "Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
     *("AvgPool", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolGrad"),
 }
-_OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse others
+_OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse operands of different shapes
 _BROADCASTING = {
     *("Add", "AddV2", "DivNoNan", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum"),
     *("Minimum", "Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
 }
-# TensorFlow makes one op of one of these and of the op after it, if nobody else asks for its result.
+# TensorFlow fuses these with the following op, if no other op takes their result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 _REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
 
 
 class Shapes:
-    """Find out all that is known of the shapes of a segment's tensors.
+    """Find out the shapes of a segment's tensors, as far as the ops tell.
 
     Attributes:
-        passed: by name of a tensor that is nothing but another tensor: the name of the latter.
+        passed: by name of a tensor that equals another tensor: that tensor's name.
     """
 
     def __init__(self, graph: StepGraph, ops: Sequence[str]):
-        """Look at ops, inputs before consumers."""
+        """Take ops, inputs before consumers."""
         self._graph = graph
         self._specs: dict[str, tf.TensorSpec] = {}
-        # By name of a tensor: another one, or None for a single row, and how many times that one's rows.
+        # By name of a tensor: a tensor (None: a single row), and by how much to multiply its rows.
         self._alike: dict[str | None, tuple[str | None, Fraction]] = {}
         self.passed: dict[str, str] = {}
-        self._summed: dict[str, str] = {}  # what is summed over axes of size 1 at most: of what
+        self._summed: dict[str, str] = {}  # by name of a sum over axes of size 1: the addend
         for name in ops:
             self._look_at(name)
 
     def spec(self, name: str) -> tf.TensorSpec:
-        """Return the shape as far as it is known by itself, and the dtype."""
+        """Return the shape that the trace knows, and the dtype."""
         if name not in self._specs:
             self._specs[name] = self._graph.spec(name)
         return self._specs[name]
 
     def key(self, name: str) -> tuple[Any, ...] | None:
-        """Return a key that tensors of one shape have in common; None if too little of it is known."""
+        """Return a key that tensors of one shape share; None if too little of the shape is known."""
         shape = self.spec(name).shape
         if not shape.rank:
             return None if shape.rank is None else ()
         return (self._rows(name), *shape[1:]) if shape[1:].is_fully_defined() else None
 
     def source(self, name: str) -> str:
-        """Return the tensor that `name` is another name for, or itself."""
+        """Return the tensor that `name` equals by `passed`, or `name`."""
         while name in self.passed:
             name = self.passed[name]
         return name
@@ -86,7 +86,7 @@ class Shapes:
         return self.spec(name).shape.rank or 0
 
     def _order(self, name: str) -> list[int] | None:
-        """Return a permutation of axes, or the inverse of one whose first axis stays; None if not known."""
+        """Return a permutation of axes, or an inverse permutation if it keeps the first axis; None if not known."""
         if self._graph.producer_type(name) == "InvertPermutation":
             order = self._order(self._graph.inputs[op_name(name)][0])
             return order if order and order[0] == 0 else None
@@ -102,7 +102,7 @@ class Shapes:
         return [int(number) for number in value.ravel()]
 
     def _rows(self, name: str) -> Any:
-        """Return the number of rows if it is known, else a tensor and how many times its rows they are."""
+        """Return the number of rows; if it is not known, a tensor and by how much to multiply its rows."""
         shape = self.spec(name).shape
         known = shape.rank is not None and shape[0] is not None
         root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
@@ -112,7 +112,7 @@ class Shapes:
         return int(times) if root is None and times.denominator == 1 else (root, times)
 
     def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
-        """Record that the other tensor has so many times the rows of the one."""
+        """Record that `other` has `times` as many rows as `one`."""
         (root, first), (other_root, second) = (
             rows if isinstance(rows, tuple) else (None, Fraction(rows)) for rows in (self._rows(one), self._rows(other))
         )
@@ -177,7 +177,7 @@ class Shapes:
                 self._unite(full[0], result)
 
     def _look_at_factor(self, name: str, columns: int | None) -> None:
-        """Use that a matrix has so many columns, where its shape, that of a reshaped tensor, is open."""
+        """Record a reshaped matrix's rows, given the number of its columns, which its own shape leaves open."""
         if self._graph.producer_type(name) == "Reshape" and self.spec(name).shape[1] is None and columns:
             source = self._graph.inputs[op_name(name)][0]
             row = self.spec(source).shape[1:]
@@ -196,16 +196,16 @@ class Shapes:
                 self._unite(values, f"{name}:0")
 
     def _shape_of(self, name: str) -> str | None:
-        """Return the tensor whose shape `name` is, if it is one's."""
+        """Return the tensor whose shape `name` is; None if `name` is no shape."""
         is_shape = self._graph.producer_type(name) == "Shape"
         return self._graph.inputs[op_name(name)][0] if is_shape else None
 
     def _reshaped(self, name: str) -> str:
-        """Return the tensor that `name` has the values of, in another shape at most."""
+        """Return the tensor that has the same values as `name`, perhaps in another shape."""
         return self._summed.get(self.source(name), self.source(name))
 
     def _is_same_reshaped(self, name: str, result: str) -> bool:
-        """Return whether all dimensions but the first stay; then, as many elements do, that stays too."""
+        """Return whether a reshape keeps all dimensions but the first; the first then stays, too."""
         before, after = (self.spec(tensor).shape for tensor in (name, result))
         return (
             bool(before.rank)
@@ -221,17 +221,17 @@ def simplify(
 ) -> tuple[StepGraph, list[str]]:
     """Leave out ops of a segment that only pass on their input.
 
-    They would keep apart what can be fused. An op that asks for a shape gets that of another tensor of the
-    same shape, so that only ops that compute with a tensor need it.
+    These would separate ops that can be fused. An op that takes a tensor's shape gets the shape of an equal-shaped
+    tensor, so that a tensor is needed only by ops that compute with it.
 
     Args:
         graph: the step.
         shapes: of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
-        needed: names of ops whose own results, or which themselves, are asked for outside the segment.
+        needed: names of ops that are used outside the segment, as results or as dependencies.
 
     Returns:
-        The same step with other inputs for some of the ops, and the ops that are left.
+        The step with other inputs for some ops, and the remaining ops.
     """
     view = copy.copy(graph)
     view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
@@ -240,7 +240,7 @@ def simplify(
     computing = [n for n in ops if graph.by_name[n].type != "Shape" and f"{n}:0" not in shapes.passed]
     users = collections.Counter(operand for name in computing for operand in set(view.inputs[name]))
     first: dict[Any, str] = {}  # of a shape and dtype
-    first_written: dict[Any, str] = {}  # the same of those that no chain can do without writing
+    first_written: dict[Any, str] = {}  # the same, of tensors that are written whatever is fused
     for name in ops:
         inputs = view.inputs[name]
         kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
@@ -250,7 +250,7 @@ def simplify(
                 (first if made_by in COMPUTED else first_written).setdefault(kind, operand)
         if graph.by_name[name].type == "Shape" and kinds[0][0]:
             view.inputs[name] = [first_written.get(kinds[0]) or first.get(kinds[0], inputs[0])]
-        if graph.by_name[name].type == "Const":  # a gradient's wait for what computes it
+        if graph.by_name[name].type == "Const":  # it waits for the value whose gradient it belongs to
             view.controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
     wanted = set(needed) | graph.must_run
     left = []

@@ -1,7 +1,6 @@
 """Serve collectives, and timestamps, as TensorFlow ops.
 
-A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. All else here is for the other
-packages.
+A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. The other names are for ncclsync's packages.
 """
 
 from ncclsync.ops.collectives import REDUCE_OPS as REDUCE_OPS

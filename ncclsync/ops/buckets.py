@@ -1,7 +1,7 @@
 """Group tensors into buckets: fewer, larger messages for the collectives.
 
 `fill_buckets` decides (pure Python, no TensorFlow); `pack` and `unpack` carry it out inside a graph.
-They know nothing of towers or of what is reduced.
+This module knows neither towers nor collectives.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,9 +25,8 @@ def fill_buckets(
     Args:
         sizes_bytes: [N] size of each tensor, in bytes.
         kinds: [N] tensors share a bucket only if their kinds are equal (dtype and operation, say).
-        bucket_bytes: a bucket is closed before it would exceed this size; a larger tensor is alone in its
-            bucket.
-        first_bytes: the same for the first bucket of each kind; None: as for the others.
+        bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket of its own.
+        first_bytes: the most that the first bucket of each kind holds; None: `bucket_bytes`.
 
     Returns:
         [B] buckets, each a tuple of tensor indices; every index occurs exactly once.

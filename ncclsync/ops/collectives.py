@@ -1,8 +1,7 @@
-"""Offer collectives as TensorFlow ops, for a user to call inside a step: "with the other towers".
+"""Offer collectives as TensorFlow ops that a user may call inside a step.
 
-While a step is traced for towers they are marks (`Context`). Where a step runs alone they return the tensor
-itself, since a reduction over one tower is the identity. No step needs them to be right. In the end
-`group_ops.py` joins the towers' tensors.
+While a step is traced for towers, they add marks (`Context`), and the laid-out step joins the tensors. Without towers
+they return the tensor itself, since a reduction over one tower is the identity. A step is exact without calling them.
 """
 
 import contextlib
@@ -20,15 +19,15 @@ REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Describe how one tensor meets its counterparts on the other towers.
+    """Describe how a tensor is joined with the other towers' tensors.
 
     Attributes:
-        kind: "all_reduce"; "broadcast" (all get the root's); "all_gather" (all get all towers' rows, in
-            order, as many as there are per sample); "stack" (the same, of a tensor with one row per tower);
-            "reduce_scatter" (of the sum of tensors with one row per tower, each gets its row).
-        op: one of `REDUCE_OPS`; "mean" weighs each tower by its samples. Unused by a broadcast.
+        kind: "all_reduce"; "broadcast": every tower gets the root's tensor; "all_gather": every tower gets all towers'
+            rows, in their order, the same number for each sample; "stack": an all-gather of tensors with one row per
+            tower; "reduce_scatter": tensors with one row per tower are added up, and each tower gets its row.
+        op: an element of `REDUCE_OPS`; "mean" weighs each tower by its samples. A broadcast does not use it.
         root: the tower that a broadcast starts from.
-        empty_too: whether towers without samples take part, with what they kept from earlier batches.
+        empty_too: whether towers without samples take part, with values kept from earlier batches.
     """
 
     kind: str
@@ -43,21 +42,21 @@ class Collective:
 
     @property
     def changes_rows(self) -> bool:
-        """Return whether the result has other rows than what each tower has given."""
+        """Return whether a tower's result has other rows than its input."""
         return self.concatenates or self.kind == "reduce_scatter"
 
     @property
     def divides(self) -> bool:
-        """Return whether it divides a tensor among towers, a row for each, or joins such rows again."""
+        """Return whether it divides a tensor among towers, a row for each, or joins these rows again."""
         return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
 
     @property
     def differs(self) -> bool:
-        """Return whether each tower gets something else."""
+        """Return whether towers get different results."""
         return self.kind == "reduce_scatter"
 
     def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
-        """Return the shape of the result, as far as it is known whatever the number of towers."""
+        """Return the result's shape, with the dimensions that do not depend on the number of towers."""
         if shape.rank is None:
             return shape
         if self.concatenates:
@@ -69,14 +68,14 @@ SCATTERED = Collective("reduce_scatter")
 
 
 class Share(NamedTuple):
-    """Hold which part of the batch a tower has.
+    """Hold a tower's part of the batch.
 
     Attributes:
         fraction: its share of the batch's samples, a float64 scalar; 0 for a tower without samples.
-        tower: its number, an int32 scalar, as all that follow.
-        rows: the rows that it computes on: its samples, or 1, a copy of the first, where it has none.
-        begin: index in the batch of the first of these rows.
-        total: the samples of the batch.
+        tower: the tower's number. This and the following are int32 scalars.
+        rows: the number of rows that it computes on: its samples; or 1, a copy of the batch's first row, without any.
+        begin: the index in the batch of its first row.
+        total: the number of samples in the batch.
     """
 
     fraction: tf.Tensor
@@ -86,9 +85,9 @@ class Share(NamedTuple):
     total: tf.Tensor
 
     def of_samples(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return what a tower's samples contribute to a sum: zeros for a tower without any.
+        """Return a tower's addend of a sum over the samples: zeros for a tower without samples.
 
-        A select, not a product: what such a tower computed on a stand-in row may be NaN.
+        A select, not a product: a tower without samples computes on a copy of a row, and may get NaN.
         """
         return tf.where(self.fraction > 0, tensor, tf.zeros_like(tensor))
 
@@ -105,12 +104,12 @@ class Context(Protocol):
     def exchange(
         self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
-        """Return what each tensor becomes; called once per collective, in the order of the step.
+        """Join tensors with the other towers' and return the results; called once per collective, in the step's order.
 
         Args:
             tensors: the tower's.
-            collective: what happens to them.
-            when: a bool scalar, equal on all towers: if it is False, nothing happens to them.
+            collective: how to join them.
+            when: a bool scalar, equal on all towers; if False, the tensors stay as they are.
         """
         ...
 
@@ -119,7 +118,7 @@ class Context(Protocol):
         ...
 
     def can_exchange(self) -> bool:
-        """Return whether a collective can be had here: not inside a loop or a branch of a traced step."""
+        """Return whether a collective is possible here: not inside a loop or a branch of a traced step."""
         ...
 
 
@@ -128,7 +127,7 @@ _running = threading.local()
 
 @contextlib.contextmanager
 def running_in(context: Context | None) -> Iterator[None]:
-    """Make `context` decide what the collectives of this thread do. None: the step runs alone."""
+    """Let `context` handle the collectives of this thread; None: the step runs without towers."""
     before = getattr(_running, "context", None)
     _running.context = context
     try:
@@ -138,16 +137,15 @@ def running_in(context: Context | None) -> Iterator[None]:
 
 
 def current_context() -> Context | None:
-    """Return who runs the step of this thread, None outside a step on towers."""
+    """Return the context of this thread's step; None outside a step on towers."""
     return getattr(_running, "context", None)
 
 
 def all_reduce(tensors: Any, op: str = "mean") -> Any:
-    """Reduce each tensor with its counterparts on the other towers; every tower gets the result.
+    """Reduce each tensor over all towers; every tower gets the result.
 
-    Collective: every tower must call it, which holds by itself for a step that is traced once. Outside a
-    step on towers there is one tower, and the result is the tensors themselves. Differentiable for
-    "mean" and "sum", to the gradient that one device would have.
+    Collective: every tower must call it, as every tower does in a step that is traced once. Outside a step on towers
+    the tensors are returned as they are. "mean" and "sum" are differentiable, with one device's gradient.
 
     Args:
         tensors: a tensor or a nested structure of tensors, any mix of numeric dtypes. Shapes must agree
@@ -174,7 +172,7 @@ def broadcast(tensors: Any, root: int = 0) -> Any:
     """Give every tower the tensors of tower `root`.
 
     Collective, like `all_reduce`. The gradient flows to the root's tensors. A root without samples
-    (a batch with fewer rows than towers) sends what it computed on a copy of the batch's first row.
+    (a batch with fewer rows than towers) computes on a copy of the batch's first row, and sends that.
 
     Args:
         tensors: a tensor or a nested structure of numeric tensors; shapes must agree between the towers.
@@ -193,10 +191,10 @@ def broadcast(tensors: Any, root: int = 0) -> Any:
 
 
 def all_gather(tensors: Any) -> Any:
-    """Give every tower the rows of all towers: what the whole batch would have held, in its order.
+    """Give every tower the rows of all towers, in the order of the batch.
 
-    Collective, like `all_reduce`, and differentiable: for what compares the samples of a batch with each
-    other, such as a contrastive loss. Outside a step on towers the result is the tensors themselves.
+    Collective, like `all_reduce`, and differentiable. For code that compares the samples of a batch with each other,
+    such as a contrastive loss. Outside a step on towers the tensors are returned as they are.
 
     Args:
         tensors: a tensor or a nested structure of tensors of any dtype; the first axis runs over the
@@ -216,9 +214,9 @@ def all_gather(tensors: Any) -> Any:
 
 
 def stack(tensor: tf.Tensor) -> tf.Tensor:
-    """Give every tower the counterparts of `tensor` on all towers that have samples: [N, *shape].
+    """Give every tower the tensors of all N towers that have samples: [N, *shape].
 
-    Collective and differentiable, like `all_reduce`: what flows back to a tower is its own row. Outside a
+    Collective and differentiable, like `all_reduce`: a tower's gradient is its row of the result's gradient. Outside a
     step on towers N is 1.
     """
     context = current_context()
@@ -234,30 +232,30 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
-    """Take a tower's own rows out of the batch; what is computed of them is its own. Differentiable.
+    """Take a tower's rows out of the batch; results computed from them are this tower's alone. Differentiable.
 
     Args:
         tensors: of the batch.
-        by_choice: whether that gives other numbers than one device's.
+        by_choice: whether the numbers may differ from one device's, since the user chose so.
     """
     return [_both_ways("local", "rows", by_choice)(tensor) for tensor in tensors]
 
 
 def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
-    """Let what each tower has computed of its own take part in the step; differentiable.
+    """Return each tower's own results to the step, as its rows of the batch; differentiable.
 
-    The gradient that flows back to a tower is its own addend of the batch's gradient.
+    The gradient that flows back to a tower is its addend of the batch's gradient.
     """
     return [_both_ways("local", "addends", by_choice)(tensor) for tensor in tensors]
 
 
 def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Let tensors be the batch's here, and what flows back to them too; differentiable."""
+    """Let tensors, and the gradients that flow back to them, be the batch's here; differentiable."""
     return [_both_ways("whole", "whole", False)(tensor) for tensor in tensors]
 
 
 def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> Any:
-    """Return a function that marks tensors, and marks what flows back to them otherwise, to any order."""
+    """Return a function that marks a tensor one way and its gradient the other way; of any order."""
 
     @tf.custom_gradient
     def marked(tensor):
@@ -273,14 +271,13 @@ def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> An
 def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     """Let gradients be the batch's here: this is where they are all-reduced.
 
-    Of a sparse one whose indices come from the samples the towers' slices are gathered: an optimizer then
-    sees the very slices that one device would have, repeated rows included. Where `rows_add_up`, their dense
-    sum is taken instead if that moves fewer bytes.
+    If a sparse gradient's indices come from the samples, the towers' slices are gathered: the optimizer sees the slices
+    of one device, with repeated rows. With `rows_add_up` a dense sum is taken instead if it moves fewer bytes.
 
     Args:
         gradients: tensors, `tf.IndexedSlices` or None.
-        rows_add_up: whether it makes no difference to whoever gets the gradients that a row which several
-            slices name is given as their sum. (To Keras' adaptive optimizers it does: they square slices.)
+        rows_add_up: whether several slices of one row may be replaced by their sum. (Not for Keras' adaptive
+            optimizers, which square each slice.)
 
     Returns:
         The same kinds, in the same order.
@@ -303,7 +300,7 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
 
 
 def parts(gradients: Sequence[Any]) -> list[Any]:
-    """Return, of each of the batch's gradients, what this tower adds to it; None stays None."""
+    """Return this tower's addend of each of the batch's gradients; None stays None."""
     return [
         None
         if one is None

@@ -2,16 +2,16 @@
 
 Three kinds of op share the work. None of them runs Python, and none waits for a GPU or for another tower:
 
-- *arrive*, on each tower's device: holds what the tower sends, makes the memory that it receives into, and captures
-  the work that its GPU has been given so far;
-- *launch*, one on the CPU: lets NCCL's streams wait for what all towers have captured, and runs one group;
-- *deliver*, on each tower's device: lets all that the GPU is given later wait for the group's end.
+- *arrive*, on each tower's device: holds the tensors to send, allocates the results, and captures the work that the GPU
+  has been given so far;
+- *launch*, one op on the CPU: lets NCCL's streams wait for the captured work of all towers, and runs one group;
+- *deliver*, on each tower's device: lets the GPU's later work wait for the group's end.
 
-Between them go tokens in the host's memory. A control dependency from one device to another would go through the
-GPU's memory, and its stream: TensorFlow would wait for the GPU. So towers wait for each other by these ops alone:
-one of no tensors at all is a barrier of the host.
+Tokens in the host's memory join them. A control dependency from one device to another would go through the GPU's memory
+and its stream, and TensorFlow would wait for the GPU. So towers wait for each other by these ops alone: a launch
+without tensors is a barrier on the host.
 
-``csrc/nccl/launcher.c`` has what they do, ``csrc/tf/exchange.c`` the ops.
+``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
 """
 
 from collections.abc import Sequence
@@ -32,14 +32,13 @@ from ncclsync.communicator import (
 from ncclsync.communicator.nccl import KINDS
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams, host_ops
-from ncclsync.ops.host_ops import set_attribute
 
 
 class Launched:
-    """Hold a group that is under way, in the graph that is being built.
+    """Hold a launched group, in the graph that is being built.
 
     Attributes:
-        op: that has launched it.
+        op: the op that launches it.
     """
 
     def __init__(self, token: tf.Tensor, columns: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], shapes: Any):
@@ -48,21 +47,21 @@ class Launched:
         self._delivered: dict[int, list[tf.Tensor]] = {}
 
     def passed(self, tower: int) -> tf.Operation:
-        """Return an op on a tower's device that runs when all towers have arrived; it waits for no GPU."""
+        """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU."""
         return self._deliver(tower, [], passes=1)
 
     def ended(self) -> tf.Operation:
-        """Return an op on the CPU that runs when the group has ended. It blocks the thread that runs it."""
+        """Return an op on the CPU that ends with the group; it blocks its thread until then."""
         attributes = {"rank": 0, "waits": 1, "passes": 1, "T": []}
         return _create("NcclsyncDeliver", [self._token], [], attributes, "CPU:0")
 
     def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
-        """Return what a tower receives, [B]; the same again in later calls.
+        """Return the tensors that a tower receives, [B]; later calls return the same tensors.
 
         Args:
             tower: its number.
-            after: ops and tensors on its device. Work that was enqueued there before is not held up.
-            waits: whether the host waits for the group's end, and the op fails if the group has.
+            after: ops and tensors on its device; work enqueued before them does not wait for the group.
+            waits: whether the host waits for the group's end, and the op fails if the group has failed.
         """
         if tower not in self._delivered:
             with tf.control_dependencies(after):
@@ -92,12 +91,12 @@ def launch(
     Args:
         columns: [B][N] tensors, tensor i on tower i's device. Of no column: a barrier.
         communicator: of N ranks, by NCCL; see `takes`.
-        collectives: [B] what happens to each column.
+        collectives: [B] the collective of each column.
         devices: [N] the towers', such as "GPU:0".
         after: [N] for each tower, ops and tensors on its device that it arrives after.
-        launched_after: ops on the CPU, and launches before, that the launch comes after.
-        in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers that are not the
-            root. They must be fresh ones: nobody else has their memory.
+        launched_after: ops on the CPU, and earlier launches, that the launch waits for.
+        in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers other than the
+            root. The tensors must share their memory with nothing else.
     """
     assert takes(communicator) and isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
@@ -141,16 +140,12 @@ def broadcast(
 
 
 def takes(communicator: Any) -> bool:
-    """Return whether these ops can join towers by this communicator.
-
-    It is NCCL's, all of its ranks are in this process, and TensorFlow takes the ops.
-    """
-    here = isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
-    return here and host_ops.available()
+    """Return whether these ops can join towers by this communicator: NCCL's, with all ranks in this process."""
+    return isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:
-    """Return the shape of what a rank receives, as far as that of what it sends is known."""
+    """Return the shape that a rank receives, as far as the sent shape is known."""
     if isinstance(collective, AllReduce | Broadcast) or not sent.rank or sent[0] is None:
         return sent
     rows = sent[0] * ranks if isinstance(collective, AllGather) else sent[0] // ranks
@@ -160,10 +155,6 @@ def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) 
 def _create(
     op: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: dict[str, Any], device: str
 ) -> tf.Operation:
-    node = tf.compat.v1.NodeDef()
-    for name, value in attributes.items():
-        set_attribute(node, name, value)
-    with tf.device(device if device.startswith("/") else f"/{device}"):
-        made = tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
+    made = host_ops.create(op, inputs, dtypes, attributes, device if device.startswith("/") else f"/{device}")
     tf_compat.run_independently(made)
     return made

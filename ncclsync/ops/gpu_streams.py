@@ -1,10 +1,10 @@
-"""Let exchanges know the stream that TensorFlow computes on, on each GPU.
+"""Tell exchanges which stream TensorFlow computes on, on each GPU.
 
-Then a collective waits for that stream alone, and it for the collective: copies of a next batch, on another stream, go
-on beside both. Else an exchange waits for all of the GPU's streams, as CUDA's driver can tell without TensorFlow.
+A collective then waits for that stream alone, and the stream for the collective; copies of the next batch run beside
+both on another stream. Without it an exchange waits for all of the GPU's streams, by CUDA's driver alone.
 
-TensorFlow tells its stream in C++ only, without a promise to keep that. So a function of a few lines is compiled when
-it is first needed, against the headers of the installed TensorFlow, and kept in the user's cache.
+TensorFlow tells its stream only in C++, by an interface that may change. So a function of a few lines is compiled when
+first needed, against the headers of the installed TensorFlow, and kept in the user's cache.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_GPU_EVENTS"
 
-# Whatever else the headers ask for is never called; it is not looked for either.
+# Lazy binding: other symbols of the headers are never called, and need not be found.
 _FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-Wl,-z,lazy")
 _LONGEST_S = 300
 
@@ -53,12 +53,12 @@ def find() -> bool:
         # RuntimeError: the user has no home; ValueError: it is not a path.
         except (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             reason = _reason(error)
-    logger.info("Exchanges wait for all streams of their GPUs, those of copies among them: %s", reason)
+    logger.info("Exchanges wait for all streams of their GPUs, including those of copies: %s", reason)
     return False
 
 
 def _load(folder: pathlib.Path) -> None:
-    """Let C find the function; compile it once more if what was kept does not load, such as another machine's."""
+    """Let C find the function; compile it again if the kept library does not load, such as another machine's."""
     kept = {*folder.glob("*.so")}
     library = compiled(folder)
     try:
@@ -74,7 +74,7 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
     """Return the compiled function, for the installed TensorFlow; compile it unless the folder has it.
 
     Raises:
-        OSError: there is no C++ compiler, or the folder cannot be written to, or is somebody else's.
+        OSError: there is no C++ compiler, or the folder cannot be written to, or belongs to another user.
         subprocess.SubprocessError: it does not compile.
     """
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
@@ -96,7 +96,7 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
         source.write_text(tf_compat.GPU_STREAM_SOURCE, encoding="utf-8")
         command = [compiler, *flags, str(source), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S)
-        library.replace(made)  # whole, whoever else does the same
+        library.replace(made)  # atomic: another process may do the same
     return made
 
 

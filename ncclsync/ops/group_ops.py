@@ -1,6 +1,6 @@
-"""Join the tensors of all towers in one graph, by a communicator: at once, where they are needed at once.
+"""Join the tensors of all towers in one graph, by a communicator.
 
-On NCCL by the ops of `device_ops`; by py ops over the CPU's communicator, and where TensorFlow does not take ours.
+GPUs of one process are joined by the ops of `device_ops`; CPU towers, and several processes, by py ops.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
 from ncclsync.ops.device_ops import shape_received
 
-# These take a tensor from each tower and give each one.
+# Collectives that take a tensor from each tower and return a tensor to each.
 Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
 class Turns:
-    """Keep the order in which processes join tensors in one graph: each call takes a tensor of the call before.
+    """Keep the order in which processes join tensors in one graph: each call takes a tensor of the previous call.
 
-    A control dependency would not do: TensorFlow's optimiser drops those of ops that it folds away.
+    A control dependency would not do: TensorFlow's optimiser drops it together with an op that it folds.
 
     Attributes:
-        batch: what processes compare of the batch.
-        last: a tensor of the last call, none before the first.
+        batch: tensors of the batch that processes compare.
+        last: a tensor of the last call; empty before the first.
     """
 
     def __init__(self, batch: Sequence[tf.Tensor], describe: Callable[..., str]) -> None:
@@ -54,19 +54,18 @@ def group_exchange(
     collectives: Sequence[Joining],
     turns: Turns | None = None,
 ) -> list[list[tf.Tensor]]:
-    """Join B tensors of each tower, in a graph, by ops that wait for nothing but their inputs.
+    """Join B tensors of each tower, in a graph, by ops that wait only for their inputs.
 
     Args:
-        columns: [B][N] tensors; those of one column of one shape and dtype, tensor i on tower i's device.
-            Of a reduce-scatter a multiple of N rows: tower i receives the i-th part of them. Of an
-            all-gather any number of rows: each tower receives N times as many.
+        columns: [B][N] tensors, of one shape and dtype in each column, tensor i on tower i's device. A reduce-scatter
+            takes a multiple of N rows, of which tower i receives the i-th part. An all-gather takes any number of
+            rows, and each tower receives N times as many.
         communicator: of N ranks. NCCL's runs all columns as one group.
-        collectives: [B] what happens to each column; `sends` and `recvs` are filled in when it happens.
-        turns: where several processes are joined.
+        collectives: [B] the collective of each column, without buffers.
+        turns: the order of calls, if several processes are joined.
 
     Returns:
-        [B][N] tensors on the same devices. Towers that share the host's memory, and receive the same, get
-        the same one.
+        [B][N] tensors on the same devices. Towers in the host's memory that receive equal values share one tensor.
     """
     if not columns:
         return []
@@ -75,13 +74,24 @@ def group_exchange(
         return _join_on_host(columns, communicator, collectives, turns)
     if device_ops.takes(communicator):
         return _enqueued(columns, communicator, collectives)
-    return exchange_by_py_ops(columns, communicator, collectives, turns)
+    # TensorFlow never frees a py op's function, nor the objects that it refers to.
+    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
+    ranks = communicator.world_size
+
+    def join_on_devices(sends, recvs):
+        rows = zip(collectives, sends, recvs, strict=True)
+        _alive(borrowed).run_group([_filled(*row) for row in rows])
+
+    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
+        return shape_received(collectives[column], sent, ranks)
+
+    return _group_on_devices(columns, join_on_devices, shape_of, turns)
 
 
 def _enqueued(
     columns: Sequence[Sequence[tf.Tensor]], communicator: NcclCommunicator, collectives: Sequence[AnyCollective]
 ) -> list[list[tf.Tensor]]:
-    """Join tensors by the ops that only enqueue, and deliver them at once."""
+    """Join tensors by the ops of `device_ops`, and deliver the results at once."""
     usual = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     devices = [tensor.device or usual for tensor in columns[0]]
 
@@ -97,27 +107,6 @@ def _enqueued(
     return [[next(received) for _ in column] for column in columns]
 
 
-def exchange_by_py_ops(
-    columns: Sequence[Sequence[tf.Tensor]],
-    communicator: Communicator,
-    collectives: Sequence[Joining],
-    turns: Turns | None = None,
-) -> list[list[tf.Tensor]]:
-    """Join tensors on devices as `group_exchange` does, by py ops: each waits for its GPU, and for the group."""
-    # TensorFlow keeps every py op's function for good, and what that refers to.
-    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
-    ranks = communicator.world_size
-
-    def join_on_devices(sends, recvs):
-        rows = zip(collectives, sends, recvs, strict=True)
-        _alive(borrowed).run_group([_filled(*row) for row in rows])
-
-    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
-        return shape_received(collectives[column], sent, ranks)
-
-    return _group_on_devices(columns, join_on_devices, shape_of, turns)
-
-
 def group_all_reduce(
     tensors: Sequence[tf.Tensor],
     communicator: Communicator,
@@ -125,17 +114,17 @@ def group_all_reduce(
     label: str = "",
     turns: Turns | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce one tensor per tower; `group_exchange` of one column: [N] in, [N] out."""
+    """Reduce one tensor per tower: `group_exchange` of a single column, [N] in, [N] out."""
     return group_exchange([tensors], communicator, [AllReduce((), (), op, label)], turns)[0]
 
 
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:
     """Concatenate tensors of the towers of several processes along their first axis, in a graph.
 
-    Two all-gathers: how many rows each has, and the rows, of the most that any has.
+    Two all-gathers: of the numbers of rows, and of the rows, padded to the largest number.
 
     Args:
-        tensors: [n] of this process' towers, of one dtype; they differ in their number of rows at most.
+        tensors: [n] of this process' towers, of one dtype; only their numbers of rows may differ.
         communicator: of N ranks.
         label: see `Communicator.all_reduce`.
         turns: see `group_exchange`.
@@ -144,7 +133,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
         [n] tensors, on the same devices.
 
     Raises:
-        NcclSyncError: no numbers, which do not travel between processes.
+        NcclSyncError: the tensors hold no numbers; only numbers travel between processes.
     """
     dtype = tensors[0].dtype
     if dtype == tf.bool:
@@ -178,7 +167,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
 
 
 def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
-    """Return the same with buffers."""
+    """Return the collective with buffers."""
     return collective._replace(sends=sends, recvs=recvs)
 
 
@@ -188,9 +177,9 @@ def _join_on_host(
     collectives: Sequence[Joining],
     turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
-    """Join tensors as `group_exchange` does, in the host's memory, by one py op."""
+    """Join tensors in the host's memory by one py op; see `group_exchange`."""
     borrowed, ranks, world_size = weakref.ref(communicator), len(columns[0]), communicator.world_size
-    # How many different tensors this process' towers receive of each column.
+    # The number of different tensors that this process' towers receive of each column.
     counts = [ranks if isinstance(collective, ReduceScatter) else 1 for collective in collectives]
     in_step, describe = turns is not None, turns.describe if turns is not None and not turns.last else None
 
@@ -208,13 +197,13 @@ def _join_on_host(
             joined.run_group(group)
         return results
 
-    # Stateless, so that automatic control dependencies do not chain it with unrelated ops. It cannot be
-    # merged with another call: every py op carries a token of its own. Where other processes take part it
-    # is run even if this one needs nothing of it.
+    # Stateless, so that automatic control dependencies do not chain it with unrelated ops; TensorFlow does not merge
+    # two py ops, since each has its own token. With other processes it is stateful, so that it runs even if this
+    # process does not need the result.
     dtypes = [column[0].dtype for column, count in zip(columns, counts, strict=True) for _ in range(count)]
     inputs = [*tf.nest.flatten(columns), *([] if turns is None else turns.last or turns.batch)]
     with tf.device("/CPU:0"):
-        # Outside a graph one result comes as itself, not in a list.
+        # Outside a graph a single result is returned without a list.
         flat = tf.nest.flatten(tf.numpy_function(join, inputs, dtypes, stateful=turns is not None))
     received, joined = iter(flat), []
     for column, collective, count in zip(columns, collectives, counts, strict=True):
@@ -230,7 +219,7 @@ def _join_on_host(
 def group_broadcast(
     tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = "", turns: Turns | None = None
 ) -> list[tf.Tensor]:
-    """Give every tower tensor `root` of one tensor per tower, in a graph; as `group_all_reduce`."""
+    """Give every tower the root's tensor, in a graph; [N] in, [N] out."""
     borrowed = weakref.ref(communicator)
     if device_ops.takes(communicator):
         assert isinstance(communicator, NcclCommunicator)
@@ -247,30 +236,28 @@ def group_broadcast(
         received = _group_on_devices([tensors], broadcast_on_devices, turns=turns)[0]
         return [t if i == own else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
 
+    if own is not None and communicator.world_size == communicator.size:
+        return [tensors[own]] * len(tensors)  # they share the host's memory
+
     def broadcast_on_host(send, *_turns):
         buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
         if own is not None:
             buffers[own] = send
         _alive(borrowed).broadcast(buffers, root, label=label)
-        return [buffer for i, buffer in enumerate(buffers) if i != own] or np.zeros([], send.dtype)
+        return buffers[0] if own is None else np.zeros([], send.dtype)
 
-    if communicator.world_size == 1:
-        return list(tensors)
     sent = tensors[own or 0]
     with tf.device("/CPU:0"):
-        dtypes = [sent.dtype] * max(1, len(tensors) - (own is not None))
         inputs = [sent, *(turns.last if turns is not None else [])]
-        received = tf.nest.flatten(tf.numpy_function(broadcast_on_host, inputs, dtypes, stateful=turns is not None))
+        received = tf.numpy_function(broadcast_on_host, inputs, sent.dtype)
     if turns is not None:
-        turns.last = received[:1]
-    if own is None or len(tensors) > 1:
-        for tensor in received:
-            tensor.set_shape(sent.shape)
+        turns.last = [received]
     if own is None:
-        return received
-    with tf.control_dependencies(received):
-        sent = tf.identity(sent)
-    return [*received[:own], sent, *received[own : len(tensors) - 1]]
+        received.set_shape(sent.shape)
+    else:
+        with tf.control_dependencies([received]):
+            received = tf.identity(sent)
+    return [received] * len(tensors)
 
 
 def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
@@ -288,20 +275,18 @@ def _group_on_devices(
 ) -> list[list[tf.Tensor]]:
     """Run a group of collectives over tensors that stay in their devices' memory: [B][N] in, [B][N] out.
 
-    One py op takes all its inputs on one device, so three kinds of op share the work, and none of them
-    waits for another: per tower an op that takes the inputs and allocates the outputs; one op on the host
-    that runs the group; per tower an op that hands the outputs out. The tokens between them are what makes
-    the order right: copying a tower's token to the host waits for that tower's compute stream, after which
-    its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no limit. The
-    communicator's own wait (`ncs_nccl_wait_for_devices`) is then for what other streams still do on its GPUs:
-    little here, but all that orders the buffers of callers who have no tokens. The group blocks until it is
-    complete, so that whatever follows it finds the results.
+    A py op takes all its inputs on one device, so three kinds of op share the work, and none waits for another: an op
+    per tower takes the inputs and allocates the outputs; one op on the host runs the group; an op per tower returns
+    the outputs. Tokens between them keep the order: copying a tower's token to the host waits for that tower's compute
+    stream, after which its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no
+    limit. The communicator's own wait (`ncs_nccl_wait_for_devices`) is then only for other streams of its GPUs. The
+    group blocks until it is complete, so that later ops find the results.
 
     Args:
         columns: tensors of B collectives of N towers.
-        run: runs all of them, given what to send and what to write into, both [B][N].
-        shape_received: of a column's index and the shape of what a tower sends: that of what it receives.
-        turns: where several processes are joined.
+        run: runs all of them, given the tensors to send and those to write into, both [B][N].
+        shape_received: returns the received shape, given a column's index and the sent shape.
+        turns: the order of calls, if several processes are joined.
     """
     towers = list(zip(*(map(_as_carried, column) for column in columns), strict=True))  # [N][B]
     rounds: dict[int, list] = {}
@@ -309,7 +294,7 @@ def _group_on_devices(
 
     def take(index):
         def stage(*sends):
-            # The same op may run again (steps_per_execution) only after its outputs were handed out.
+            # The op may run again (steps_per_execution) only after its outputs were handed out.
             shapes = [shape_received(b, send.shape) for b, send in enumerate(sends)]
             # A py op's function runs in no device's scope: by default that would be the first GPU.
             with tf.device(sends[0].backing_device):
@@ -327,7 +312,7 @@ def _group_on_devices(
             run(*([list(column) for column in zip(*side, strict=True)] for side in zip(*pairs, strict=True)))
         except BaseException:
             with lock:
-                rounds.clear()  # nobody will fetch them: their memory is for the next attempt
+                rounds.clear()  # they will not be fetched: free their memory for the next attempt
             raise
         return tf.zeros([], tf.float32)
 
@@ -357,9 +342,9 @@ def _group_on_devices(
 
 
 def _as_carried(tensor: tf.Tensor) -> tf.Tensor:
-    """Return it as a py op on a GPU can take it: one int32 among its tensors would put all on the host.
+    """Return a tensor that a py op on a GPU can take: int64 for int32, which would put all its tensors on the host.
 
-    A sum or a product that is made in int64 and cut off wraps as in int32.
+    A sum or a product in int64, cut off to int32, wraps as in int32.
     """
     return tensor if tensor.dtype != tf.int32 else _cast_in_place(tensor, tf.int64)
 

@@ -1,43 +1,43 @@
-"""Serve TensorFlow ops over host memory whose kernels are our own C: collectives and timestamps.
+"""Serve TensorFlow ops with kernels in C over host memory: collectives and timestamps.
 
-They take the place of py ops where all towers are on the CPU. `csrc/tf/ops.c`
-registers them by TensorFlow's C API when they are first asked for; where that cannot be done, py ops do
-everything: those of `group_ops` and of `spans`.
+`csrc/tf/ops.c` registers them, and those of `device_ops`, by TensorFlow's C API.
 """
 
 import functools
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.errors import NcclError
-
-logger = logging.getLogger("ncclsync")
+from ncclsync.errors import NcclError, NcclSyncError
 
 
 @functools.cache
-def available() -> bool:
-    """Return whether the ops can be used with this TensorFlow; decided once, and logged if not."""
+def register() -> None:
+    """Register ncclsync's ops with TensorFlow; once per process.
+
+    Raises:
+        NcclSyncError: this TensorFlow does not take them.
+    """
     library = next(flag.partition(":")[2] for flag in tf.sysconfig.get_link_flags() if flag.startswith("-l:"))
     try:
         native.register_tensorflow(os.path.join(tf.sysconfig.get_lib(), library))
     except NcclError as error:
-        logger.warning("Towers use Python ops for their collectives: %s", error)
-        return False
-    return True
+        raise NcclSyncError(
+            "Expected a TensorFlow that takes ncclsync's ops, as 2.20 and 2.21 do. "
+            f"Received: {tf.__version__}, where {error}"
+        ) from error
 
 
 def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
     """Reduce tensors of all towers, in a graph.
 
     Args:
-        tensors: [N][V] tensors of one dtype; those of the same index have the same shape.
-        weights: [N] float64 scalars that the towers' tensors are multiplied by, 0 for a tower that takes no
-            part. Others than 0 and 1 for the sum of floats.
+        tensors: [N][V] tensors of one dtype, and of one shape for each index.
+        weights: [N] float64 scalars that the towers' tensors are multiplied by; 0 leaves a tower out. Weights other
+            than 0 and 1 are for sums of floats only.
         op: "sum", "prod", "max" or "min".
 
     Returns:
@@ -56,7 +56,7 @@ def all_gather(tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """Concatenate tensors of all towers along their first axis, in a graph.
 
     Args:
-        tensors: [N][V] tensors of one dtype; those of the same index differ in their number of rows at most.
+        tensors: [N][V] tensors of one dtype; for each index, only the numbers of rows may differ.
 
     Returns:
         [V] tensors, for all towers.
@@ -76,9 +76,14 @@ def _collective(
     name: str, tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor] = (), **attributes: Any
 ) -> list[tf.Tensor]:
     flat = [tensor for row in tensors for tensor in row]
-    count = len(tensors[0])
-    attributes |= {"T": flat[0].dtype, "ranks": len(tensors), "tensors": count, "sent": len(flat)}
-    return _call(name, [*weights, *flat], attributes, count)
+    dtype, count = flat[0].dtype, len(tensors[0])
+    attributes |= {"T": dtype, "ranks": len(tensors), "tensors": count, "sent": len(flat)}
+
+    def created(*given):
+        return create(name, given, [dtype] * count, attributes).outputs
+
+    run = tf.function(created, autograph=False) if tf.executing_eagerly() else created
+    return list(run(*weights, *flat))
 
 
 def record_timestamp(
@@ -89,49 +94,40 @@ def record_timestamp(
     Args:
         into: must live as long as the graph.
         span: its number.
-        ends: whether it ends here, else it begins.
-        tokens: float32 scalars; what lies on a GPU is copied to the host before.
-        values: at most one int64 scalar, to be recorded as well.
+        ends: whether the span ends here; False: it begins.
+        tokens: float32 scalars; tokens on a GPU are copied to the host first.
+        values: at most one int64 scalar, recorded with the timestamp.
     """
-    attributes = {
-        "meter": into.address,
-        "span": span,
-        "ends": int(ends),
-        "n_tokens": len(tokens),
-        "n_values": len(values),
-    }
+    counts = {"n_tokens": len(tokens), "n_values": len(values)}
+    attributes = {"meter": into.address, "span": span, "ends": int(ends), **counts}
+    return create("NcclsyncTimestamp", [*tokens, *values], [], attributes)
+
+
+def create(
+    op: str,
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    attributes: Mapping[str, Any],
+    device: str = "/CPU:0",
+) -> tf.Operation:
+    """Add an op of ncclsync's to the graph that is being built.
+
+    Args:
+        op: its type.
+        inputs: its inputs.
+        dtypes: of its outputs.
+        attributes: dtypes, ints, or lists of either.
+        device: where it runs.
+
+    Raises:
+        NcclSyncError: see `register`.
+    """
+    register()
     node = tf.compat.v1.NodeDef()
     for name, value in attributes.items():
         set_attribute(node, name, value)
-    with tf.device("/CPU:0"):
-        graph = tf.compat.v1.get_default_graph()
-        return graph.create_op("NcclsyncTimestamp", [*tokens, *values], [], attrs=dict(node.attr))
-
-
-def _call(op: str, inputs: Sequence[tf.Tensor], attributes: dict[str, Any], count: int) -> list[tf.Tensor]:
-    definition = tf.compat.v1.GraphDef()
-    names = [f"input_{i}" for i in range(len(inputs))]
-    node = definition.node.add(name="op", op=op, input=names)
-    for name, value in attributes.items():
-        set_attribute(node, name, value)
-
-    def imported(*given):
-        graph = tf.compat.v1.get_default_graph()
-        # An identity captures what is from outside the graph, such as that of a branch.
-        tensors = [t if getattr(t, "graph", None) is graph else tf.identity(t) for t in given]
-        for name, tensor in zip(names, tensors, strict=True):
-            placeholder = definition.node.add(name=name, op="Placeholder")
-            placeholder.attr["dtype"].type = tensor.dtype.as_datatype_enum
-        return tf.graph_util.import_graph_def(
-            definition,
-            input_map=dict(zip(names, tensors, strict=True)),
-            return_elements=[f"op:{i}" for i in range(count)],
-            name=op,
-        )
-
-    with tf.device("/CPU:0"):
-        run = tf.function(imported, autograph=False) if tf.executing_eagerly() else imported
-        return list(run(*inputs))
+    with tf.device(device):
+        return tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
 
 
 def set_attribute(node: Any, name: str, value: Any) -> None:
@@ -143,5 +139,5 @@ def set_attribute(node: Any, name: str, value: Any) -> None:
     elif isinstance(value, int):
         node.attr[name].i = value
     else:
-        node.attr[name].list.SetInParent()  # an empty list is one, too
+        node.attr[name].list.SetInParent()  # also if the list is empty
         node.attr[name].list.i.extend(value)

@@ -1,16 +1,13 @@
-"""Record when the parts of a step begin and end, by ops that are in its graph only while somebody watches.
+"""Record when the parts of a step begin and end, by ops that are in its graph only while it is watched.
 
-`layout.py` says what the parts are, `step.py` lays out a graph with timestamps for the steps that are
-watched, `timeline.py` and `throughput.py` watch. A timestamp waits for nothing but what it is put after:
-towers stay independent of each other.
+`layout.py` names the parts, `step.py` lays out a graph with timestamps for watched steps, `timeline.py` and
+`throughput.py` watch. A timestamp waits only for the ops that it is put after, so that towers stay independent.
 """
 
 import collections
 import contextlib
 import dataclasses
 import functools
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,15 +17,13 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
 
-logger = logging.getLogger("ncclsync")
-
-STEPS, COMMUNICATION = "steps", "communication"  # rows; the others are those of towers
-STEP, WAIT = "step", "wait_for_data"  # spans of the first
-SHARD, COPY = "shard", "copy_to_device"  # spans of a tower; of a later batch, where towers are fed ahead
+STEPS, COMMUNICATION = "steps", "communication"  # rows; every tower has a row, too
+STEP, WAIT = "step", "wait_for_data"  # spans of the row `STEPS`
+SHARD, COPY = "shard", "copy_to_device"  # spans of a tower; perhaps for a later batch, if towers are fed ahead
 
 
 class NoBatchLeft(tf.errors.OutOfRangeError):
-    """Say that the iterator of a step's batches has ended, before a step has begun: the end of an epoch."""
+    """Report that the iterator of batches ended before a step began: the end of an epoch."""
 
     def __init__(self, error: tf.errors.OutOfRangeError) -> None:
         super().__init__(error.node_def, error.op, error.message)
@@ -39,9 +34,9 @@ class Span:
     """Name a part of a step.
 
     Attributes:
-        row: the number of the tower that is at work, or `STEPS` or `COMMUNICATION`.
+        row: the number of the tower at work, or `STEPS` or `COMMUNICATION`.
         name: one word.
-        details: what is known about it beforehand.
+        details: facts known when the graph is built.
     """
 
     row: int | str
@@ -50,12 +45,12 @@ class Span:
 
     @property
     def full_name(self) -> str:
-        """Return the name, with the tower's before it; what a timeline and TensorFlow's profiler call it."""
+        """Return the tower and the name, as a timeline and TensorFlow's profiler show it."""
         return self.name if isinstance(self.row, str) else f"tower_{self.row}/{self.name}"
 
 
 class TimedSpan(NamedTuple):
-    """Hold a span that has ended; times are in ns, of `time.monotonic_ns()`."""
+    """Hold an ended span; times are in ns, of `time.monotonic_ns()`."""
 
     span: Span
     begin_ns: int
@@ -64,12 +59,12 @@ class TimedSpan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """Hold what was recorded of one step.
+    """Hold the recorded spans of one step.
 
     Attributes:
-        complete: whether it ended; not so if it failed, or if there was no batch for it.
-        samples: how many rows its batch had, if it is complete, else 0.
-        spans: those that have ended, in the order of their ends.
+        complete: whether it ended; False if it failed, or if there was no batch for it.
+        samples: the rows of its batch; 0 if it is not complete.
+        spans: the ended spans, in the order of their ends.
     """
 
     complete: bool
@@ -79,15 +74,15 @@ class MeasuredStep:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Hold what was recorded of one call of a step's graph.
+    """Hold the recording of one call of a step's graph.
 
     Attributes:
-        traced: whether the graph was made for this call, which is most of what the call took.
+        traced: whether the graph was made for this call, which takes most of such a call.
         failed: whether the call raised.
-        completed: how many steps it made.
-        samples: how many rows their batches had.
+        completed: the number of steps that ended.
+        samples: the rows of their batches.
         step_ns: how long these steps took, without waiting for data.
-        waiting_ns: how long batches were waited for.
+        waiting_ns: how long the call waited for batches.
         communicating_ns: how long at least one collective was under way.
     """
 
@@ -102,7 +97,7 @@ class Measured:
 
     @functools.cached_property
     def steps(self) -> tuple[MeasuredStep, ...]:
-        """Return all that was recorded, step by step; computed on first use, since it takes its time."""
+        """Return the recorded spans, step by step; computed on first use, since it is slow."""
         return self._expand()
 
 
@@ -111,11 +106,10 @@ class Begun:
     """Hold a span that has begun, in a graph.
 
     Attributes:
-        ops: what belongs to the span waits for these.
+        ops: the work within the span must depend on these.
         end: `end(after=(), tokens=(), samples=None)` lets it end after `after` (tensors or ops), and after
-            `tokens` (float32 scalars) when they have arrived in the host's memory; `samples` are the step's.
-            Returns the ops that whatever comes next must wait for: else the end might be recorded later than
-            that, since a thread that has both to run may choose.
+            `tokens` (float32 scalars) have arrived in the host's memory; `samples` are the step's. Returns ops that
+            later work must depend on; otherwise a thread may run that work before recording the end.
     """
 
     ops: list[tf.Operation]
@@ -126,10 +120,10 @@ _NOTHING = Begun([], lambda *_, **__: [])
 
 
 def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
-    """Return nested tensors such that whatever uses them waits for `ops`; the same if there are none."""
+    """Return nested tensors whose consumers wait for `ops`; the same tensors if there are no ops."""
     if not ops:
         return structure
-    held: dict[int, tf.Tensor] = {}  # all towers may have the same one
+    held: dict[int, tf.Tensor] = {}  # towers may share a tensor
 
     def held_back(leaf: Any) -> Any:
         if leaf is None:
@@ -143,20 +137,18 @@ def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
 
 
 class Meter:
-    """Hold the spans of a step's graphs, and their timestamps. It must live as long as these."""
+    """Hold the spans of a step's graphs, and their timestamps. It must live as long as the graphs."""
 
     def __init__(self) -> None:
         """Begin with none."""
         self._timestamps = native.Timestamps()
         self._spans: list[Span] = []
-        self._kinds: list[str | None] = []  # [spans] what it counts as in the totals
-        self._of_any_tower: set[int] = set()  # the value of its timestamps is the tower
+        self._kinds: list[str | None] = []  # [spans] the total that a span counts in
+        self._of_any_tower: set[int] = set()  # spans whose timestamps have the tower as their value
         self._by_python: dict[tuple[Any, str], int] = {}  # numbers of the spans that Python records
         self._feeding: set[int] = set()  # numbers of `SHARD`s and `COPY`s
-        self._open: list[tuple[int, int, int, int]] = []  # begins of these, whose ends no call has seen yet
+        self._open: list[tuple[int, int, int, int]] = []  # begins of feeding spans that have not ended yet
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
-        if not host_ops.available():
-            logger.warning("Timestamps of a step are recorded by Python ops, at about 35 µs each")
 
     def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
         """Begin a span; see the function `begin`."""
@@ -197,32 +189,15 @@ class Meter:
         self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Operation:
         graph = tf.compat.v1.get_default_graph()
-        # Within a branch an identity stands for a tensor from outside; for an op there, all of it waits.
+        # Within a branch an identity stands for a tensor from outside; for an op from outside the whole branch waits.
         here = [tf.identity(one) if tf.is_tensor(one) and one.graph is not graph else one for one in after]
         with tf.control_dependencies(here):
-            if host_ops.available():
-                op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
-            else:
-                op = self._record_by_python(span, ends, tokens, values)
+            op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
         tf_compat.run_independently(op)
         return op
 
-    def _record_by_python(
-        self, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-    ) -> tf.Operation:
-        # TensorFlow keeps every py op's function for good.
-        borrowed = weakref.ref(self._timestamps)
-
-        def record(*given: Any) -> None:
-            timestamps = borrowed()
-            if timestamps is not None:
-                timestamps.record(span, ends, int(given[-1]) if values else 0)
-
-        with tf.device("/CPU:0"):
-            return tf.numpy_function(record, [*tokens, *values], [])
-
     def take(self, traced: bool, failed: bool) -> Measured:
-        """Return what was recorded since the last call."""
+        """Return the recording since the last call."""
         timestamps = [*self._open, *self._timestamps.take()]
         begun: dict[int, list[tuple[int, int, int, int]]] = collections.defaultdict(list)
         for timestamp in timestamps:
@@ -260,14 +235,14 @@ class Meter:
         for time_ns, value, number, ends in timestamps:
             span = self._span(number, value)
             key = number, span.row
-            if number in self._feeding:  # perhaps for a later step: it belongs to the one that it ends in
+            if number in self._feeding:  # perhaps for a later step: it counts for the step in which it ends
                 if not ends:
                     feeding[number].append(time_ns)
                 elif feeding[number]:
                     spans = steps[-1].spans if steps else early
                     spans.append(TimedSpan(span, feeding[number].popleft(), time_ns))
             elif not ends:
-                # Waiting for a batch, if any, is the first that a step does, and all else is within it.
+                # A step begins with waiting for a batch, if it waits at all; the other spans are within `STEP`.
                 if not steps or span.name == WAIT or (span.name == STEP and steps[-1].began):
                     steps.append(_Step())
                 steps[-1].began |= span.name == STEP
@@ -282,18 +257,18 @@ class Meter:
         return tuple(MeasuredStep(step.complete, step.samples, tuple(step.spans)) for step in steps)
 
     def forget(self) -> None:
-        """Forget what was recorded and not taken."""
+        """Drop timestamps that were not taken."""
         self._timestamps.take()
         self._open = []
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
-        """Report what was recorded within, also if it fails; not if it was for a batch that does not exist.
+        """Report the recording of the body, also if the body fails, but not if there was no batch left for it.
 
         While TensorFlow's profiler is recording, the spans are shown to it too.
 
         Args:
-            watchers: who receive the report.
+            watchers: receive the report.
             traced: see `Measured`.
         """
         self._profiled.clear()  # of a call that failed
@@ -351,12 +326,12 @@ def begin(
         meter: of that graph, or None.
         row, name, details: see `Span`; in a function that runs on any tower, the row is an integer tensor.
         after: tensors and ops that it begins after.
-        tokens: float32 scalars that it begins after, when they have arrived in the host's memory: where they
-            lie on a GPU, what computes them has ended by then, and not only been queued.
+        tokens: float32 scalars; it begins when they have arrived in the host's memory. For tokens on a GPU, the kernels
+            that compute them have then ended, and are not only queued.
     """
     return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)
 
 
 def measured(meter: Meter | None, row: Any, name: str) -> contextlib.AbstractContextManager[None]:
-    """Record what is done within, outside any graph, as a span; not if it raises. Do nothing without a meter."""
+    """Record the body, outside any graph, as a span unless it raises. Do nothing without a meter."""
     return contextlib.nullcontext() if meter is None else meter.measured(row, name)

@@ -1,8 +1,8 @@
-"""Add up what shards give, in one tree, whatever tower computes which of them.
+"""Add up the shards' values in one tree, the same for any distribution of shards over towers.
 
 The tree's leaves are the shards, in order. At every height above, two neighbours make one node, and a last
 node without a neighbour goes up as it is: five leaves make ((0 + 1) + (2 + 3)) + 4. A tower adds up the nodes that lie
-in its own shards; the rest of the tree is the same for all towers.
+in its own shards; all towers compute the rest of the tree alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """Name a node: it joins the leaves `place * 2**height` to `(place + 1) * 2**height - 1`, as far as there are."""
+    """Name a node: it joins the leaves `place * 2**height` to `(place + 1) * 2**height - 1`, as far as they exist."""
 
     height: int
     place: int
@@ -35,7 +35,7 @@ def nodes_within(leaves: int, begin: int, end: int) -> list[Node]:
 def reduce_nodes(
     combine: Callable[[Value, Value], Value], leaves: int, begin: int, values: Sequence[Value]
 ) -> dict[Node, Value]:
-    """Combine the values of some neighbouring leaves as far as the tree does it without the others.
+    """Combine the values of some neighbouring leaves as far as the tree does without other leaves.
 
     Args:
         combine: of two values.
@@ -51,7 +51,7 @@ def reduce_nodes(
 
 
 def reduce_tree(combine: Callable[[Value, Value], Value], leaves: int, values: Mapping[Node, Value]) -> Value:
-    """Combine what `reduce_nodes` has returned for all leaves, in the same tree."""
+    """Combine the results of `reduce_nodes` for all leaves, in the same tree."""
     return _value(combine, leaves, _root(leaves), values)
 
 

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from ncclsync.program.links import Link, parse_link
+
 
 def at_least(least: int) -> Callable[[str], int]:
     """Return argparse's type of a whole number of at least `least`."""
@@ -17,9 +19,17 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """Return argparse's type of a list of what `parse` takes, each once; "none": an empty one."""
+    """Return argparse's type of a list of distinct values, each parsed by `parse`; "none": an empty list."""
 
     def values(text: str) -> list:
         return [] if text == "none" else list(dict.fromkeys(parse(part) for part in text.split(",")))
 
     return values
+
+
+def link(text: str) -> Link:
+    """Parse a link, as argparse's type; see `parse_link`."""
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

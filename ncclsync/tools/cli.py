@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adders = {"verify": _add_verify, "bench": _add_bench, "doctor": _add_doctor, "plan": _add_plan, "run": _add_run}
     words = sys.argv[1:] if arguments is None else arguments
-    # One that is named is imported alone: a supervisor stays for days, small and without libraries' threads.
+    # Import only the named command: a supervisor runs for days, small and without libraries' threads.
     for name in words[:1] if words and words[0] in adders else adders:
         adders[name](commands)
     given = parser.parse_args(arguments)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.run(given)
     except UsageError as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
-    except Exception:  # whatever a command raises, such as the user's factory
+    except Exception:  # of any kind: a command runs the user's code
         # Not left to Python, whose exit code is 1: a script would take it for an answer.
         traceback.print_exc()
     return NOT_COMPARED
@@ -153,7 +153,7 @@ def _examine(timeout_s: float) -> Any:
         process = find_process()
     except NcclSyncError:  # as training finds out, too, and the report says
         return examine(timeout_s)
-    # A cluster for tf.distribute is described to each process by itself: nobody prints for the others.
+    # TF_CONFIG describes a cluster to each process: each prints for itself.
     if process is None or process.launcher == "TF_CONFIG":
         return examine(timeout_s)
     return examine_all(process, timeout_s)

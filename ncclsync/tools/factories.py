@@ -10,18 +10,18 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """Report what the user can set right in the command; shown without a traceback."""
+    """Report an error that the user can correct in the command; shown without a traceback."""
 
 
 def load(name: str) -> Callable:
     """Import `module:function`, as if from a program in the current directory, or `file.py:function`.
 
-    A file is loaded by its path, whatever module of its name there is; its folder comes first in `sys.path`,
-    so that it finds its neighbours.
+    A file is loaded by its path, even if a module has its name; its folder comes first in `sys.path`, so that it finds
+    its neighbours.
 
     Raises:
         UsageError: there is no such module, file or function.
-        Exception: what the module raises while it is imported.
+        Exception: an error of the module while it is imported.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute:
@@ -56,8 +56,8 @@ def _load_file(path: str) -> types.ModuleType:
     for known in (name, other_name):
         if known in sys.modules and _is_of_file(sys.modules[known], path):
             return sys.modules[known]
-    # Pickles and data classes look for their module by name, and neighbours may import it: by its own, if no
-    # other module has that.
+    # Pickles and data classes look for their module by name, and neighbours may import it: so it keeps its name unless
+    # another module has that.
     if name in sys.modules or not name.isidentifier() or _is_taken(name, path):
         name = other_name
     sys.path.insert(0, folder)
@@ -90,7 +90,7 @@ def model_and_data(
     """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
 
     Args:
-        factory: what `load` returned.
+        factory: from `load`.
         name: of the factory, for messages.
         batch_size: None: the model's own, or `default`.
         default: for a model that declares none.

@@ -8,10 +8,10 @@ from ncclsync.communicator.processes import Process
 
 
 def join(process: Process) -> Peers:
-    """Join the others; collective.
+    """Join the other processes; collective.
 
     Args:
-        process: this one's place, as the launcher reports it.
+        process: this one, as the launcher reports it.
 
     Returns:
         The peers that join them, with ranks as the launcher counts.

@@ -160,8 +160,9 @@ def connect(
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
-        NcclSyncError: the processes cannot be joined.
+        NcclSyncError: the processes cannot be joined, or TensorFlow does not take ncclsync's ops.
     """
+    host_ops.register()
     if placement.backend == "nccl":
         known = _cuda_ordinals("GPU")
         ordinals = [
@@ -293,8 +294,8 @@ def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Program], Progra
 
 
 def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
-    """Return whether all devices are in the host's memory, and TensorFlow takes the ops for that."""
-    return backend == "cpu" and all("CPU" in device for device in devices) and host_ops.available()
+    """Return whether all devices are in the host's memory, and joined there."""
+    return backend == "cpu" and all("CPU" in device for device in devices)
 
 
 def _cuda_ordinals(kind: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Name the arguments of a model's method that adds callbacks, such as `fit`, be it Keras' or an override."""
+"""Bind the arguments of a model's method that takes callbacks, such as `fit`, Keras' or an override."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ _REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def named_arguments(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments by their names, and before them those of an override that only its `*args` takes.
+    """Return positional arguments, which only the `*args` of an override needs, and arguments by name.
 
     Raises:
         TypeError: the method takes no callbacks.

@@ -9,20 +9,19 @@ import secrets
 import time
 from collections.abc import Iterator
 
-# Errors of file systems that cannot sync a folder, such as some of a network's, and of a folder that may be
-# written, not read. All others are errors: the disk's own.
+# Errors of file systems that cannot sync a folder, such as some network file systems, and of folders that may be
+# written but not read. Other errors are the disk's.
 _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
-_ABANDONED_S = 3600.0  # after which nobody can still be writing a part that has not changed: a kill has left it
+_ABANDONED_S = 3600.0  # a part unchanged for this long was left by a killed process
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield a new, empty file of the same folder and suffix, to be written; then let that take `path`'s place.
 
-    Nobody can foretell its name, so that it is no link that somebody has put there, and no other run's. The file is
-    flushed to the disk before it takes the name, and its folder after that: after a crash of the machine the name
-    stands for the old content or for the new one, never for a part. If the body raises, the old file stays, and what
-    was written is removed.
+    Its name is random, so that it is neither a planted link nor another run's file. The file is flushed to the disk
+    before it takes the name, and its folder after that: after a crash of the machine the name stands for the old
+    content or for the new content, never for a part. If the body raises, the old file stays and the new one is removed.
 
     Args:
         path: of a file that may be there already.
@@ -39,7 +38,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         _sync(part)
         os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to be raised
+        with contextlib.suppress(OSError):  # the first error is raised
             part.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
@@ -57,7 +56,7 @@ def _remove_abandoned(path: pathlib.Path) -> None:
 
 
 def make_folders(path: str | os.PathLike[str]) -> None:
-    """Make a folder, and those that it lies in, unless they are there; flush each new one's name to the disk.
+    """Make a folder and its missing parents; flush the name of each new folder to the disk.
 
     Raises:
         OSError: it cannot be made, or is a file.
@@ -70,7 +69,7 @@ def make_folders(path: str | os.PathLike[str]) -> None:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Flush to the disk which files a folder has, where its file system can do so.
+    """Flush a folder's list of files to the disk, if its file system can do so.
 
     Raises:
         OSError: the disk's own errors.

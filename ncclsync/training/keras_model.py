@@ -1,7 +1,7 @@
 """Run Keras on towers: the functions that `fit`, `evaluate`, `predict` and the `_on_batch` methods call.
 
-A model keeps its class and its loops. Only what makes its train, test and predict functions is replaced,
-on the one object, by functions that run the model's own step on all towers.
+A model keeps its class and its loops. Only its `make_train_function`, `make_test_function` and
+`make_predict_function` are replaced, on the object: the functions that they make run the model's step on all towers.
 """
 
 import contextlib
@@ -45,32 +45,32 @@ def attach(model: keras.Model, towers: Towers) -> None:
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
     if path is not None:
-        # Not by a bound method of the towers' own: they must not keep the model alive.
+        # By a weak reference: the towers must not keep the model alive.
         towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), pathlib.Path(path)))
     towers.order_weights_by(lambda: model.weights)
     towers.name_variables_by(lambda: keras_compat.paths_of(model))
     towers.explain_by(functools.partial(_explain, model, towers))
-    # From here on, and not from the first step: a write must find somebody tracking it. On one tower too,
-    # whose weights other towers may share.
+    # Writes are tracked from here on, before the first step; on one tower, too, whose weights other towers may share.
     for variable in model.weights:
         towers.copies(tf_compat.backend_variable(variable))
     if is_plain(towers):
-        return  # plain Keras: nothing to add, and not a microsecond
+        return  # plain Keras, without any overhead
     for kind in ("train", "test", "predict"):
         setattr(model, f"make_{kind}_function", maker(model, towers, kind))
     model.train_function = model.test_function = model.predict_function = None
 
 
 def is_plain(towers: Towers) -> bool:
-    """Return whether Keras' own functions train on these towers: one, where Keras would train, and no option."""
+    """Return whether Keras' own functions train: on one tower, on Keras' default device, without options."""
     plain = towers.on_nonfinite.mode is None and towers.options.on_oom is None and not towers.has_shards
     return plain and len(towers) == 1 and towers.devices[0] == default_device()
 
 
 def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
-    """Return what takes the place of a model's `make_{kind}_function`.
+    """Return the replacement of a model's `make_{kind}_function`.
 
-    An override of the model's own is called. Its `super().make_{kind}_function()` then makes that of the towers.
+    If the model's class overrides the method, the override is called, and its `super().make_{kind}_function()` makes
+    the towers' function.
 
     Args:
         model: of any class.
@@ -88,7 +88,7 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
 
     if not keras_compat.is_overridden(model, name):
         return make
-    known: Any = None  # what their override has made, last
+    known: Any = None  # the last function that the override made
 
     @functools.wraps(own)
     def make_theirs(*args, **kwargs):
@@ -100,8 +100,8 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
             setattr(model, attribute, None)
             raise NcclSyncError(
                 f"Expected {type(model).__name__}.{name} to call super().{name}(), whose function runs steps on all "
-                "towers. Received: a function of its own, which would run on one device. Let it change what super()'s "
-                f"function gives; or override {kind}_step instead, which may do with a batch whatever it likes"
+                "towers. Received: a function of its own, which would run on one device. Let it wrap super()'s "
+                f"function; or override {kind}_step instead, which may do anything with a batch"
             )
         known = made
         return function
@@ -115,7 +115,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
     step = getattr(model.train_function, "__self__", None)
-    if not isinstance(step, ModelStep):  # one tower, which runs Keras' own
+    if not isinstance(step, ModelStep):  # one tower runs Keras' own function
         step = ModelStep(model, towers, "train_step")
     if batch is None and (last := step.last()) is not None:
         program, ran = last
@@ -139,7 +139,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
-    """Save a model, or its weights, as the suffix says; an earlier file stays until this one is complete."""
+    """Save a model, or its weights, as the suffix says; an older file stays until the new file is complete."""
     model = borrowed()
     if model is None:
         return
@@ -152,7 +152,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
 
 
 class ModelStep(TowerStep):
-    """Run one of a Keras model's steps on all towers."""
+    """Run a step of a Keras model on all towers."""
 
     def __init__(self, model: keras.Model, towers: Towers, name: str) -> None:
         """Prepare; nothing is traced before the first batch.
@@ -165,13 +165,13 @@ class ModelStep(TowerStep):
         super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
-        self._settings: dict[tuple[Any, ...], int] = {}  # numbers of those that the model has had
-        self._seen: dict[str, int] = {}  # by the specs of a batch, the number of those that the model had then
+        self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
+        self._seen: dict[str, int] = {}  # by a batch's specs, the number of the settings of its trace
 
     def version_for(self, batch: Any) -> int:
-        """Return the number of the settings that a trace for such a batch has seen, or sees.
+        """Return the number of the model's settings in the trace for such a batch.
 
-        As Keras does: what a layer's `trainable`, or another attribute, says is seen where a batch has a new shape.
+        As in Keras, a changed attribute, such as a layer's `trainable`, takes effect when a batch has a new shape.
         """
         key = repr(fixed_specs(batch))
         if key not in self._seen:
@@ -192,7 +192,7 @@ class ModelStep(TowerStep):
 
         Raises:
             StopIteration: no batch is left in a Python iterator.
-            NcclSyncError: data of the step's own have ended, in its midst.
+            NcclSyncError: data that the step itself reads have ended within it.
             Exception: see `TowerStep.run_on_iterator`.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
@@ -210,14 +210,14 @@ class ModelStep(TowerStep):
         return logs
 
     def _warn_of_keras_count(self) -> None:
-        """Warn that plain Keras would have counted the step that has found no batch, if its updates depend on that."""
+        """Warn if updates depend on Keras' counting the step that finds no batch, which towers do not count."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)
         counts = self._name == "train_step" and self.steps_per_execution == 1 and not model.jit_compile
         if not counts or optimizer is None:
             return
         if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:
-            return  # which does not look at `iterations`
+            return  # it does not use `iterations`
         self.towers.warn_once(
             "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
             "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that "
@@ -226,7 +226,7 @@ class ModelStep(TowerStep):
         )
 
     def run_each(self, batches: Sequence[Any]) -> Any:
-        """Run one step on each batch; return the results of all, concatenated."""
+        """Run one step on each batch; return the concatenated results."""
         results = [self._run_batch(batch) for batch in batches]
         if len(results) == 1:
             return results[0]
@@ -252,7 +252,7 @@ class ModelStep(TowerStep):
         return results
 
     def _run_eagerly(self, batch: Any) -> Any:
-        """Run the step as one device does, on tower 0, line by line; all towers get what it writes."""
+        """Run the step as one device does, on tower 0, line by line; all towers get its writes."""
         variables = keras_compat.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:
@@ -264,14 +264,14 @@ class ModelStep(TowerStep):
             raise
 
     def source(self, specs: Any) -> Source:
-        """Return the model's method, having built what it needs."""
+        """Build the variables that the step needs; return the model's method."""
         model = self._model
         _build_state(model, self._name, specs)
         results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
         return Source(getattr(model, self._name), results, bool(model.jit_compile))
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
-        """Trace the step; if that fails, undo what a build that has failed left with the model."""
+        """Trace the step; after a failure remove the traces of a failed build from the model."""
         try:
             return super().make_program(specs, meter)
         except Exception:
@@ -285,10 +285,10 @@ class ModelStep(TowerStep):
 
 @contextlib.contextmanager
 def _ending_no_epoch() -> Iterator[None]:
-    """Let Keras take no error of a step for the end of its data.
+    """Keep Keras from taking an error of a step for the end of its data.
 
     Raises:
-        NcclSyncError: a step has raised an error that Keras would take for it.
+        NcclSyncError: a step has raised such an error.
     """
     try:
         yield
@@ -298,14 +298,14 @@ def _ending_no_epoch() -> Iterator[None]:
         raise NcclSyncError(
             f"Expected the data alone to end an epoch. Received: {type(error).__name__} within a step, as of an "
             "iterator of the step's own that has ended. The step is undone; plain Keras would end the epoch there, and "
-            "keep what the step had written. Let such an iterator be of a dataset that repeats, or the data be as short"
+            "keep what the step had written. Let such an iterator's dataset repeat, or shorten the data"
         ) from error
 
 
 def _build_state(model: keras.Model, name: str, specs: Any) -> None:
     """Create what Keras would create while it traces, so that one trace is enough.
 
-    Only for Keras' own steps: what another step needs, nobody knows before it is traced.
+    Only for Keras' own steps: the variables of another step are not known before it is traced.
     """
     stock = getattr(type(model), name) is getattr(keras.Model, name)
     plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))

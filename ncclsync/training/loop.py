@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ncclsync")
 
-# Of one function in the source; more of them mean that a new function is made for each step.
+# Of one function in the source; more traces mean that a new function is made for each step.
 _TRACES_BEFORE_WARNING = 8
 
-_HELD_AS = "_ncclsync_towers"  # of a model: nobody else has that name
+_HELD_AS = "_ncclsync_towers"  # an attribute of the model
 
 
 class Towers(TowerState):
-    """Train a model on N replicas of its state, one per device, and what joins them.
+    """Train a model on N replicas of its state, one per device.
 
     A context manager; `close` ends it. Tower 0 is the user's own model.
 
@@ -47,7 +47,7 @@ class Towers(TowerState):
 
     @takes(TowerOptions)
     def __init__(self, towers: int | Sequence[str] | None = None, **options: Any) -> None:
-        """Choose devices and backend, and join them.
+        """Choose the devices and the backend, and join them.
 
         Args:
             {options}
@@ -70,7 +70,7 @@ class Towers(TowerState):
 
     @classmethod
     def of(cls, options: TowerOptions) -> "Self":
-        """Return towers of options that are checked already."""
+        """Return towers, given checked options."""
         made = cls.__new__(cls)
         made._begin(options)
         return made
@@ -84,32 +84,30 @@ class Towers(TowerState):
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
         """Run one step on one batch, a shard of it on each tower.
 
-        The first call traces `step(shard)` once, whatever the number of towers; later ones with the same
-        function and batches of the same kind run what was traced. In the step, gradients with respect to
-        variables are those of the whole batch, `keras` optimizers and metrics behave as in `fit`, and
-        `ncclsync.ops` joins any other tensors. Whatever variables it uses are replicated; those of tower 0
-        are the user's own.
+        The first call traces `step(batch)` once, for any number of towers; later calls with the same function and
+        batches of the same kind run that trace. In the step, gradients with respect to variables are those of the
+        whole batch, Keras' optimizers and metrics behave as in `fit`, and `ncclsync.ops` joins other tensors. All
+        variables that the step uses are replicated; tower 0 has the user's.
 
         Args:
-            step: a function of a batch. Pass the same object each time: a new one is traced anew.
-            batch: the global batch, a nested structure of tensors or arrays that share their first axis;
-                split as evenly as it goes, or as `shares=` says, for any number of rows; one without rows is
-                tower 0's. None and scalars go to every tower. A tensor with k times the rows of the smallest
-                has k of its own for each sample.
-            per_tower: whether to return what each tower's step returned, uncombined.
+            step: a function of a batch. Pass the same object each time: a new object is traced again.
+            batch: the global batch, a nested structure of tensors or arrays that share their first axis, of any
+                number of rows. It is split evenly, or as `shares=` says. None and scalars go to every tower, a batch
+                without rows to tower 0. A tensor with k times the rows of the smallest has k rows for each sample.
+            per_tower: whether to return each tower's results, uncombined.
 
         Returns:
-            The results of `step` on one device for the whole batch. With `per_tower` a list of what each
-            of the N towers has of it, its rows or its part of a sum; None for a tower that had no sample, or
-            that is another process'. With `shards=`, and where `on_oom` has divided a batch, what each shard has.
+            The results of `step` on one device for the whole batch. With `per_tower` a list of the N towers' results,
+            their rows or their parts of a sum; None for a tower without samples or of another process. With `shards=`,
+            and after `on_oom` has divided a batch, a list of the shards' results.
 
         Raises:
-            TypeError: `step` cannot be called; or `batch` is a dataset or an iterator, which gives many.
-            ValueError: the batch has no tensor with a first axis, or not as many rows in each.
+            TypeError: `step` cannot be called; or `batch` is a dataset or an iterator.
+            ValueError: the batch has no tensor with a first axis, or tensors of different numbers of rows.
             NcclSyncError: the towers are closed, the call is inside a `tf.function`, or the step calls a
                 collective inside a loop or a branch.
-            Exception: whatever the step raises on any tower. All towers' variables are then equal, and are
-                those from before the step or from after it.
+            Exception: the step's error on any tower. All towers' variables are then equal, and those from before the
+                step or from after it.
         """
         self.require_open()
         if not callable(step):
@@ -134,19 +132,18 @@ class Towers(TowerState):
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 
     def explain(self, batch: Any = None) -> Explanation:
-        """Explain what a training step is on these towers: before the first one, or of the last that ran.
+        """Explain a training step on these towers: the last step that ran, or the first step to come.
 
-        Per variable its bytes, and in which bucket and how the towers' parts of its update become one; where
-        the step is cut, and which line asks for it; the rows of a batch that each tower gets. Nothing is
-        trained.
+        For each variable its bytes, its bucket, and how the towers' parts of its update are joined; the cuts of the
+        step, with the lines that cause them; the rows of a batch that each tower gets. Nothing is trained.
 
         Args:
             batch: of a model of the decorator's: a batch size, for a model whose input shapes are known; or a
-                batch, `(x, y)` or `(x, y, sample_weight)` of arrays. None: that of the last step, or, before
-                there was one, the size that the model's inputs declare, or 32.
+                batch, `(x, y)` or `(x, y, sample_weight)` of arrays. None: the last step's batch; before the first
+                step, the size that the model's inputs declare, or 32.
 
         Returns:
-            Tables that can be printed, with their rows as dataclasses.
+            Tables that can be printed; their rows are dataclasses.
 
         Raises:
             TypeError, ValueError: no batch of this model.
@@ -204,7 +201,7 @@ def give_towers(model: keras.Model, towers: Towers) -> None:
         members["towers"] = towers  # past Keras' bookkeeping, and a `__setattr__` of the model's
     else:
         logger.warning(
-            "model.towers stays what %s has made it, a %s: ncclsync.towers_of(model) returns the Towers",
+            "%s has its own model.towers, a %s, which stays: ncclsync.towers_of(model) returns the Towers",
             type(model).__name__,
             type(own).__name__,
         )

@@ -1,7 +1,7 @@
 """Report to a supervisor how far training has come; see `python -m ncclsync run`.
 
-`NCCLSYNC_PROGRESS` names a file. Whoever has stored a state to go on from appends a line: a position, which is numbers
-of which the first that differ count, and the name of what has come so far.
+`NCCLSYNC_PROGRESS` names a file. After storing a state to resume from, a program appends a line: a position and a name.
+A position is a list of numbers, compared from the first on.
 """
 
 import logging
@@ -14,11 +14,11 @@ VARIABLE = "NCCLSYNC_PROGRESS"
 
 
 def report(name: str, *position: int) -> None:
-    """Append a position. Do nothing where no supervisor asks.
+    """Append a position. Do nothing without a supervisor.
 
     Args:
-        name: of what has come so far, such as a backup's folder.
-        position: how far: such as epoch and samples.
+        name: of the stored state, such as a backup's folder.
+        position: such as epoch and samples.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -33,9 +33,9 @@ def report(name: str, *position: int) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Return the furthest position of each name; nothing if nobody has reported any.
+    """Return the furthest position of each name; an empty dict if none was reported.
 
-    Lines of another form are passed over, and so is a last line without an end: its writer was killed.
+    Lines of another form are skipped, and so is a last line without an end, whose writer was killed.
     """
     furthest: dict[str, tuple[int, ...]] = {}
     if not path.exists():

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
 
-# By what the classes and functions of `keras.losses` are called, without case and underscores.
+# Names of the classes and functions of `keras.losses`, in lower case, without underscores.
 _CLASS_IDS = {"sparsecategoricalcrossentropy", "categoricalgeneralizedcrossentropy", "circle"}
 _ONE_HOT = {"categoricalcrossentropy", "categoricalfocalcrossentropy", "categoricalhinge", "kldivergence"}
 _BITS = {"binarycrossentropy", "binaryfocalcrossentropy", "hinge", "squaredhinge", "dice", "tversky"}
@@ -22,9 +22,9 @@ def random_data(
 ) -> tuple[Any, ...]:
     """Return `(x, y)`, or `(x,)` for a model that was compiled without a loss.
 
-    Inputs: standard normal floats; the ids of an Embedding, or of another integer input 0 and 1; whole bytes
-    for uint8; words for strings. Targets: class ids for a sparse loss, one-hot for a categorical one, 0 and 1
-    for a binary one, labels for CTC, positive floats for Poisson and its like, standard normal floats else.
+    Inputs: standard normal floats; an Embedding's ids; 0 and 1 for other integers; whole bytes for uint8; words for
+    strings. Targets: class ids for a sparse loss, one-hot for a categorical loss, 0 and 1 for a binary loss, labels for
+    CTC, positive floats for Poisson and similar losses, and standard normal floats for all others.
 
     Args:
         model: compiled, with known input shapes.
@@ -39,7 +39,7 @@ def random_data(
     if not getattr(model, "inputs", None):
         raise ValueError(
             "Expected a model whose input shapes are known: built from keras.Input. "
-            f"Received: {model!r}, which learns them from data; call ncclsync.verify with data of your own"
+            f"Received: {model!r}, which learns them from data; call ncclsync.verify with your data"
         )
     rng = np.random.default_rng(seed)
     tensors = model.inputs[0] if isinstance(model, keras.Sequential) else model.input

@@ -305,7 +305,7 @@ def test_autograph_converted_with_and_without_source():
 
 def test_own_sentence():
     """It is found in TensorFlow's words: of an assertion, an op in C and Python, in a graph and outside."""
-    assert host_ops.available()
+    host_ops.register()
 
     def asserting(x):
         said = [f"{tf_compat.OWN_WORDS}Expected equal rows. Received:", tf.stack([x, x]), "rows. Write others"]

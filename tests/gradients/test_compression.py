@@ -90,7 +90,7 @@ def test_sparse_gradients_are_left():
     assert ErrorFeedback().add_up([slices, None], [tf.Variable(tf.zeros([5, 3])), None], None) == [None, None]
 
 
-def test_half_the_bytes_travel(py_ops, monkeypatch):
+def test_half_the_bytes_travel(as_on_gpus, monkeypatch):
     """The gradients' bucket is of bfloat16; metric state and gradients of other dtypes are as they were."""
     model, _ = trained("bfloat16", 16)
     (program,) = model.train_function.__self__._programs.values()

@@ -72,12 +72,12 @@ def scaled():
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "factory, towers, rows, backend",
-    [(mlp, 4, 3, ""), (mlp, 3, 5, "py ops"), (embedding, 2, 20, ""), (scaled, 2, 9, "")],
+    [(mlp, 4, 3, ""), (mlp, 3, 5, "as on GPUs"), (embedding, 2, 20, ""), (scaled, 2, 9, "")],
 )
 def test_formula(factory, towers, rows, backend, request):
     """Of one batch, in uneven shards and with idle towers: the paper's formulas, to float tolerance."""
     if backend:
-        request.getfixturevalue("py_ops")
+        request.getfixturevalue("as_on_gpus")
     x = np.abs(X * 10).astype("int32")[:, :4] % 7 if factory is embedding else X
     model, alone = on_towers(factory, towers), factory()
     batches, history = fit(model, x[:rows], Y[:rows], rows)

@@ -100,11 +100,11 @@ class Nothing(keras.layers.Layer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True], ids=["beside others", "alone"])
-@pytest.mark.parametrize("ops", ["of the host", "py_ops"])
+@pytest.mark.parametrize("ops", ["of the host", "as_on_gpus"])
 def test_weights_without_elements(alone, ops, request):
     """Nothing is divided of them, and the others' numbers are those of one device; so are checkpoints."""
-    if ops == "py_ops":
-        request.getfixturevalue("py_ops")
+    if ops == "as_on_gpus":
+        request.getfixturevalue("as_on_gpus")
 
     def build():
         keras.utils.set_random_seed(1)

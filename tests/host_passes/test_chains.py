@@ -27,7 +27,7 @@ LAYERS = keras.layers
 @pytest.fixture(autouse=True)
 def _as_traced():
     """TensorFlow computes what is written: it may not reorder constant factors."""
-    assert host_ops.available()
+    host_ops.register()
     before = tf.config.optimizer.get_experimental_options()
     off = ("arithmetic_optimization", "constant_folding", "remapping")
     tf.config.optimizer.set_experimental_options(dict.fromkeys(off, False))

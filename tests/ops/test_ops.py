@@ -58,7 +58,7 @@ def test_indexed_slices_become_dense():
 
 
 @pytest.mark.parametrize("slices, dense", [(1, False), (24, False), (25, True), (90, True)])
-def test_rule_for_sparse_gradients(slices, dense, py_ops):
+def test_rule_for_sparse_gradients(slices, dense, as_on_gpus):
     """Gathered or added up, whichever moves fewer bytes: 5 * `slices` of 12 + 4, or 2 * 80 rows of 12."""
     indices = np.random.default_rng(slices).integers(0, 80, (5 * slices, 1)).astype("int32")
 
@@ -362,7 +362,7 @@ def counted(communicator):
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
-def test_one_collective_per_step(metrics, py_ops):
+def test_one_collective_per_step(metrics, as_on_gpus):
     """A step of a model with four variables makes one all-reduce: gradients and metrics in one bucket."""
     model = on_towers(lambda: mlp(metrics=metrics), 4)
     model.train_on_batch(X, Y)
@@ -371,7 +371,7 @@ def test_one_collective_per_step(metrics, py_ops):
     assert calls == ["float32"]
 
 
-def test_small_buckets_make_more_collectives(py_ops):
+def test_small_buckets_make_more_collectives(as_on_gpus):
     """`bucket_bytes` bounds what travels at once: four gradients and four scalars of metrics, each alone."""
     model = on_towers(mlp, 4, bucket_bytes=1)
     model.train_on_batch(X, Y)
@@ -381,7 +381,7 @@ def test_small_buckets_make_more_collectives(py_ops):
 
 
 @pytest.mark.slow
-def test_divided_optimizer_by_py_ops(py_ops):
+def test_divided_optimizer_by_collectives(as_on_gpus):
     """Each tower is given its part of each gradient, and the parts of the weights: as on one device."""
     model, alone = on_towers(lambda: mlp(metrics=None), 3, shard_optimizer=True), mlp(metrics=None)
     kinds = collections.Counter()
@@ -397,7 +397,7 @@ def test_divided_optimizer_by_py_ops(py_ops):
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("steps, expected", [(None, 8), (4, 2)])
-def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, py_ops, steps, expected):
+def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, as_on_gpus, steps, expected):
     """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's
     accumulators read as one device's in between.
     """

@@ -47,7 +47,7 @@ def writes(program):
     return found
 
 
-def test_plain_step_is_two_segments(py_ops):
+def test_plain_step_is_two_segments(as_on_gpus):
     """Forward, backward and the metrics' updates before the one collective; the optimizer after it. All four
     gradients, and the state of the metrics, travel in one bucket; the updates are not exchanged again.
     """
@@ -58,7 +58,7 @@ def test_plain_step_is_two_segments(py_ops):
     assert sorted(e.shape.num_elements() for e in sums if e.shape.rank) == [5, 16, 5 * 16, 12 * 16]
 
 
-def test_back_propagation_is_not_for_a_branch_alone(py_ops):
+def test_back_propagation_is_not_for_a_branch_alone(as_on_gpus):
     """A tower without samples sends zeros, by a branch. TensorFlow moves into it what nobody else needs, where
     oneDNN does not know a pooling's gradient from the pooling that it belongs to.
     """
@@ -72,7 +72,7 @@ def test_back_propagation_is_not_for_a_branch_alone(py_ops):
 
 
 @pytest.mark.parametrize("factory", [gan, two_parts])
-def test_two_optimizers_are_three_segments(factory, py_ops):
+def test_two_optimizers_are_three_segments(factory, as_on_gpus):
     """One collective for each optimizer, whose updates the next segment uses; what the step returns travels
     with the gradients, not after them.
     """

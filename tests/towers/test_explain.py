@@ -94,7 +94,7 @@ def test_after_a_fit(monkeypatch):
     assert gradients[0].size_bytes == 4 * (12 * 16 + 16 + 16 * 5 + 5)
 
 
-def test_buckets_of_gpus(py_ops):
+def test_buckets_of_gpus(as_on_gpus):
     """Where gradients travel in buckets, small ones share one, and each has its own if it is full."""
     for bucket_bytes, buckets in ((1 << 20, 1), (64, 4)):
         rows = rows_of(on_towers(mlp, 2, bucket_bytes=bucket_bytes).towers.explain((X, Y)))

@@ -10,16 +10,15 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers, stat
 
 from ncclsync import DivergenceError, Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers import placement
 
 X, Y = data(rows=24)
 
 
 @pytest.fixture(params=["host_passes", "as_on_gpus"])
-def program(request, monkeypatch):
+def program(request):
     """The program as users have it on the CPU, and as GPUs run it."""
     if request.param == "as_on_gpus":
-        monkeypatch.setattr(placement, "host_passes", lambda *_, **__: ())
+        request.getfixturevalue("as_on_gpus")
 
 
 def address(variable):

@@ -231,7 +231,7 @@ OPTIONS = {
     "checks": ({"health": Health(check_every=1)}, Adam, {}),
     "audits": ({"health": Health(audit_every=2)}, Adam, {}),
     "on_oom": ({"on_oom": "split"}, Adam, {}),
-    "shards": ({"shards": 8, "shards_at_once": 2}, Adam, {}),
+    "shards": ({"shards": 8}, Adam, {}),
     "shares": ({"shares": [3, 1]}, Adam, {}),
     "measured_shares": ({"shares": "auto"}, Adam, {}),
     "sharded_optimizer": ({"shard_optimizer": True}, partial(Adam, global_clipnorm=0.1), {}),

@@ -28,7 +28,7 @@ def test_logs(capsys):
 
 
 @pytest.mark.slow
-def test_slow_data_and_slow_exchanges(monkeypatch, py_ops):
+def test_slow_data_and_slow_exchanges(monkeypatch, as_on_gpus):
     """Data that comes late makes the share of waiting high, an all-reduce that takes long its own."""
 
     def late(x):

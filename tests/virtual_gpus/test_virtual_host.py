@@ -60,16 +60,12 @@ def test_host_runs_ahead(on_virtual_gpus):
         (AHEAD, ["one", "nccl"]),
         *(
             pytest.param([*way, "--seed", seed], ["one", "recurrent", "mirrored", *by], marks=pytest.mark.slow)
-            for seed, way, by in (
-                ("1", [], ["nccl"]),
-                ("2", ["--delay-us", "300"], ["nccl", "py_ops"]),
-                ("3", AHEAD, ["nccl"]),
-            )
+            for seed, way, by in (("1", [], ["nccl"]), ("2", ["--delay-us", "300"], ["nccl"]), ("3", AHEAD, ["nccl"]))
         ),
     ],
 )
 def test_training(on_virtual_gpus, options, what):
-    """One GPU, MirroredStrategy, and towers by either kind of op train as one CPU does."""
+    """One GPU, MirroredStrategy, and towers train as one CPU does."""
     printed = on_virtual_gpus("--gpus", "4", *options, HERE / "scripts/train.py", *what)
     assert printed == "".join(f"{one} is well\n" for one in what)
 

@@ -1,4 +1,4 @@
-"""Run `bench all-reduce`: ncclsync's, a copy of the same bytes and other libraries, in turns, checked.
+"""Run `bench all-reduce`: ncclsync, a copy of the same bytes and other libraries, in turns, checked.
 
 Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
 number of ranks n where the bus is the limit.
@@ -9,29 +9,28 @@ import argparse
 import contextlib
 import functools
 import glob
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, significant, size_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
-PEERS = ("gloo", "mpi", "tensorflow", "numpy")
+PEERS = ("mpi", "tensorflow")
 TOWERS = (2, 4, 8)
-_TURN_S = 0.05  # of one side, so that small collectives are timed by the hundred
+_TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 
 
 def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time every number of towers and every size; between the processes of a launcher, one tower of each.
+    """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
     Args:
-        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: that of the
-            machine), `rounds`.
-        show: shows the user what is being done.
+        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: nccl if there is a
+            GPU), `rounds`.
+        show: reports progress.
 
     Returns:
         The result; None in all processes of a launcher but the first.
@@ -94,14 +93,12 @@ def missing(given: argparse.Namespace) -> Iterator[str]:
     for peer in given.against:
         if given.backend == "nccl":
             yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
-        elif peer == "gloo" and importlib.util.find_spec("torch") is None:
-            yield "gloo is left out: PyTorch, which has it, is not installed (pip install torch)."
         elif peer == "mpi" and missing_mpi():
             yield f"mpi is left out: {missing_mpi()}."
 
 
 def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Side]]:
-    """Yield what starts each process, ncclsync's own first."""
+    """Yield functions that start the processes, ncclsync's own first."""
     arguments = {"towers": towers}
     if given.backend == "nccl":
         yield functools.partial(Side, "ncclsync", "nccl", arguments)
@@ -109,8 +106,6 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
     yield functools.partial(Side, "ncclsync", "host", arguments)
     if "tensorflow" in given.against:
         yield functools.partial(Side, "tensorflow", "tensorflow", arguments)
-    if "gloo" in given.against and importlib.util.find_spec("torch"):
-        yield functools.partial(Side, "gloo", "gloo", arguments)
     if "mpi" in given.against and not missing_mpi():
         yield functools.partial(Side, "mpi", "mpi", arguments, *launched(towers))
 
@@ -140,7 +135,7 @@ def _time_case(
         beside: list[str] = [other for other in ("memcpy", "mpi", "ncclsync") if other in seconds and other != library]
         ratios = {other: ratio(samples, seconds[other]) for other in beside}
         more: dict[str, float] = {"wrong": wrong[library]}
-        if library != "memcpy":  # which copies every rank's bytes and reduces nothing
+        if library != "memcpy":  # a copy reduces nothing
             algbw = actual / spread.median / 1e9
             more |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
         rows.append(Row(case, library, spread, ratios, more))
@@ -148,7 +143,7 @@ def _time_case(
 
 
 def _iterations(side: Side | ProcessSide, library: str) -> int:
-    """Return how many collectives fill a turn; after one that warms up."""
+    """Return how many collectives fill a turn; run one first, to warm up."""
     side.ask("run", library=library, iterations=1)
     once = side.ask("run", library=library, iterations=1)["seconds"]
     return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))
@@ -174,21 +169,12 @@ def listings() -> list[Listing]:
         Column("algbw\nGB/s", _number("algbw_gb_s")),
         Column("busbw\nGB/s", _number("busbw_gb_s")),
         Column("#wrong", lambda row: str(row.more["wrong"])),
-        Column("time ÷\nmemcpy's", _ratio_to("memcpy")),
-        Column("time ÷\nMPI's", _ratio_to("mpi")),
-        Column("time ÷\nncclsync's", _ratio_to("ncclsync")),
+        Column("time ÷\nmemcpy's", ratio_to("memcpy")),
+        Column("time ÷\nMPI's", ratio_to("mpi")),
+        Column("time ÷\nncclsync's", ratio_to("ncclsync")),
     ]
     return [Listing(columns)]
 
 
 def _number(name: str) -> Callable[[Row], str]:
     return lambda row: significant(row.more[name]) if name in row.more else ""
-
-
-def _ratio_to(other: str) -> Callable[[Row], str]:
-    return lambda row: ratio_text(row.ratios.get(other))
-
-
-def wrong_elements(result: Result) -> int:
-    """Return how many elements were wrong, of all libraries."""
-    return sum(row.more["wrong"] for row in result.rows)

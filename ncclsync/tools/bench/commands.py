@@ -14,8 +14,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
-from ncclsync.program.links import Link, parse_link
-from ncclsync.tools.arguments import at_least, listed
+from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
@@ -43,7 +42,7 @@ def add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure all-reduce, step, start, feeding and memory, beside other libraries",
-        description="Measure ncclsync beside other libraries, on this machine. All that is compared runs in "
+        description="Measure ncclsync beside other libraries, on this machine. The sides run in "
         "processes that take turns, so that other load meets all of them alike; medians are shown with "
         "quartiles (in parentheses), and ratios are taken within a round. Exit code 0: measured; 1: a "
         "result was wrong; 2: nothing was measured.",
@@ -83,8 +82,8 @@ def _add_all_reduce(benchmarks: Any) -> None:
         parser,
         all_reduce.PEERS,
         list(all_reduce.PEERS),
-        "gloo by PyTorch, mpi by mpi4py and mpirun, tensorflow's CollectiveReduceV2 and add_n, numpy on one "
-        "thread; what is not installed is left out with a note",
+        "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
+        "CollectiveReduceV2, beside ncclsync's op in a graph",
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
     parser.add_argument(
@@ -101,10 +100,9 @@ def _add_exchange(benchmarks: Any) -> None:
         "exchange",
         exchange.bench_exchange,
         exchange.listings,
-        help="what a meeting of towers on GPUs costs the host",
+        help="the host time of an all-reduce between towers on GPUs",
         description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
-        "graph: by the ops that only enqueue, by Python ops, and, for comparison, a graph without any. Needs as many "
-        "GPUs as towers.",
+        "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers.",
     )
     parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
     _add_rounds(parser, 11, "turns of each graph")
@@ -116,7 +114,7 @@ def _add_overlap(benchmarks: Any) -> None:
         "overlap",
         overlap.bench_overlap,
         overlap.listings,
-        help="which share of the exchange back-propagation hides",
+        help="the share of the exchange that back-propagation hides",
         description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
@@ -124,7 +122,7 @@ def _add_overlap(benchmarks: Any) -> None:
     )
     _add_towers(parser, 2)
     parser.add_argument(
-        "--link", type=_link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
+        "--link", type=link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
     )
     _add_rounds(parser, 5, "turns of each side")
 
@@ -276,7 +274,7 @@ def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
 def _add(
     benchmarks: Any, name: str, benchmark: Benchmark, listings: Callable[[], list[Listing]], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add one benchmark with the arguments that all of them have."""
+    """Add a benchmark, with the arguments of all benchmarks."""
     parser = benchmarks.add_parser(name, **texts)
     parser.set_defaults(run=lambda given: _run(given, benchmark, listings))
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
@@ -303,7 +301,7 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> 
 
 
 def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[], list[Listing]]) -> int:
-    """Run a benchmark; of several processes the first one alone shows what it has found, and what stops it."""
+    """Run a benchmark; of several processes only the first shows the result, or the error."""
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
@@ -318,7 +316,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
             print(f"{_name(given)}: {error}", file=sys.stderr)
             return NOT_RUN
         tell_of(error, process, _name(given))
-        return NOT_RUN if process.rank == 0 else DONE  # else mpirun might end the first before it has told
+        return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end the first before it has printed
     if result is None:
         return DONE
     progress.clear()
@@ -356,13 +354,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return chosen
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size(text: str) -> int:

@@ -1,16 +1,15 @@
-"""Run `bench copies`: whether a batch is copied to GPUs while the one before is computed on, in this process.
+"""Run `bench copies`: whether a batch is copied to GPUs during the step on the batch before, in this process.
 
 `fit` is timed beside the same steps on a batch that stays on the GPUs, and beside the copies alone.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.tools.bench.exchange import check_gpus
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
-from ncclsync.tools.bench.turns import Spread, take_turns
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, time_of, time_text
+from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
 
 _WIDTH, _ROWS = 4096, 256  # of a tower's inputs: 4 MiB
 _STEPS = 100  # of a turn
@@ -21,16 +20,15 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
 
     Args:
         given: `towers`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(given.towers)
     import tensorflow as tf
 
-    from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.parallel import nccl_parallel
     from ncclsync.training.keras_model import ModelStep
 
@@ -49,23 +47,13 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
             for _ in range(_STEPS):
                 kept.copy()
 
-        def timer(run: Callable[[], Any]) -> Callable[[], float]:
-            def turn() -> float:
-                tf_compat.sync_devices()
-                began = time.perf_counter()
-                run()
-                tf_compat.sync_devices()
-                return (time.perf_counter() - began) / _STEPS
-
-            return turn
-
         show("first steps")
         model.fit(data, steps_per_epoch=2, verbose=0)
         step.run_on_iterator(iterator)
         timers = {
-            "fit": timer(lambda: model.fit(data, steps_per_epoch=_STEPS, verbose=0)),
-            "compute": timer(compute),
-            "copy": timer(copy),
+            "fit": device_timer(lambda: model.fit(data, steps_per_epoch=_STEPS, verbose=0), _STEPS),
+            "compute": device_timer(compute, _STEPS),
+            "copy": device_timer(copy, _STEPS),
         }
         seconds = take_turns(timers, given.rounds, show)
     ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}
@@ -75,7 +63,7 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
 
 
 class _Kept:
-    """Give steps one batch again and again, which the GPUs have: in place of a feeder."""
+    """Give steps one batch, which the GPUs hold, again and again, in place of a feeder."""
 
     def __init__(self, towers: Any, iterator: Any) -> None:
         from ncclsync.towers.feeding import Feeder
@@ -105,8 +93,8 @@ def listings() -> list[Listing]:
     columns = [
         Column("towers", lambda row: str(row.case["towers"])),
         Column("step\nin fit", lambda row: time_text(row.value)),
-        Column("without\ncopies", lambda row: time_text(row.more["compute_s"])),
-        Column("copies\nalone", lambda row: time_text(row.more["copy_s"])),
-        Column("step ÷\nthe longer", lambda row: ratio_text(row.ratios.get("the longer"))),
+        Column("without\ncopies", time_of("compute_s")),
+        Column("copies\nalone", time_of("copy_s")),
+        Column("step ÷\nthe longer", ratio_to("the longer")),
     ]
     return [Listing(columns)]

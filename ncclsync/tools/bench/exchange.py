@@ -1,7 +1,7 @@
-"""Run `bench exchange`: what a meeting of towers on GPUs costs the host, in this process.
+"""Run `bench exchange`: the host time of an all-reduce between towers on GPUs, in this process.
 
-Several all-reduces of one small bucket stand in a row in one graph. The clock stops when the graph's call returns: what
-the GPUs still have to do is not in it. Graphs take turns.
+A graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before the GPUs
+have done their work. Graphs take turns.
 """
 
 import argparse
@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
+from ncclsync.errors import NcclSyncError
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
 
-OPS, PY_OPS, EMPTY = "ops", "py ops", "empty graph"
+OPS, EMPTY = "ops", "empty graph"
 
 _IN_A_ROW = 20  # exchanges in one graph
 _ELEMENTS = 1024
@@ -24,10 +25,10 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
     Args:
         given: `towers`, a list; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(max(given.towers))
@@ -42,10 +43,10 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
 
 def check_gpus(towers: int) -> None:
-    """Check that towers can be on GPUs of their own, and meet by ops that only enqueue.
+    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops.
 
     Raises:
-        BenchError: they cannot.
+        BenchError: it is not so.
     """
     import tensorflow as tf
 
@@ -57,15 +58,16 @@ def check_gpus(towers: int) -> None:
             f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. tests/virtual_gpus/run.py runs a "
             "command as on a host with several"
         )
-    if not host_ops.available():
-        raise BenchError("TensorFlow does not take ncclsync's ops; `python -m ncclsync doctor` says why")
+    try:
+        host_ops.register()
+    except NcclSyncError as error:
+        raise BenchError(str(error)) from error
 
 
 def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
     import numpy as np
     import tensorflow as tf
 
-    from ncclsync.communicator import AllReduce
     from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.ops import group_ops
 
@@ -82,21 +84,14 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
                 placed.append(tf.identity(tensor))
         return placed
 
-    def row_of(join: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
-        def in_a_row(*tensors: Any) -> Sequence[Any]:
-            column = passed(*tensors)
-            for _ in range(_IN_A_ROW):
-                (column,) = join([column], communicator, [AllReduce((), (), "max")])
-            return column
+    def in_a_row(*tensors: Any) -> Sequence[Any]:
+        column = passed(*tensors)
+        for _ in range(_IN_A_ROW):
+            column = group_ops.group_all_reduce(column, communicator, "max")
+        return column
 
-        return in_a_row
-
-    # As a step is built by either route.
-    graphs = {
-        OPS: tf_compat.unordered_function(row_of(group_ops.group_exchange), specs),
-        PY_OPS: tf.function(row_of(group_ops.exchange_by_py_ops), specs, autograph=False).get_concrete_function(),
-        EMPTY: tf_compat.unordered_function(passed, specs),
-    }
+    # As a step's graph is built.
+    graphs = {name: tf_compat.unordered_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
 
     def timer(graph: Callable) -> Callable[[], float]:
         def turn() -> float:
@@ -134,7 +129,6 @@ def listings() -> list[Listing]:
         Column("towers", lambda row: str(row.case["towers"])),
         Column("by", lambda row: row.side, "left"),
         Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-        Column("time ÷\npy ops'", lambda row: ratio_text(row.ratios.get(PY_OPS))),
         Column("#wrong", lambda row: str(row.more["wrong"])),
     ]
     return [Listing(columns)]

@@ -20,20 +20,17 @@ from ncclsync.towers.step import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 
-# shard: plain Keras on what one tower gets of the batch; sharded: ncclsync with shard_optimizer; processes: ncclsync
-# in one of several processes.
-LIBRARIES = ("ncclsync", "mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("constant", "tf.data", "numpy", "generator")
 
 _BATCHES = {"resnet50": 8}  # of an epoch
-_BATCHES_ELSE = 240  # as many as MNIST has of 250 rows: what an epoch begins with is a small part of it
+_BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is a small part of it
 
 
 def build(library: str, model: str, towers: int, shards: int | None = None) -> keras.Model:
     """Build a model on towers, under MirroredStrategy or on a single device; once per process.
 
     Args:
-        library: one of `LIBRARIES`.
+        library: "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
         model: one of `MODELS`.
         towers: of this process; or replicas.
         shards: of ncclsync's; None: one for each tower.
@@ -58,9 +55,9 @@ def fit_in_turns(
     """Train by `fit` as long as there are requests.
 
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
-    `Timeline` and `Throughput` watch; those of `StepParts` are for steps of a variant, while `fit` waits.
-    Answers give the mean seconds of a step; those to "fit" and "watched" also the seconds that the host's
-    cores worked for it, and whether XLA compiles it.
+    `Timeline` and `Throughput` watch; requests for a variant of `StepParts` run its steps while `fit` waits.
+    Answers give the mean seconds of a step; answers to "fit" and "watched" also the seconds of the host's cores, and
+    whether XLA compiles the step.
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers, shards)
@@ -79,7 +76,7 @@ def fit_in_turns(
         data = rows.repeat().prefetch(tf.data.AUTOTUNE)
     elif feed == "constant":
         data = tf.data.Dataset.from_tensors(batch).repeat()
-    # One epoch without an end: at the end of one, TensorFlow's autotuner may sleep for as long as it took.
+    # One endless epoch: at its end TensorFlow's autotuner may sleep for as long as the epoch took.
     trained.fit(data, steps_per_epoch=10**9, **arguments)
 
 
@@ -147,7 +144,7 @@ def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
 
 
 def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
-    """Answer one request with the seconds from the factory's call to the end of the first step."""
+    """Answer a request with the seconds from the factory's call to the end of the first step."""
     x, y = MODELS[model].data(1)
     keras.utils.set_random_seed(0)
     requests.next()
@@ -169,9 +166,9 @@ def peak_memory(
     rows: int | None = None,
     shards: int | None = None,
 ) -> None:
-    """Answer one request with the bytes this process has held at most after some steps, of so many rows.
+    """Answer a request with this process' peak memory after some steps on so many rows, in bytes.
 
-    And with those it held before it built the model, and with those of the model's weights and optimizer.
+    And with its memory before it built the model, and the bytes of the model's weights and optimizer.
     """
     x, y = dataclasses.replace(MODELS[model], batch_size=rows or MODELS[model].batch_size).data(1)
     requests.next()
@@ -184,9 +181,9 @@ def peak_memory(
     requests.answer(**held, xla=bool(trained.jit_compile))
 
 
-def status_bytes(name: str, process: int | str = "self") -> int:
-    """Read a size of a process as Linux gives it: VmRSS is held now, VmHWM was held at most."""
-    with open(f"/proc/{process}/status", encoding="utf-8") as file:
+def status_bytes(name: str) -> int:
+    """Read a size of this process from Linux: VmRSS, held now, or VmHWM, the peak."""
+    with open("/proc/self/status", encoding="utf-8") as file:
         found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

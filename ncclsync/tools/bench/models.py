@@ -1,4 +1,4 @@
-"""Build the models that benchmarks train, with random data; each is limited by something else."""
+"""Build the models that benchmarks train, with random data; each has another bottleneck."""
 
 import dataclasses
 from collections.abc import Callable

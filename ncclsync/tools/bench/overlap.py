@@ -1,24 +1,23 @@
-"""Run `bench overlap`: which share of the exchange back-propagation hides, and how far ahead the host is.
+"""Run `bench overlap`: the share of the exchange that back-propagation hides, and the host's lead.
 
 A step is timed as it is and without its exchanges, and the same buckets are exchanged without a step: in this process.
 """
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.bench.exchange import check_gpus
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Spread, take_turns
+from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_of, time_text
+from ncclsync.tools.bench.turns import BenchError, Spread, device_timer, take_turns
 
 BUCKETS = 5
 
-# As in convolutional networks, layers near the input have few weights. Of equal layers no more than 1 - 1/BUCKETS of an
-# exchange could be hidden that takes as long as back-propagation: the last bucket leaves when that ends.
+# As in convolutional networks, layers near the input have few weights. With equal layers, an exchange as long as
+# back-propagation could hide at most 1 - 1/BUCKETS of itself: the last bucket leaves when back-propagation ends.
 _WIDTHS = (*[128] * 4, *[256] * 12)
-_LAYERS_OF_BUCKET = 3  # of the wide ones
+_LAYERS_OF_BUCKET = 3  # wide layers
 _ROWS = 256  # of a tower: enough for the products to outweigh the update
 _STEPS = 3  # of a turn
 
@@ -27,11 +26,11 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     """Time a step with and without its exchanges, and these alone.
 
     Args:
-        given: `towers`; `rounds`; `link`, None or what `plan` is to predict for.
-        show: shows the user what is being done.
+        given: `towers`; `rounds`; `link` to predict for, or None.
+        show: reports progress.
 
     Raises:
-        BenchError: there are fewer GPUs, or TensorFlow refuses the ops.
+        BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
     check_gpus(given.towers)
@@ -40,7 +39,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     from ncclsync.parallel import nccl_parallel
     from ncclsync.tools.bench.split import StepParts
 
-    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # and what the loss sends
+    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
     model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes)(_dense)()
     batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
@@ -75,12 +74,12 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
 
 
 def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
-    """Return the seconds of a step that `plan` predicts from those without exchanges.
+    """Return the seconds of a step that `plan` predicts, given a step without exchanges.
 
     Args:
-        link: as `run.py` has it: its latency is a whole collective's, where `plan` has one for each hop.
+        link: of `run.py`, whose latency is that of a whole collective; `plan` takes the latency of a hop.
         towers: N.
-        without_s: what is measured.
+        without_s: measured seconds of a step without exchanges.
         bucket_bytes: of the model.
     """
     import numpy as np
@@ -140,17 +139,9 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
             )
         return [one.deliver(tower)[0][:1] for tower in range(len(towers)) for one in launched]
 
-    graph = tf_compat.unordered_function(exchange, [])
-
-    def turn() -> float:
-        tf_compat.sync_devices()
-        began = time.perf_counter()
-        graph()
-        tf_compat.sync_devices()
-        return time.perf_counter() - began
-
-    turn()
-    return turn
+    timer = device_timer(tf_compat.unordered_function(exchange, []))
+    timer()
+    return timer
 
 
 def _on(device: str, tensor: Any) -> Any:
@@ -161,26 +152,22 @@ def _on(device: str, tensor: Any) -> Any:
 
 
 def listings() -> list[Listing]:
-    """Return the tables: what is hidden, and the host's lead."""
+    """Return the tables: the hidden share, and the host's lead."""
     hidden = [
         Column("towers", lambda row: str(row.case["towers"])),
         Column("step", lambda row: time_text(row.value)),
-        Column("without\nexchanges", _time("without_s")),
-        Column("exchanges\nalone", _time("exchange_s")),
+        Column("without\nexchanges", time_of("without_s")),
+        Column("exchanges\nalone", time_of("exchange_s")),
         Column("hidden", lambda row: f"{row.more['hidden'].median:.0%}"),
         Column("step\nby plan", _predicted),
         Column("÷\nmeasured", lambda row: ratio_text(row.more.get("predicted_ratio"))),
     ]
     lead = [
-        Column("the call of a step\nreturns after", _time("called_s")),
-        Column("the step has ended\nafter", _time("ended_s")),
+        Column("the call of a step\nreturns after", time_of("called_s")),
+        Column("the step has ended\nafter", time_of("ended_s")),
     ]
     return [Listing(hidden), Listing(lead)]
 
 
 def _predicted(row: Row) -> str:
     return time_text(Spread.of([row.more["predicted_s"]])).partition(" (")[0] if "predicted_s" in row.more else ""
-
-
-def _time(name: str) -> Callable[[Row], str]:
-    return lambda row: time_text(row.more[name])

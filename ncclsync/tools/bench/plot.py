@@ -13,7 +13,7 @@ from ncclsync.training.callbacks.figure import COLOURS, INK, save_figure
 def plot(result: Result, file: pathlib.Path) -> None:
     """Draw a result; the file's suffix decides the format.
 
-    `bench all-reduce`: bus bandwidth by size, one panel for each number of towers. The others: a bar for each
+    `bench all-reduce`: bus bandwidth by size, one panel for each number of towers. Other benchmarks: a bar for each
     side of each case, whiskers at the quartiles.
 
     Raises:

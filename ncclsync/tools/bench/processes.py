@@ -1,7 +1,7 @@
-"""Start processes by mpirun, or drive those that it has started, for `bench all-reduce`: process 0 asks, all work.
+"""Start processes by mpirun, or drive those that mpirun has started, for `bench all-reduce`.
 
-They run `ranks.ProcessReducer`. TensorFlow's own collectives, whose server a process starts once, run in a child of
-each process.
+Process 0 asks, and all processes work, by `ranks.MpiReducer`. TensorFlow's own collectives, whose server a process
+starts once, run in a child of each process.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.ranks import ProcessReducer
+from ncclsync.tools.bench.ranks import MpiReducer
 from ncclsync.tools.bench.reducers import Reducer
 from ncclsync.tools.bench.turns import BenchError, Side
 from ncclsync.tools.processes import join, mpi_versions
 
-# A child is no process of mpirun's; Open MPI's variables would make it one.
+# Variables by which a child would take itself for a process of mpirun's.
 _LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "SLURM_")
 _GRPC = "tf grpc"
 
@@ -41,7 +41,7 @@ def missing_mpi() -> str:
 
 
 def launched(count: int) -> tuple[list[str], dict[str, str]]:
-    """Return what starts so many processes of a `Side`: a launcher, and variables for it.
+    """Return how to start so many processes of a `Side`: a launcher, and variables for it.
 
     Raises:
         BenchError: there is no mpirun, or no mpi4py.
@@ -49,14 +49,14 @@ def launched(count: int) -> tuple[list[str], dict[str, str]]:
     why = missing_mpi()
     if why:
         raise BenchError(f"Expected mpirun and mpi4py, which start and join {count} processes. Received: {why}")
-    # More ranks than cores is what this compares, whoever runs it.
+    # There may be more ranks than cores, and root may run them.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     launcher = [str(find_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
     return launcher, allowed if os.geteuid() == 0 else {}
 
 
 class ProcessSide:
-    """Have all processes do the same: in process 0 like `turns.Side`; the others `follow`. A context manager.
+    """Have all processes do the same work: process 0 asks as by `turns.Side`, the others `follow`. A context manager.
 
     Attributes:
         name: for messages.
@@ -71,14 +71,14 @@ class ProcessSide:
 
         Args:
             process: this one's place, as the launcher reports it.
-            grpc: whether TensorFlow's own collectives are to run, too.
+            grpc: whether to run TensorFlow's own collectives, too.
 
         Raises:
             BenchError: they cannot be joined.
         """
         try:
             self._peers = join(process)
-            self._reducer = ProcessReducer(process.size)
+            self._reducer = MpiReducer(process.size, ("ncclsync", "memcpy", "mpi"))
         except NcclSyncError as error:
             raise BenchError(str(error)) from error
         hosts = len(set(self._peers.hosts))
@@ -111,7 +111,7 @@ class ProcessSide:
         return self._serve(request)
 
     def follow(self) -> None:
-        """Do what process 0 asks for, until it is through."""
+        """Serve process 0's requests until it ends."""
         while (request := self._reducer.share(None))["do"] != "end":
             self._serve(request)
 
@@ -141,5 +141,5 @@ class ProcessSide:
 
 
 def _own_address(hosts: list[str]) -> str:
-    """Return where other processes reach this one: a name only where there are several hosts."""
+    """Return this process' address for the other processes: a host name only if there are several hosts."""
     return "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname()

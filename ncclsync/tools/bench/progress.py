@@ -1,22 +1,22 @@
-"""Show what is being done, while a user waits."""
+"""Report progress while a user waits."""
 
 import sys
 
 
 class Progress:
-    """Write over one line on standard error; write new lines where that is no terminal."""
+    """Write over one line on standard error; write new lines if that is no terminal."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Show what is being done."""
+        """Report progress."""
         if self._terminal:
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Leave an empty line to what follows."""
+        """Clear the line."""
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

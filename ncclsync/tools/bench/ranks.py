@@ -1,11 +1,7 @@
-"""Run libraries that all-reduce between processes, one per rank: ncclsync's own, and what it is compared with."""
+"""Run libraries that all-reduce between processes, one rank in each: ncclsync's own, and others."""
 
-import abc
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -18,7 +14,7 @@ from ncclsync.tools.bench.turns import Requests
 
 
 class RankRequests:
-    """Let all processes of mpirun have the requests of a driver, which process 0 receives; see `turns.Requests`."""
+    """Share a driver's requests, which process 0 receives, with all processes of mpirun; see `turns.Requests`."""
 
     def __init__(self, requests: Requests) -> None:
         """Join the others."""
@@ -31,7 +27,7 @@ class RankRequests:
         return share(self._world, self._requests.next() if self._world.Get_rank() == 0 else None)
 
     def answer(self, **values: float) -> None:
-        """Answer the last request: the longest time, and the sum of what all processes' cores have worked."""
+        """Answer the last request: the longest time, and the sum of the cores' work in all processes."""
         each = [values]
         if self._world.Get_rank() > 0:
             send(self._world, values, 0)
@@ -42,7 +38,7 @@ class RankRequests:
 
 
 def share(world: Any, request: dict[str, Any] | None) -> dict[str, Any]:
-    """Give rank 0's request to all ranks of MPI, which waits by looking again and again: sleep between two looks."""
+    """Give rank 0's request to all ranks of MPI; sleep between two looks, where MPI itself would spin."""
     if request is not None:
         for other in range(1, world.Get_size()):
             send(world, request, other)
@@ -73,45 +69,69 @@ def _mpi() -> Any:
     return MPI
 
 
-class RankReducer(Reducer):
-    """Run one rank of N processes. Rank 0 is driven; it has the others do the same."""
+class MpiReducer(Reducer):
+    """Run a rank of mpirun's processes; the driver asks rank 0, and all ranks do the same.
 
-    rank: int
+    ncclsync, MPI's own all-reduce and a copy work on the same buffers.
+    """
 
-    @abc.abstractmethod
+    libraries: tuple[str, ...] = ("mpi",)
+
+    def __init__(self, towers: int, libraries: tuple[str, ...] = ("mpi",)) -> None:
+        """Join the others. Collective.
+
+        Args:
+            towers: number of ranks.
+            libraries: of "ncclsync", "memcpy" and "mpi".
+        """
+        super().__init__(towers)
+        self.libraries, self._world = libraries, _mpi().COMM_WORLD
+        self.rank = self._world.Get_rank()
+        self._communicator = MpiCommunicator(1) if "ncclsync" in libraries else None
+
     def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Give rank 0's request to all ranks. Idle ranks use no core, which another side works on."""
+        """Give rank 0's request to all ranks; see the function `share`."""
+        return share(self._world, request)
 
-    @abc.abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have come here."""
+        self._world.Barrier()
 
-    @abc.abstractmethod
-    def reduce(self) -> np.ndarray:
-        """All-reduce the input once; return this rank's result, [count]."""
-
-    @abc.abstractmethod
     def total(self, number: int) -> int:
         """Return the sum of all ranks' numbers."""
+        total = np.zeros(1, np.int64)
+        self._world.Allreduce(np.array([number]), total)
+        return int(total[0])
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """See `Reducer.prepare`."""
+        self._send, self._recv = empty_aligned(count, dtype), empty_aligned(count, dtype)
+        self._send[:], self._recv[:] = pattern(self.rank, count, dtype), 99
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`; returns when the last rank has its result."""
         self.barrier()
         began = time.perf_counter()
         for _ in range(iterations):
-            self.reduce()
+            self._reduce(library)
         self.barrier()
         return time.perf_counter() - began
 
     def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`."""
-        self.prepare(self._count, self._dtype)
-        return self.total(count_wrong([self.reduce()], self.towers))
+        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
+        self._recv[:] = 99
+        self._reduce(library)
+        if library == "memcpy":
+            return self.total(int(np.count_nonzero(self._recv != self._send)))
+        return self.total(count_wrong([self._recv], self.towers))
 
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        self._count, self._dtype = count, dtype
-        self._send = pattern(self.rank, count, dtype)
+    def _reduce(self, library: str) -> None:
+        if library == "mpi":
+            self._world.Allreduce(self._send, self._recv)
+        elif library == "memcpy":
+            np.copyto(self._recv, self._send)
+        elif self._communicator is not None:
+            self._communicator.all_reduce([self._send], [self._recv])
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """See `Reducer.serve`; serves on all ranks."""
@@ -119,149 +139,15 @@ class RankReducer(Reducer):
         return super().serve(request)
 
     def follow(self) -> None:
-        """Serve what rank 0 is asked for, until this process is ended."""
+        """Serve rank 0's requests until this process is ended."""
         while True:
             super().serve(self.share(None))
-
-
-class GlooReducer(RankReducer):
-    """Run PyTorch's gloo, in place. Rank 0 starts the others, which end with it."""
-
-    libraries = ("gloo",)
-
-    def __init__(self, towers: int, rank: int = 0, port: int = 0) -> None:
-        """Join; `rank` and `port` are given to the ranks that rank 0 starts."""
-        super().__init__(towers)
-        import torch
-        import torch.distributed
-
-        torch.set_num_threads(1)
-        self.rank = rank
-        self._torch = torch
-        if rank == 0:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            code = "import sys; from ncclsync.tools.bench.ranks import GlooReducer as G; G({}, {}, {}).follow()"
-            for other in range(1, towers):
-                command = [sys.executable, "-c", code.format(towers, other, port)]
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=towers
-        )
-
-    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """See `RankReducer.share`; a rank whose rank 0 has ended ends with an error."""
-        box: list[Any] = [request]
-        self._torch.distributed.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def barrier(self) -> None:
-        """See `RankReducer.barrier`."""
-        self._torch.distributed.barrier()
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        super().prepare(count, dtype)
-        self._tensor = self._torch.from_numpy(self._send)
-
-    def reduce(self) -> np.ndarray:
-        """See `RankReducer.reduce`."""
-        self._torch.distributed.all_reduce(self._tensor)
-        return self._send
-
-    def total(self, number: int) -> int:
-        """See `RankReducer.total`."""
-        box = self._torch.tensor([number])
-        self._torch.distributed.all_reduce(box)
-        return int(box[0])
-
-
-class MpiReducer(RankReducer):
-    """Run MPI by mpi4py, started by mpirun."""
-
-    libraries: tuple[str, ...] = ("mpi",)
-
-    def __init__(self, towers: int) -> None:
-        """Join."""
-        super().__init__(towers)
-        from mpi4py import MPI
-
-        self._world = MPI.COMM_WORLD
-        self.rank = self._world.Get_rank()
-
-    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """See `RankReducer.share`."""
-        return share(self._world, request)
-
-    def barrier(self) -> None:
-        """See `RankReducer.barrier`."""
-        self._world.Barrier()
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        super().prepare(count, dtype)
-        self._recv = np.full_like(self._send, 99)
-
-    def reduce(self) -> np.ndarray:
-        """See `RankReducer.reduce`."""
-        self._world.Allreduce(self._send, self._recv)
-        return self._recv
-
-    def total(self, number: int) -> int:
-        """See `RankReducer.total`."""
-        total = np.zeros(1, np.int64)
-        self._world.Allreduce(np.array([number]), total)
-        return int(total[0])
-
-
-class ProcessReducer(MpiReducer):
-    """Run ncclsync between the processes that mpirun has started, MPI's own all-reduce, and a copy of the buffers.
-
-    All three work on the same buffers, in the same processes.
-    """
-
-    libraries = ("ncclsync", "memcpy", "mpi")
-
-    def __init__(self, towers: int) -> None:
-        """Join the others. Collective."""
-        super().__init__(towers)
-        self._communicator = MpiCommunicator(1)
-        self._library = "ncclsync"
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        self._count, self._dtype = count, dtype
-        self._send, self._recv = empty_aligned(count, dtype), empty_aligned(count, dtype)
-        self._send[:], self._recv[:] = pattern(self.rank, count, dtype), 99
-
-    def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`."""
-        self._library = library
-        return super().run(library, iterations)
-
-    def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
-        self._library = library
-        self._recv[:] = 99
-        if library == "memcpy":
-            return self.total(int(np.count_nonzero(self.reduce() != self._send)))
-        return self.total(count_wrong([self.reduce()], self.towers))
-
-    def reduce(self) -> np.ndarray:
-        """See `RankReducer.reduce`."""
-        if self._library == "ncclsync":
-            self._communicator.all_reduce([self._send], [self._recv])
-        elif self._library == "mpi":
-            self._world.Allreduce(self._send, self._recv)
-        else:
-            np.copyto(self._recv, self._send)
-        return self._recv
 
 
 class GrpcReducer(Reducer):
     """Run a rank of TensorFlow's own collectives between processes, `CollectiveReduceV2` over gRPC.
 
-    Each rank is driven by itself; all are to be asked for the same at the same time.
+    Each rank has its own driver; all ranks must get the same request at the same time.
     """
 
     libraries = ("tf grpc",)
@@ -271,7 +157,7 @@ class GrpcReducer(Reducer):
 
         Args:
             towers: number of ranks.
-            rank: this one's.
+            rank: of this process.
             addresses: [towers] "host:port", where each is reached.
         """
         super().__init__(towers)
@@ -285,10 +171,10 @@ class GrpcReducer(Reducer):
             implementation=tf.distribute.experimental.CommunicationImplementation.RING
         )
         self._tf = tf
-        # It starts the server, and lets the others in.
+        # It starts the server and waits for the other ranks.
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
         self._device = f"/job:worker/task:{rank}/device:CPU:0"
-        self._instance = 10_000  # above those that the strategy takes
+        self._instance = 10_000  # above the strategy's own keys
         self._meet = self._graph([1], "float32")
         self._one = self._on_device(np.ones(1, "float32"))
 
@@ -308,7 +194,7 @@ class GrpcReducer(Reducer):
                     input=tensor,
                     group_size=self.towers,
                     group_key=10_000,
-                    instance_key=instance,  # keeps to one shape
+                    instance_key=instance,  # one for each shape
                     ordering_token=[],
                     merge_op="Add",
                     final_op="Id",

@@ -1,7 +1,7 @@
-"""Time all-reduces for `bench all-reduce`, in one process: each class is one process' worth of libraries.
+"""Time all-reduces for `bench all-reduce`; each class runs the libraries of one process.
 
-Input and result are known in closed form and exact in every dtype, so that results are checked by element.
-TensorFlow is imported by the classes that use it. Libraries with a process per rank are `bench.ranks`.
+Input and result are known in closed form and exact in every dtype, so that results are checked by element. TensorFlow
+is imported by the classes that use it. `bench.ranks` has libraries with a process per rank.
 """
 
 import abc
@@ -18,8 +18,8 @@ import numpy as np
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
 from ncclsync.tools.bench.turns import BenchError
 
-_CHAINED = 100  # all-reduces in one call of a graph, one after another, so that the call counts little
-_WORTH_A_CHAIN = 20  # all-reduces that take a turn
+_CHAINED = 100  # all-reduces in one call of a graph, so that the call's overhead is small
+_WORTH_A_CHAIN = 20  # all-reduces in a turn, from which on they are chained
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 
 
@@ -29,7 +29,7 @@ def pattern(rank: int, count: int, dtype: str) -> np.ndarray:
 
 
 def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
-    """Return how many elements of the results, one array of [count] each, are not the sum of all patterns."""
+    """Return how many elements of the results, an array of [count] for each rank, differ from the patterns' sum."""
     count, dtype = results[0].size, results[0].dtype.name
     expected = sum((pattern(rank, count, dtype) for rank in range(1, ranks)), pattern(0, count, dtype))
     return sum(int(np.count_nonzero(result.reshape(-1) != expected)) for result in results)
@@ -50,7 +50,7 @@ class Reducer(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, count: int, dtype: str) -> None:
-        """Make the input, `count` elements per rank; what was made before is freed."""
+        """Make the input, `count` elements per rank; free earlier buffers."""
 
     @abc.abstractmethod
     def run(self, library: str, iterations: int) -> float:
@@ -61,7 +61,7 @@ class Reducer(abc.ABC):
         """All-reduce the pattern once; return how many elements of all ranks' results are wrong."""
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what the driver asks for; return the answer."""
+        """Serve a request of the driver; return the answer."""
         if request["do"] == "prepare":
             self.prepare(request["count"], request["dtype"])
             return {"libraries": self.libraries}
@@ -79,9 +79,9 @@ def timed(function: Callable[[], Any], iterations: int) -> float:
 
 
 class HostReducer(Reducer):
-    """Reduce in this process' memory: by ncclsync, a copy of the same bytes, and NumPy on one thread."""
+    """Reduce in this process' memory: by ncclsync, and a copy of the same bytes."""
 
-    libraries = ("ncclsync", "memcpy", "numpy")
+    libraries = ("ncclsync", "memcpy")
 
     def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
         """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
@@ -102,20 +102,17 @@ class HostReducer(Reducer):
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
-        return timed(self._function(library), iterations)
+        return timed(self._copy if library == "memcpy" else self._all_reduce, iterations)
 
     def wrong(self, library: str) -> int:
         """See `Reducer.wrong`; of a copy, elements that differ from their source."""
         for recv in self._recvs:
             recv[:] = 99
-        self._function(library)()
+        self.run(library, 1)
         if library == "memcpy":
             pairs = zip(self._sends, self._recvs, strict=True)
             return sum(int(np.count_nonzero(send != recv)) for send, recv in pairs)
         return count_wrong(self._recvs, self.towers)
-
-    def _function(self, library: str) -> Callable[[], Any]:
-        return {"ncclsync": self._all_reduce, "memcpy": self._copy, "numpy": self._add}[library]
 
     def _all_reduce(self) -> None:
         self._communicator.all_reduce(self._sends, self._recvs)
@@ -135,14 +132,6 @@ class HostReducer(Reducer):
             )
         ]
         list(self._threads.map(np.copyto, *zip(*parts, strict=True)))
-
-    def _add(self) -> None:
-        first, *others = self._recvs
-        np.copyto(first, self._sends[0])
-        for send in self._sends[1:]:
-            np.add(first, send, out=first)
-        for recv in others:
-            np.copyto(recv, first)
 
 
 class NcclReducer(Reducer):
@@ -190,14 +179,13 @@ class NcclReducer(Reducer):
 
 
 class TensorFlowReducer(Reducer):
-    """Reduce in a graph: by ncclsync's ops, `CollectiveReduceV2` and `tf.add_n`.
+    """Reduce in a graph: by ncclsync's op and by TensorFlow's own `CollectiveReduceV2`.
 
-    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. The
-    others work on one, where all towers get the same result, many times in each call of their graph. The
-    "empty py op" passes its tensors on: what the call of Python alone costs.
+    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. ncclsync's op
+    works on one CPU, where all towers get the same result, many times in each call of its graph.
     """
 
-    libraries: tuple[str, ...] = ("ncclsync op", "ncclsync py op", "empty py op", "tf collective", "tf add_n")
+    libraries = ("ncclsync op", "tf collective")
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""
@@ -205,11 +193,9 @@ class TensorFlowReducer(Reducer):
         import tensorflow as tf
 
         from ncclsync.ops import host_ops
-        from ncclsync.ops.group_ops import group_all_reduce
 
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
-        communicator = CpuCommunicator(towers)
 
         def collective(instance, *tensors):
             results = []
@@ -219,7 +205,7 @@ class TensorFlowReducer(Reducer):
                         input=tensor,
                         group_size=towers,
                         group_key=1,
-                        instance_key=instance,  # keeps to one shape
+                        instance_key=instance,  # one for each shape
                         ordering_token=[],
                         merge_op="Add",
                         final_op="Id",
@@ -235,32 +221,15 @@ class TensorFlowReducer(Reducer):
             bound = functools.partial(collective, next(instances))
             return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
 
-        self._wrap = wrap
-        # It would turn a chain of additions into one, whose inputs are as many as all ways through the chain.
-        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-        ones = [tf.ones([], tf.float64)] * towers
-        on_one: dict[str, Callable[..., list[Any]]] = {
-            "ncclsync py op": lambda *tensors: group_all_reduce(tensors, communicator),
-            "empty py op": lambda *tensors: tf.numpy_function(
-                lambda *arrays: arrays, tensors, [tensor.dtype for tensor in tensors]
-            ),
-            "tf add_n": lambda *tensors: [tf.add_n(tensors)] * towers,
-        }
-        if host_ops.available():
-            on_one["ncclsync op"] = lambda *tensors: (
-                host_ops.all_reduce([[tensor] for tensor in tensors], ones, "sum") * towers
-            )
-        self.libraries = tuple(name for name in self.libraries if name in {*on_one, "tf collective"})
+        def own(*tensors):
+            return host_ops.all_reduce([[one] for one in tensors], [tf.ones([], tf.float64)] * towers, "sum") * towers
 
-        def chain(reduce, *tensors):
+        def chain(*tensors):
             for _ in range(_CHAINED):
-                tensors = reduce(*tensors)
+                tensors = own(*tensors)
             return tensors[0]
 
-        self._functions = {name: tf.function(reduce, autograph=False) for name, reduce in on_one.items()}
-        self._chains = {
-            name: tf.function(functools.partial(chain, reduce), autograph=False) for name, reduce in on_one.items()
-        }
+        self._wrap, self._own, self._chain = wrap, *(tf.function(one, autograph=False) for one in (own, chain))
         self._inputs: list[Any] = []
         self._on_one: list[Any] = []
 
@@ -269,7 +238,7 @@ class TensorFlowReducer(Reducer):
         import tensorflow as tf
 
         self._inputs, self._on_one = [], []
-        self._functions["tf collective"] = self._wrap(dtype)
+        self._collective = self._wrap(dtype)
         for rank in range(self.towers):
             with tf.device(f"/CPU:{rank}"):
                 self._inputs.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
@@ -277,21 +246,15 @@ class TensorFlowReducer(Reducer):
             self._on_one = [tf.identity(tensor) for tensor in self._inputs]
 
     def _reduce(self, library: str) -> list[Any]:
-        inputs = self._inputs if library == "tf collective" else self._on_one
-        return self._functions[library](*inputs)
+        return self._collective(*self._inputs) if library == "tf collective" else self._own(*self._on_one)
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
-        if library not in self._chains or iterations < _WORTH_A_CHAIN:
+        if library == "tf collective" or iterations < _WORTH_A_CHAIN:
             return timed(lambda: self._reduce(library), iterations)
         calls = -(-iterations // _CHAINED)
-        seconds = timed(lambda: self._chains[library](*self._on_one), calls)
-        return seconds * iterations / (calls * _CHAINED)
+        return timed(lambda: self._chain(*self._on_one), calls) * iterations / (calls * _CHAINED)
 
     def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of an op that passes its tensors on, elements that differ from its own."""
-        results = [tensor.numpy() for tensor in self._reduce(library)]
-        if library == "empty py op":
-            pairs = zip(results, self._on_one, strict=True)
-            return sum(int(np.count_nonzero(result != given.numpy())) for result, given in pairs)
-        return count_wrong(results, self.towers)
+        """See `Reducer.wrong`."""
+        return count_wrong([tensor.numpy() for tensor in self._reduce(library)], self.towers)

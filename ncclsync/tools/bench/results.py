@@ -1,4 +1,4 @@
-"""Show what a benchmark found, as data, as a table and as JSON. Knows nothing of how it was measured."""
+"""Show a benchmark's result as data, as a table and as JSON. This module does not measure."""
 
 import dataclasses
 import datetime
@@ -13,24 +13,22 @@ from typing import Any, Literal
 
 from ncclsync.tools.bench.turns import Spread
 
-SCHEMA = "ncclsync.tools.bench/1"  # counts on when a key goes or changes its meaning, not when one is added
+SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 
-_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "torch", "mpi4py")
+_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "mpi4py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold one side of what is compared, in one case.
+    """Hold the figures of one side in one case.
 
     Attributes:
-        case: what was varied, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are
-            compared.
-        side: "ncclsync", or what it is compared with; in `bench feed` the kind of data, after
-            the name of another library.
+        case: the varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are compared.
+        side: "ncclsync", or a library that it is compared with; in `bench feed` the kind of data, after the name of
+            another library.
         value: seconds, or bytes in `bench memory`.
-        ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this one
-            needs more.
-        more: further figures, by a name that ends in the unit where there is one.
+        ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this side needs more.
+        more: further figures, by a name that ends in the unit, if there is one.
     """
 
     case: dict[str, Any]
@@ -42,13 +40,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Hold what a benchmark found.
+    """Hold a benchmark's result.
 
     Attributes:
         benchmark: its name on the command line.
         unit: of the rows' values, "s" or "B".
-        rows: in the order in which they are shown.
-        notes: what was left out, and why; whose steps XLA compiles.
+        rows: in the order of the table.
+        notes: parts that were left out, with the reason; and the sides that XLA compiles.
     """
 
     benchmark: str
@@ -59,7 +57,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Describe a column: a heading of one or two lines, and the text of a row; "" where it has none."""
+    """Describe a column: a heading of one or two lines, and the text of a row, which may be ""."""
 
     head: str
     text: Callable[[Row], str]
@@ -68,14 +66,14 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Describe a table: its columns, and which rows it shows."""
+    """Describe a table: its columns, and the rows that it shows."""
 
     columns: Sequence[Column]
     has: Callable[[Row], bool] = lambda row: True
 
 
 def machine() -> dict[str, Any]:
-    """Return what a reader needs to judge the figures: processor, cores, memory, kernel, versions, load."""
+    """Return the conditions of the figures: processor, cores, memory, kernel, versions, load."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -89,7 +87,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": versions,
-        "load_1_min": os.getloadavg()[0],  # of everything that ran while this did
+        "load_1_min": os.getloadavg()[0],  # of all processes
     }
 
 
@@ -103,31 +101,31 @@ def _processor() -> str:
 
 
 def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
-    """Return a result as JSON. `schema` names what these keys mean; a later one may have more of them.
+    """Return a result as JSON. `schema` names the meaning of the keys; a later version may add keys.
 
     `benchmark`, `command` (words), `date` (UTC), `machine` (see `machine`), `unit` ("s" or "B": of each row's
-    `value`), `notes` (of what was measured) and `rows`, the fields of `Row`. A spread is an object with
+    `value`), `notes` and `rows`, the fields of `Row`. A spread is an object with
     `median`, `q1`, `q3` and `samples`. A row's `more` holds
 
-        all-reduce  wrong (elements); but for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second); between
-                    processes each of the case's towers is one of a process
+        all-reduce  wrong (elements); except for memcpy algbw_gb_s and busbw_gb_s (10⁹ bytes per second); between
+                    processes, each process has one of the case's towers
         exchange    wrong (elements)
         overlap     without_s, exchange_s, hidden (a share), called_s and ended_s, spreads: a step without its
-                    exchanges, these alone, what is hidden of them, and when the call of a step has returned
-                    and the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
+                    exchanges, these alone, their hidden share, and when the call of a step has returned and
+                    the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
                     predicted_ratio, a spread
-        copies      compute_s and copy_s, spreads: a step on a batch that the GPUs have, and the copies of one
-        step        samples_per_s; cpu_s, a spread: what the host's cores worked; of ncclsync compute_s,
+        copies      compute_s and copy_s, spreads: a step on a batch in the GPUs' memory, and a batch's copies
+        step        samples_per_s; cpu_s, a spread: the work of the host's cores; of ncclsync compute_s,
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
         memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads; of shards
                     of_rows, a spread: the peak less that of one row for each tower, over the same without shards
-        plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, what was
-                    measured (spreads by batch size), the cluster and the stages of the step
+        plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, the
+                    measured spreads by batch size, the cluster and the stages of the step
 
     Args:
-        result: what was found.
+        result: of a benchmark.
         command: the arguments after `python -m ncclsync`.
     """
     return {
@@ -171,6 +169,16 @@ def show(result: Result, listings: Sequence[Listing]) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def ratio_to(other: str) -> Callable[[Row], str]:
+    """Return the text of a column: the ratio to another side."""
+    return lambda row: ratio_text(row.ratios.get(other))
+
+
+def time_of(name: str) -> Callable[[Row], str]:
+    """Return the text of a column: a time among the further figures."""
+    return lambda row: time_text(row.more.get(name))
+
+
 def time_text(spread: Spread | None) -> str:
     """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
     if spread is None:
@@ -188,7 +196,7 @@ def ratio_text(spread: Spread | None) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Return a size in the largest binary unit of which there is at least one, such as "25 MiB"."""
+    """Return a size in the largest binary unit that it reaches, such as "25 MiB"."""
     for unit, step in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << step:
             return f"{size_bytes / (1 << step):.4g} {unit}"

@@ -2,7 +2,7 @@
 
     whole       on a batch that is in memory already
     local       without the exchanges: each tower goes on with its own gradients
-    compute     without the exchanges and what follows the last of them: forward and backward, no update
+    compute     forward and backward: without the exchanges, and without the update after the last one
 
 The difference is the time of the part left out. The step is traced once for all three; towers drift apart in
 the last two, which changes no time.
@@ -19,6 +19,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.program import Bucket, Program, Segment
+from ncclsync.tools.bench.turns import device_timer
 from ncclsync.training.keras_model import ModelStep
 
 
@@ -42,7 +43,7 @@ class StepParts:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Return what the step exchanges; it has run."""
+        """Return the buckets that the step exchanges; it must have run."""
         ran = self._variants["whole"].last()
         assert ran is not None
         program, _ = ran
@@ -51,11 +52,7 @@ class StepParts:
     def seconds(self, variant: str, steps: int) -> float:
         """Run so many steps of a variant; return the mean time of one."""
         run = self._variants[variant].run
-        began = time.perf_counter()
-        for _ in range(steps):
-            run(self._iterator)
-        tf_compat.sync_devices()
-        return (time.perf_counter() - began) / steps
+        return device_timer(lambda: [run(self._iterator) for _ in range(steps)], steps)()
 
     def lead(self) -> tuple[float, float]:
         """Run a whole step; return when its call has returned, and when the devices were through, in seconds."""
@@ -82,7 +79,7 @@ class _Variant(ModelStep):
 
 
 def without_exchanges(program: Program) -> Program:
-    """Return a program whose towers keep what they have instead of joining it."""
+    """Return a program whose towers keep their own tensors instead of joining them."""
 
     def silent(bucket: Bucket) -> Bucket:
         return dataclasses.replace(bucket, join=lambda buckets, sent, fractions: sent)
@@ -94,12 +91,12 @@ def without_exchanges(program: Program) -> Program:
 
 
 def until_last_exchange(program: Program) -> Program:
-    """Return a program that ends, without exchanges, where its last one would be; it has no results."""
+    """Return a program without exchanges that ends at its last one; it has no results."""
     program = without_exchanges(program)
     drain = tf.Variable(0.0, trainable=False)
 
     def use(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        # A part of each bucket is written, since what nobody uses would not be computed.
+        # A part of each bucket is written, since TensorFlow does not compute unused tensors.
         parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs[:-2]]
         return [tf.identity(drain.assign(tf.add_n([*parts, 0.0])))]
 

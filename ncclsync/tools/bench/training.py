@@ -8,10 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.tools.bench.processes import launched
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, significant, size_text, time_text
+from ncclsync.tools.bench.results import (
+    Column,
+    Listing,
+    Result,
+    Row,
+    ratio_text,
+    ratio_to,
+    significant,
+    size_text,
+    time_of,
+    time_text,
+)
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
 
-# Of `bench.models`, without TensorFlow, and how many rows a batch has.
+# The rows of a batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
     **{"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256},
     **{"lstm": 128, "language": 64, "seq2seq": 64, "unet": 32, "sparse": 256},
@@ -25,7 +36,7 @@ PROCESSES = 2  # of the side "processes", which share the towers
 
 _TURN_S = 0.2  # of one side
 _MOST_STEPS = 100
-_TO_DIVIDE = 64  # times a model's own batch, where shards divide its memory
+_TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
 _MEMORY_STEPS = 5
 _ONE_ROW = "one row a tower"
 
@@ -38,7 +49,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     Args:
         given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
             `cpu`, which is for the seconds of cores beside one device's, and nothing else; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed, or towers cannot be divided among processes.
@@ -99,7 +110,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -188,7 +199,7 @@ def bench_start(given: argparse.Namespace, show: Show) -> Result:
 
     Args:
         given: `model`, a list; `towers`, a list; `against`; `rounds`.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -203,7 +214,7 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
         given: as of `bench_start`; and `shards`, a list of how many for each tower; `activations`, whether one row
             is measured, too; `batch_size`, None for each model's own, with `shards` 64 times that: few rows take
             less memory than the weights' gradients.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Raises:
         BenchError: a process failed.
@@ -220,7 +231,7 @@ def _fresh_processes(
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
-        if kind == "memory" and (given.shards or given.activations):  # these, and rows, are for each tower
+        if kind == "memory" and (given.shards or given.activations):  # numbers of shards and rows are for each tower
             sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
             sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
         if kind == "memory" and given.shards:
@@ -282,14 +293,14 @@ def step_listings() -> list[Listing]:
     whole = [
         *_case_columns("library"),
         Column("step", lambda row: time_text(row.value)),
-        Column("CPU time\nof a step", _spread_text("cpu_s")),
+        Column("CPU time\nof a step", time_of("cpu_s")),
         Column("CPU time ÷\none device's", lambda row: ratio_text(row.more.get("cpu_of_single"))),
         Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
-        *(Column(f"time ÷\n{peer}'s", _ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
+        *(Column(f"time ÷\n{peer}'s", ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
     ]
-    parts = [*_case_columns("library"), *(Column(part, _spread_text(f"{part}_s")) for part in PARTS)]
+    parts = [*_case_columns("library"), *(Column(part, time_of(f"{part}_s")) for part in PARTS)]
     watched = [*_case_columns("library"), Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"]))]
-    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", _ratio_to("ncclsync"))]
+    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", ratio_to("ncclsync"))]
     return [
         Listing(whole),
         Listing(shards, lambda row: "ncclsync" in row.ratios and row.side.endswith("a tower")),
@@ -314,9 +325,9 @@ def start_listings() -> list[Listing]:
     columns = [
         *_case_columns("library"),
         Column("to the end of\nthe first step", lambda row: time_text(row.value)),
-        Column("of that\nthe factory", _spread_text("build_seconds")),
-        Column("time ÷\nmirrored's", _ratio_to("mirrored")),
-        Column("time ÷ own\nwith 1 tower", _ratio_to("one tower")),
+        Column("of that\nthe factory", time_of("build_seconds")),
+        Column("time ÷\nmirrored's", ratio_to("mirrored")),
+        Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
     ]
     return [Listing(columns)]
 
@@ -328,7 +339,7 @@ def memory_listings() -> list[Listing]:
         Column("peak", lambda row: size_text(row.value.median)),
         Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
         Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
-        Column("peak ÷\nmirrored's", _ratio_to("mirrored")),
+        Column("peak ÷\nmirrored's", ratio_to("mirrored")),
         Column("peak ÷\nneeded", lambda row: ratio_text(row.more.get("of_needed"))),
     ]
     shards = [
@@ -352,11 +363,3 @@ def _case_columns(last: str) -> list[Column]:
         Column("towers", lambda row: str(row.case["towers"])),
         Column(last, lambda row: row.side, "left"),
     ]
-
-
-def _ratio_to(other: str) -> Callable[[Row], str]:
-    return lambda row: ratio_text(row.ratios.get(other))
-
-
-def _spread_text(name: str) -> Callable[[Row], str]:
-    return lambda row: time_text(row.more.get(name))

@@ -1,7 +1,7 @@
-"""Run processes in turns: what is compared runs interleaved, so that other load meets all sides alike.
+"""Run processes in turns, so that other load meets all compared sides alike.
 
-The driver's end is `Side`, the process' own end `Requests`; between them go lines of JSON over standard input
-and output. Only one side works at any time. `Spread` sums up its samples.
+The driver's end is `Side`, the process' own end `Requests`; lines of JSON go between them over standard input and
+output. Only one side works at any time. `Spread` sums up its samples.
 """
 
 import collections
@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,11 +27,11 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Hold median and quartiles of some samples, in their unit.
+    """Hold the median and the quartiles of some samples, in their unit.
 
     Attributes:
-        median, q1, q3: the quartiles; all the same for one sample.
-        samples: how many there were.
+        median, q1, q3: the quartiles; equal for a single sample.
+        samples: their number.
     """
 
     median: float
@@ -53,11 +54,7 @@ def ratio(samples: Sequence[float], base: Sequence[float]) -> Spread:
 
 
 class Side:
-    """Drive a process that works when it is asked to. A context manager; `close` ends the process.
-
-    Attributes:
-        name: for messages.
-    """
+    """Drive a process that works on request. A context manager; `close` ends the process."""
 
     def __init__(
         self,
@@ -73,12 +70,12 @@ class Side:
 
         Args:
             name: for messages.
-            kind: what the process is to do; of `bench.worker`: one of its `FUNCTIONS` or `REDUCERS`.
+            kind: of process; for `bench.worker` one of its `FUNCTIONS` or `REDUCERS`.
             arguments: of that kind.
             launcher: a command to run the process by, such as mpirun's.
-            environment: variables that it gets beside those of this process.
+            environment: variables that it gets in addition to those of this process.
             module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
-            drop: beginnings of variables' names that it does not get.
+            drop: prefixes of variables that it does not get.
         """
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
@@ -140,7 +137,7 @@ class Side:
 
 
 class Requests:
-    """Receive the driver's requests in this process. Whatever else it prints goes to standard error."""
+    """Receive the driver's requests in this process. Its other output goes to standard error."""
 
     def __init__(self) -> None:
         """Take standard output over."""
@@ -173,15 +170,29 @@ class Requests:
         raise SystemExit  # not reached
 
 
+def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
+    """Return a timer of a call and of the devices' work that it starts, in seconds divided by `per`."""
+    from ncclsync.compat import tensorflow as tf_compat
+
+    def turn() -> float:
+        tf_compat.sync_devices()
+        began = time.perf_counter()
+        run()
+        tf_compat.sync_devices()
+        return (time.perf_counter() - began) / per
+
+    return turn
+
+
 def take_turns(
     timers: Mapping[str, Callable[[], float]], rounds: int, show: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Call every timer once per round, each round beginning with another one.
+    """Call every timer once per round; each round begins with another timer.
 
     Args:
-        timers: by name; each works for a moment and returns what it measured.
-        rounds: how many.
-        show: shows the user what is being done.
+        timers: by name; each works for a moment and returns its measurement.
+        rounds: their number.
+        show: reports progress.
 
     Returns:
         [rounds] measurements of each.

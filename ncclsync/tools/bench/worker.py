@@ -14,7 +14,6 @@ REDUCERS = {
     "host": "reducers.HostReducer",
     "nccl": "reducers.NcclReducer",
     "tensorflow": "reducers.TensorFlowReducer",
-    "gloo": "ranks.GlooReducer",
     "mpi": "ranks.MpiReducer",
     "grpc": "ranks.GrpcReducer",
 }

@@ -1,1 +1,1 @@
-"""Run `python -m ncclsync doctor`: find what stands between a host and training, without a hang."""
+"""Run `python -m ncclsync doctor`: find what prevents a host from training; it cannot hang."""

@@ -1,4 +1,4 @@
-"""Read what surrounds the process: variables that matter, shared memory."""
+"""Read the process' environment: variables that matter, and shared memory."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ncclsync.tools.doctor.facts import Variable
 
-# The effect of variables that a user is likely to have set, and perhaps forgotten.
+# The effects of variables that a user may have set, and forgotten.
 EFFECTS = {
     "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
     "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",
@@ -65,7 +65,7 @@ EFFECTS = {
     "LD_PRELOAD": "libraries loaded before all others",
 }
 
-# Shown even if not in the table above. TF_ alone would be too much: Terraform keeps secrets in TF_VAR_….
+# Shown even if not in the table above. Not all of TF_: Terraform keeps secrets in TF_VAR_….
 _PREFIXES = (
     "NCCLSYNC_",
     "NCCL_",
@@ -84,11 +84,11 @@ _PREFIXES = (
 
 
 def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] = ()) -> tuple[Variable, ...]:
-    """Return the variables that are set and matter, by name, and after them what NCCL's files set.
+    """Return the set variables that matter, by name, and after them the settings of NCCL's files.
 
     Args:
         environ: such as `os.environ`. An empty value counts as set.
-        files: NCCL's configuration files; those that cannot be read are left out.
+        files: NCCL's configuration files; unreadable files are left out.
     """
     found = [
         Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else environ[name], "environment", EFFECTS.get(name, ""))
@@ -105,7 +105,7 @@ def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] =
 
 
 def nccl_files(environ: Mapping[str, str]) -> tuple[pathlib.Path, ...]:
-    """Return the files that NCCL reads its settings from, the decisive one first."""
+    """Return the files that NCCL reads its settings from, by precedence."""
     own = environ.get("NCCL_CONF_FILE")
     home = pathlib.Path(own) if own else pathlib.Path.home() / ".nccl.conf"
     return home, pathlib.Path("/etc/nccl.conf")
@@ -123,7 +123,7 @@ def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:
-    """Return the size of a file system and what is free of it, in bytes; None: it is not there."""
+    """Return the size of a file system and its free part, in bytes; None if it is not there."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Examine a host: gather the facts, each by a question of its own, and judge them."""
+"""Examine a host: gather the facts, each by a separate question, and judge them."""
 
 import dataclasses
 import importlib
@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from ncclsync.compat import host_gpus
 from ncclsync.tools.doctor import environment, probes
@@ -19,14 +18,13 @@ from ncclsync.tools.doctor.facts import (
     Choice,
     Driver,
     Frameworks,
-    Gpu,
     Host,
     Libraries,
     Library,
-    Link,
     Report,
     Trouble,
     Version,
+    from_json,
 )
 from ncclsync.tools.doctor.hardware import visible_gpus
 from ncclsync.tools.doctor.problems import find_problems, summarize
@@ -37,9 +35,9 @@ _WARNINGS = re.compile(r"^[WEF]\d{4} ")  # TensorFlow's log: a warning, an error
 
 
 def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> Report:
-    """Find out whether training would run on this host, and what stands in its way.
+    """Find out whether training would run on this host, and what prevents it.
 
-    TensorFlow and the GPUs are asked in processes of their own: none of them is left in use.
+    TensorFlow and the GPUs are asked in separate processes, which end afterwards.
 
     Args:
         timeout_s: seconds that each of the four questions may take.
@@ -70,8 +68,8 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
         return answer
 
     driver = _driver(ask("driver"))
-    libraries = _libraries(ask("libraries").facts)
-    # The whole log, whatever the user hides of it; and no more GPU memory than the question takes.
+    libraries = _libraries(ask("libraries"))
+    # The whole log, even if the user hides a part; and no more GPU memory than the question needs.
     answer = ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true")
     frameworks, choice = _frameworks(answer)
     host = dataclasses.replace(
@@ -83,40 +81,25 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
 
 
 def _driver(answer: probes.Answer) -> Driver:
-    facts = dict(answer.facts)
-    if not facts:
-        return Driver(error="NoAnswer", detail=answer.how)
-    gpus = tuple(Gpu(**one) for one in facts.pop("gpus"))
-    links = tuple(Link(**{**one, "gpus": tuple(one["gpus"])}) for one in facts.pop("links"))
-    return Driver(**facts, gpus=gpus, links=links)
+    return from_json(Driver, answer.facts) if answer.facts else Driver(error="NoAnswer", detail=answer.how)
 
 
-def _libraries(facts: dict[str, Any]) -> Libraries:
-    if not facts:
+def _libraries(answer: probes.Answer) -> Libraries:
+    if not answer.facts:
         return Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
-    return Libraries(
-        nccl=Library(**facts["nccl"]),
-        nccl_copies=tuple(Library(**one) for one in facts["nccl_copies"]),
-        nccl_packages=tuple(facts["nccl_packages"]),
-        cuda_runtime=Library(**facts["cuda_runtime"]),
-        cudnn=Library(**facts["cudnn"]),
-        missing=tuple(facts["missing"]),
-        driver_cuda=facts["driver_cuda"],
-    )
+    return from_json(Libraries, answer.facts)
 
 
 def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
-    facts: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in answer.facts.items()}
-    chosen: dict[str, Any] = {name: facts.pop(name) for name in ("backend", "devices", "reason") if name in facts}
     log = tuple(line for line in answer.output if _WARNINGS.match(line))
-    found = Frameworks(**facts, log=log)
-    if not chosen:
+    found = dataclasses.replace(from_json(Frameworks, answer.facts), log=log)
+    if "reason" not in answer.facts:
         why = found.tensorflow_error or found.keras_error or found.ncclsync_error or answer.how
-        chosen = {"reason": f"none: {why}"}
-    # Without Keras nothing can be decorated, whatever could be chosen.
-    elif found.keras_error or found.keras_backend != "tensorflow":
-        chosen = {"reason": f"none: {found.keras_error or f'Keras runs on {found.keras_backend}'}"}
-    return found, Choice(**chosen)
+        return found, Choice(reason=f"none: {why}")
+    # Without Keras there is no model to decorate.
+    if found.keras_error or found.keras_backend != "tensorflow":
+        return found, Choice(reason=f"none: {found.keras_error or f'Keras runs on {found.keras_backend}'}")
+    return found, from_json(Choice, answer.facts)
 
 
 def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllReduce:
@@ -126,7 +109,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
     elif host.choice.backend is None and visible_gpus(host) and host.libraries.nccl.version:
         backend, devices = "nccl", list(range(len(visible_gpus(host))))
-    # NCCL's own limit comes first: its error names the ranks that are missing.
+    # NCCL's limit is shorter, since its error names the missing ranks.
     arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
@@ -146,7 +129,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 
 
 def _versions(host: Host) -> list[Version]:
-    """Return the table of versions: what was found, and where it comes from."""
+    """Return the table of versions, with their origins."""
     driver, libraries, frameworks = host.driver, host.libraries, host.frameworks
     built_for = f"TensorFlow was built for {frameworks.build_cuda}" if frameworks.build_cuda else ""
     nccl = libraries.nccl

@@ -1,23 +1,41 @@
-"""Hold what `doctor` finds of a host, as plain data: screen and `--json` show this and nothing else."""
+"""Hold doctor's findings as plain data; the screen and `--json` show nothing else."""
 
 import dataclasses
-from typing import Any
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+Facts = TypeVar("Facts")
 
 ERROR, WARNING = "error", "warning"
 
 
+def from_json(kind: type[Facts], given: Mapping[str, Any]) -> Facts:
+    """Return a dataclass below, given the JSON of its `dataclasses.asdict`; unknown keys are left out."""
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _typed(hints[name], value) for name, value in given.items() if name in hints})
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    item = next(iter(typing.get_args(hint)), hint)
+    if isinstance(value, list):
+        return tuple(_typed(item, one) for one in value)
+    is_nested = isinstance(item, type) and dataclasses.is_dataclass(item) and isinstance(value, Mapping)
+    return from_json(item, value) if is_nested else value
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Describe a GPU by its driver, whether or not this process may use it. None: the driver does not say.
+    """Describe a GPU as the driver does, whether or not this process may use it. None: the driver does not tell.
 
     Attributes:
         index: the driver's, as in nvidia-smi.
         name, uuid, pci_bus_id: such as "NVIDIA H100 80GB HBM3", "GPU-5f0c…", "00000000:3B:00.0".
-        memory_bytes, used_bytes: in all, and taken by anyone.
+        memory_bytes, used_bytes: total, and used by all processes.
         compute_capability: such as "9.0".
         mig: whether it is divided into instances.
-        prohibited: whether its compute mode lets nobody use it.
-        error: why it cannot be asked, such as "GpuIsLost".
+        prohibited: whether its compute mode forbids its use.
+        error: why it cannot be queried, such as "GpuIsLost".
     """
 
     index: int
@@ -34,15 +52,15 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Describe what joins two GPUs.
+    """Describe the link between two GPUs.
 
     Attributes:
-        gpus: their indices, the lower one first.
-        path: as nvidia-smi has it: "NV4" (four NVLinks, direct or by a switch), else what the way over PCIe
-            crosses: "PIX" one switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a
-            NUMA node, "SYS" the link between CPU sockets. None: the driver does not say.
+        gpus: their indices, the lower first.
+        path: as in nvidia-smi: "NV4" (four NVLinks, direct or by a switch); over PCIe the last part that it crosses:
+            "PIX" one switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a NUMA node, "SYS" the
+            link between CPU sockets. None: the driver does not tell.
         nvlinks: active NVLinks between the two.
-        p2p: whether each may read and write the other's memory: "ok", or why not; None: unknown.
+        p2p: whether each may access the other's memory: "ok", or why not; None: unknown.
     """
 
     gpus: tuple[int, int]
@@ -53,13 +71,13 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """Hold what NVML reports.
+    """Hold NVML's report.
 
     Attributes:
         version: of the driver, such as "550.54.15".
-        cuda: the newest CUDA it serves, such as "12.4".
-        error: why NVML does not answer: "NotInstalled" for nvidia-ml-py, else NVML's own name of it, such
-            as "LibraryNotFound" or "DriverNotLoaded"; None if it does.
+        cuda: the newest CUDA that it serves, such as "12.4".
+        error: why NVML does not answer: "NotInstalled" for nvidia-ml-py, otherwise NVML's name of the error, such as
+            "LibraryNotFound" or "DriverNotLoaded"; None if it answers.
         detail: the error in words.
     """
 
@@ -76,9 +94,9 @@ class Library:
     """Describe a shared library as the loader finds it for this process.
 
     Attributes:
-        version: its own word; None if it cannot be loaded or does not say.
+        version: as the library tells; None if it cannot be loaded or does not tell.
         path: the file; None if there is none.
-        cuda: the CUDA it was built with, where it says.
+        cuda: the CUDA that it was built with, if it tells.
         error: why it cannot be used.
     """
 
@@ -93,11 +111,11 @@ class Libraries:
     """Describe NCCL, CUDA and cuDNN.
 
     Attributes:
-        nccl: the one that ncclsync would use.
-        nccl_copies: every libnccl found, that one included.
-        nccl_packages: installed Python packages that bring one, such as "nvidia-nccl-cu12 2.32.3".
+        nccl: the library that ncclsync would use.
+        nccl_copies: every libnccl found, including that one.
+        nccl_packages: installed Python packages with a libnccl, such as "nvidia-nccl-cu12 2.32.3".
         cuda_runtime, cudnn: as TensorFlow would find them.
-        missing: of the libraries that TensorFlow loads before it uses a GPU.
+        missing: libraries that TensorFlow loads before it uses a GPU, and that are missing.
         driver_cuda: the newest CUDA that the driver serves, by libcuda; None if there is no driver.
     """
 
@@ -111,28 +129,28 @@ class Libraries:
 
     @property
     def is_other_nccl(self) -> bool:
-        """Return whether what would be used for NCCL is another library with its calls: each NCCL names its CUDA."""
+        """Return whether another library stands for NCCL, whose own builds name their CUDA."""
         return self.nccl.version is not None and self.nccl.cuda is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks:
-    """Describe TensorFlow and Keras, and what `nccl_parallel` makes of them.
+    """Describe TensorFlow and Keras, as `nccl_parallel` sees them.
 
     Attributes:
-        tensorflow, keras: version; None if not installed or not to be imported.
-        tensorflow_path, keras_path: the folder each comes from.
+        tensorflow, keras: version; None if not installed or not importable.
+        tensorflow_path, keras_path: their folders.
         tensorflow_error, keras_error: why the import failed; "" if it did not.
         ncclsync_error: why ncclsync itself cannot be imported with them.
-        refused: why training would not begin in this process, one of several; "" if it would.
+        refused: why training would not begin in this process of several; "" if it would.
         keras_backend: "tensorflow" or another.
         cuda_build: whether TensorFlow was built for CUDA.
-        build_cuda, build_cudnn: for which.
-        build_capabilities: compute capabilities it has code for, such as "8.0".
-        build_nccl: the oldest NCCL that its package asks for.
-        gpus: names of those that TensorFlow sees.
-        nvls: whether NCCL may use NVLS, sums within the NVSwitch, and why; "" where ncclsync cannot be imported.
-        nvls_variable: what asks for NVLS, as "NAME=value", although op determinism is on; None: nothing does.
+        build_cuda, build_cudnn: the versions that it was built for.
+        build_capabilities: compute capabilities that it has code for, such as "8.0".
+        build_nccl: the oldest NCCL that its package requires.
+        gpus: names of the GPUs that TensorFlow sees.
+        nvls: whether NCCL may use NVLS, sums within the NVSwitch, and why; "" if ncclsync cannot be imported.
+        nvls_variable: the variable that asks for NVLS although op determinism is on, as "NAME=value"; or None.
         log: TensorFlow's own warnings and errors about GPUs.
     """
 
@@ -158,10 +176,10 @@ class Frameworks:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Hold what `@nccl_parallel` without arguments would choose.
+    """Hold the choice of `@nccl_parallel` without arguments.
 
     Attributes:
-        backend: "nccl", "cpu", or None where it would raise.
+        backend: "nccl", "cpu", or None if it would raise.
         devices: one per tower.
         reason: why.
     """
@@ -173,7 +191,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Hold the outcome of one all-reduce whose result is known beforehand.
+    """Hold the outcome of an all-reduce with a known result.
 
     Attributes:
         backend: "nccl" or "cpu".
@@ -181,8 +199,8 @@ class AllReduce:
         count: float32 elements of each.
         ok: every rank has every sum, exactly.
         seconds: of the all-reduce alone; None if it did not end.
-        error: what went wrong; "" if nothing.
-        kind: of what went wrong: "wrong" numbers, "hang", "crash", "raised", or "" if nothing.
+        error: the failure in words; "" if there is none.
+        kind: of failure: "wrong" numbers, "hang", "crash", "raised", or "".
         log: NCCL's last warnings.
     """
 
@@ -198,11 +216,11 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """Describe an environment variable that is set and matters, or the same setting in a file of NCCL's.
+    """Describe a set environment variable that matters, or the same setting in a file of NCCL's.
 
     Attributes:
         source: "environment", or the file.
-        effect: what it does, in a few words.
+        effect: in a few words.
     """
 
     name: str
@@ -213,7 +231,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Hold a row of the table of versions; `version` None: there is none, and `source` says why."""
+    """Hold a row of the table of versions; `version` None: there is none, and `source` tells why."""
 
     component: str
     version: str | None
@@ -222,19 +240,19 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Describe what is wrong, and what mends it.
+    """Describe a problem and its remedy.
 
     Attributes:
-        severity: "error": training would fail; "warning": it would run, but slow or at risk.
+        severity: "error": training would fail; "warning": it would run, but slowly or at risk.
         code: a stable name, such as "nccl-missing".
         text: one or two sentences.
-        remedy: what to do.
+        remedy: how to mend it.
     """
 
-    severity: str
-    code: str
-    text: str
-    remedy: str
+    severity: str = WARNING
+    code: str = ""
+    text: str = ""
+    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +261,7 @@ class Trouble:
 
     Attributes:
         question: "driver", "libraries" or "frameworks".
-        stage: what it was about, such as "importing TensorFlow".
+        stage: the work it was doing, such as "importing TensorFlow".
         how: "no answer within 60 s", "killed by SIGSEGV", ….
         words: the last line that it printed.
     """
@@ -256,12 +274,12 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Hold all that was found out, before it is judged.
+    """Hold all facts, before they are judged.
 
     Attributes:
         python, python_path: version and interpreter.
-        present: NVIDIA GPUs that the kernel knows of, whatever NVML says.
-        kernel_driver: version of the loaded NVIDIA kernel module, if there is one.
+        present: the number of NVIDIA GPUs that the kernel knows of, even without NVML.
+        kernel_driver: version of the loaded NVIDIA kernel module; None without it.
         shm_bytes, shm_free_bytes: of /dev/shm; None if there is none.
         cores: that this process may use.
         interfaces: names of the network interfaces.
@@ -292,38 +310,38 @@ class Host:
 
     @property
     def gpu_count(self) -> int:
-        """Return how many GPUs the host has, by whoever knows most."""
+        """Return the number of the host's GPUs, from the source that knows most."""
         return max(len(self.driver.gpus), self.present, len(self.frameworks.gpus))
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFacts:
-    """Hold what a process has found that a launcher has started as one of several.
+    """Hold the findings of one of the processes that a launcher has started.
 
     Attributes:
         rank: its number.
-        host: name of the machine that it runs on.
-        backend, devices: what `@nccl_parallel` would choose there; see `Choice`.
-        versions: by component; None where there is none.
-        settings: values of variables that must be alike in all processes, by name.
-        problems: that it has by itself.
+        host: name of its machine.
+        backend, devices: that `@nccl_parallel` would choose there; see `Choice`.
+        versions: by component; None without the component.
+        settings: values of variables that must be equal in all processes, by name.
+        problems: of that process alone.
     """
 
     rank: int
     host: str
-    backend: str | None
-    devices: tuple[str, ...]
-    versions: dict[str, str | None]
-    settings: dict[str, str]
+    backend: str | None = None
+    devices: tuple[str, ...] = ()
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Hold what doctor found, judged.
+    """Hold doctor's findings and verdict.
 
     Attributes:
-        host: this one.
+        host: this host.
         versions: of this process.
         problems: of all processes.
         summary: the verdict in words.

@@ -1,4 +1,4 @@
-"""Find what is wrong with a host's GPUs, their driver and their links, and what mends it."""
+"""Find problems of a host's GPUs, their driver and their links, with remedies."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,7 @@ from ncclsync.compat.host_gpus import VISIBLE, left_by
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
-_BUSY = 0.5  # of a GPU's memory in use by others
+_BUSY = 0.5  # of a GPU's memory, used by other processes
 
 
 def visible_gpus(host: Host) -> tuple[Gpu, ...]:
@@ -44,7 +44,7 @@ def _driver(host: Host) -> Iterator[Problem]:
             "The driver's libraries and its kernel module differ in version: no program can use a GPU.",
             "Restart the machine: the driver was updated while it was loaded.",
         )
-    elif error is not None and error != "NoAnswer":  # which is shown as a trouble
+    elif error is not None and error != "NoAnswer":  # "NoAnswer" is shown as a trouble
         yield Problem(
             WARNING, "nvml-error", f"NVML does not answer: {error} ({detail}).", f"Run nvidia-smi. {container}"
         )
@@ -55,7 +55,7 @@ def _unseen(host: Host) -> Iterator[Problem]:
     found, visible = host.frameworks, len(visible_gpus(host))
     everyone = len(host.driver.gpus)
     if not everyone or found.cuda_build is None or any(one.question == "frameworks" for one in host.troubles):
-        return  # nothing to see, or nobody to see it
+        return  # there are no GPUs, or TensorFlow did not answer
     hidden = host.variable("CUDA_VISIBLE_DEVICES")
     if not visible and hidden is not None:
         yield Problem(

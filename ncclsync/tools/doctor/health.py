@@ -11,11 +11,11 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Hold what was found of some GPUs.
+    """Hold the health of some GPUs.
 
     Attributes:
-        healthy: the UUIDs of those that can be trained on together, in the order that was given.
-        left_out: by the UUID of each other one, why not.
+        healthy: the UUIDs of the GPUs that can train together, in the given order.
+        left_out: for the UUID of each other GPU, why not.
     """
 
     healthy: tuple[str, ...]
@@ -23,9 +23,9 @@ class Health:
 
 
 def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that CUDA shows in an environment, in its order; () where there are none.
+    """Return the UUIDs of the GPUs that CUDA shows in an environment, in its order; () without any.
 
-    They name the same GPUs when one of them is lost, where numbers may not.
+    A UUID still names the same GPU after another GPU is lost; a number may not.
     """
     return tuple(probes.ask("gpus", timeout_s, environ).facts.get("gpus", ()))
 
@@ -33,15 +33,15 @@ def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
 def check_gpus(
     gpus: Sequence[str], timeout_s: float, environ: Mapping[str, str], is_wanted: Callable[[], bool] = lambda: True
 ) -> Health:
-    """Try each GPU alone, by numbers that are copied to it and back, and then all that pass, by an all-reduce.
+    """Try each GPU alone, by copying numbers to it and back, and then all that pass, by an all-reduce.
+
+    If the all-reduce fails, the GPU without which it passes is left out. Without such a GPU, none is healthy.
 
     Args:
-        gpus: UUIDs of what `environ` shows, by `find_gpus`.
+        gpus: UUIDs of the GPUs of `environ`, by `find_gpus`.
         timeout_s: seconds for each question.
         environ: of the processes that try them.
-        is_wanted: whether to go on; when it is False no more questions are asked, and what is returned is of no use.
-
-    Where the all-reduce fails, that one is left out without which it does not. If there is none, none is healthy.
+        is_wanted: whether to go on; after False no more questions are asked, and the result is of no use.
     """
     if not gpus:
         return Health((), {})
@@ -58,7 +58,7 @@ def check_gpus(
         return failure("copies", {**environ, _VISIBLE: gpu})
 
     def together(some: Sequence[str]) -> str:
-        # NCCL's own limit comes first: its error names the ranks that are missing.
+        # NCCL's limit is shorter, since its error names the missing ranks.
         arguments = {"backend": "nccl", "devices": list(range(len(some))), "timeout_s": 0.7 * timeout_s}
         return failure("all_reduce", {**environ, _VISIBLE: ",".join(some)}, arguments)
 

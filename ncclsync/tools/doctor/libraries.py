@@ -1,4 +1,4 @@
-"""Find NCCL, CUDA and cuDNN as the loader does. Loads them: best done in a process of its own."""
+"""Find NCCL, CUDA and cuDNN as the loader does. This loads them: call it in a separate process."""
 
 import ctypes
 import importlib.metadata
@@ -75,7 +75,7 @@ def _wheel_files(package: str, file: str) -> Iterator[str]:
 
 
 def _cached(file: str, ldconfig: str) -> Iterable[str]:
-    """Return what the loader's cache has under a name."""
+    """Return the paths that the loader's cache has for a name."""
     try:
         done = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -85,7 +85,7 @@ def _cached(file: str, ldconfig: str) -> Iterable[str]:
 
 
 def _nccl_packages() -> Iterator[str]:
-    """Return the installed packages whose libnccl is the same file: the last one installed has written it."""
+    """Yield the installed packages that share one libnccl file, which the last one installed has written."""
     for package in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         try:
             yield f"{package} {importlib.metadata.version(package)}"
@@ -129,7 +129,7 @@ def _read(path: str, part: str, function: str, version: Callable[[int], str]) ->
 
 
 def _call(path: str, function: str) -> int | None:
-    """Call a library's function that gives a version: all write it to a pointer, but cuDNN's returns it."""
+    """Call a library's function for its version, which all write to a pointer, but cuDNN's returns."""
     try:
         call = getattr(ctypes.CDLL(path), function)
     except (OSError, AttributeError):
@@ -151,7 +151,7 @@ def _missing() -> Iterator[str]:
 
 
 def _built_with(path: str) -> str | None:
-    """Return the CUDA that a libnccl was built with, from the text that it would log."""
+    """Return the CUDA that a libnccl was built with, from its log message."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _BUILT_WITH.search(content)

@@ -1,6 +1,6 @@
-"""Read GPUs and their links from the driver, by NVML. All use of pynvml (nvidia-ml-py) is here.
+"""Read GPUs and their links from the driver, by NVML. Only this module uses pynvml (nvidia-ml-py).
 
-A query that this driver, GPU or nvidia-ml-py does not know gives None, never an exception.
+A query that the driver, the GPU or nvidia-ml-py does not know returns None, and never raises.
 """
 
 import importlib
@@ -8,9 +8,9 @@ from typing import Any
 
 from ncclsync.tools.doctor.facts import Driver, Gpu, Link
 
-_MOST_NVLINKS = 36  # where pynvml does not say; a GPU answers for those that it has
+_MOST_NVLINKS = 36  # if pynvml does not tell; a GPU answers for its own
 
-# nvmlGpuTopologyLevel_t, by nvidia-smi's names. A board with two GPUs (0) has a switch of its own.
+# nvmlGpuTopologyLevel_t, by nvidia-smi's names. A board with two GPUs (0) has its own switch.
 _PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 # nvmlGpuP2PCapsIndex_t. Not pynvml's constants: its NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
@@ -25,14 +25,14 @@ _P2P_STATUS = {
     5: "not supported",
 }
 
-# For a pynvml whose exceptions are all of one class: nvmlReturn_t.
+# nvmlReturn_t, for a pynvml with a single exception class.
 _ERRORS = {4: "NoPermission", 9: "DriverNotLoaded", 12: "LibraryNotFound", 18: "LibRmVersionMismatch"}
 _COMPUTE_PROHIBITED = 2
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def read_driver() -> Driver:
-    """Ask NVML for the driver, its GPUs and what joins them. May hang where a GPU does."""
+    """Ask NVML for the driver, its GPUs and their links. May hang if a GPU does."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError as error:
@@ -49,7 +49,7 @@ def read_driver() -> Driver:
 
 
 class _Nvml:
-    """Wrap pynvml, with None for what is not known."""
+    """Wrap pynvml; unknown queries return None."""
 
     def __init__(self, pynvml: Any) -> None:
         self.pynvml = pynvml
@@ -106,7 +106,7 @@ def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
 
 
 def _count_nvlinks(nvml: _Nvml, handles: dict[int, Any]) -> dict[tuple[int, int], int]:
-    """Return the active NVLinks of each pair (a < b): direct ones, and those that meet at NVSwitches."""
+    """Return the active NVLinks of each pair (a < b), direct or by NVSwitches."""
     at = {_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
     at.pop(None, None)
     found = {(a, b): 0 for a in handles for b in handles if a < b}
@@ -120,7 +120,7 @@ def _count_nvlinks(nvml: _Nvml, handles: dict[int, Any]) -> dict[tuple[int, int]
                 found[index, other] = found.get((index, other), 0) + 1
             elif nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH:
                 switched[index] += 1
-    # Each end of a direct link was counted once: (a, b) and (b, a) are the same links.
+    # A direct link was counted at both ends: as (a, b) and as (b, a).
     return {
         (a, b): max(found[a, b], found.get((b, a), 0)) or min(switched[a], switched[b])
         for a in handles
@@ -145,7 +145,7 @@ def _read_link(nvml: _Nvml, handles: dict[int, Any], pair: tuple[int, int], nvli
 
 
 def _bus_id(pci: Any) -> str | None:
-    """Return where a GPU is on the PCI bus, "00000000:3b:00.0": some queries shorten the domain."""
+    """Return a GPU's place on the PCI bus, "00000000:3b:00.0": some queries shorten the domain."""
     text = getattr(pci, "busId", None)
     if isinstance(text, bytes):
         text = text.decode(errors="replace")

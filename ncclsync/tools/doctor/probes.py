@@ -1,7 +1,7 @@
-"""Ask questions whose answer may crash, hang or fill a GPU's memory, each in a process of its own.
+"""Ask questions that may crash, hang or fill a GPU's memory, each in a separate process.
 
-`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes what it has found so
-far, as JSON, after each stage: what a process knew before it died is known.
+`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes its facts so far, as JSON, after
+each stage: the facts of a process that dies are kept.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
-PATTERN = 251  # prime: no element is right by being shifted by a block
+PATTERN = 251  # prime, so that elements shifted by a block are wrong
 _LINES = 40  # of a probe's output, the last ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Hold what came back from a probe.
+    """Hold the answer of a probe.
 
     Attributes:
-        facts: what it found.
-        stage: what it was about when it ended.
+        facts: its findings.
+        stage: its work when it ended.
         ended: "well", "hang" (it was killed at the time limit) or "crash".
         how: of a crash, such as "killed by SIGSEGV".
         output: the last lines of its stdout and stderr.
@@ -51,8 +51,8 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
     Args:
         name: of the probe: a key of `PROBES`.
         timeout_s: seconds until it is killed.
-        environ: its environment. Its modules are found as this process finds them.
-        arguments: what the probe takes, as JSON.
+        environ: its environment. It finds modules as this process does.
+        arguments: of the probe, as JSON.
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
@@ -83,7 +83,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
 
 def _kill(process: subprocess.Popen) -> None:
     os.killpg(process.pid, signal.SIGKILL)
-    # A process that waits for a device inside the kernel cannot be ended, and need not be waited for.
+    # A process that hangs in the kernel cannot be ended; do not wait for it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
 
@@ -95,7 +95,7 @@ def _how(code: int) -> str:
 
 
 class _Facts:
-    """Keep what a probe has found in a file."""
+    """Keep a probe's findings in a file."""
 
     def __init__(self, file: str) -> None:
         self._file = pathlib.Path(file)
@@ -123,7 +123,7 @@ def _libraries(facts: _Facts, _: Any) -> None:
 
 
 def _frameworks(facts: _Facts, _: Any) -> None:
-    """Ask for TensorFlow, Keras, and what `nccl_parallel` chooses."""
+    """Ask for TensorFlow, Keras, and the choice of `nccl_parallel`."""
     facts.add(stage="importing TensorFlow")
     usable = False
     try:
@@ -180,38 +180,23 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
-    """Reduce what rank r of n fills with (r + 1)·(i mod 251): every sum is n(n+1)/2·(i mod 251), exactly."""
-    import numpy as np
-
+    """Run `known_answer`, and record how it fails."""
     from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
     backend, devices = arguments["backend"], arguments["devices"]
     n = len(devices)
-    pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
-    sends = [(rank + 1) * pattern for rank in range(n)]
-    recvs = [np.full(COUNT, -1, np.float32) for _ in range(n)]
-    memory: HostMemory | DeviceMemory = HostMemory()
     try:
-        # Only here: it raises where the C extension is missing.
+        # Imported here, since it raises if the C extension is missing.
         from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
 
         facts.add(stage=f"joining {n} ranks")
         comm: Communicator
         comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"]) if backend == "nccl" else CpuCommunicator(n)
         with comm:
-            if backend == "nccl":
-                memory = DeviceMemory(devices)
-            facts.add(stage="copying to the GPUs")
-            buffers = [memory.put(rank, array) for rank, array in enumerate([*sends, *recvs])]
-            facts.add(stage="reducing")
-            began = time.perf_counter()
-            comm.all_reduce(buffers[:n], buffers[n:])
-            seconds = time.perf_counter() - began
-            facts.add(stage="copying from the GPUs")
-            for rank in range(n):
-                memory.get(buffers[n + rank], recvs[rank])
-            facts.add(seconds=seconds, wrong=first_wrong(recvs, n * (n + 1) / 2 * pattern))
-            facts.add(stage="ending the communicator")
+            seconds, wrong = known_answer(
+                comm, devices if backend == "nccl" else None, lambda stage: facts.add(stage=stage)
+            )
+            facts.add(seconds=seconds, wrong=wrong, stage="ending the communicator")
     except NcclPreflightError as error:
         facts.add(wrong=str(error))
     except NcclTimeoutError as error:
@@ -239,7 +224,7 @@ def _gpus(facts: _Facts, _: Any) -> None:
         if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
             return
         name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
-        # Of a part of a GPU (MIG) the newer call has another answer: the part's own.
+        # For a part of a GPU (MIG) the newer call returns the part's own UUID.
         is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
         if is_new and bytes(part) != bytes(whole):
             name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
@@ -266,8 +251,44 @@ def _copies(facts: _Facts, _: Any) -> None:
     facts.add(stage="done")
 
 
+def known_answer(
+    communicator: Any, devices: Sequence[int] | None, begin: Callable[[str], None] = lambda stage: None
+) -> tuple[float, str]:
+    """All-reduce known numbers: rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
+
+    Args:
+        communicator: of n ranks; collective.
+        devices: CUDA ordinals of this process' ranks; None: in host memory.
+        begin: is called with the name of each stage.
+
+    Returns:
+        The seconds of the all-reduce, and `first_wrong` of the results.
+    """
+    import numpy as np
+
+    pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
+    sends = [(rank + 1) * pattern for rank in communicator.ranks]
+    recvs = [np.full(COUNT, -1, np.float32) for _ in sends]
+    memory = None if devices is None else DeviceMemory(devices)
+    begin("copying to the GPUs")
+    given: list[Any] = sends
+    taken: list[Any] = recvs
+    if memory is not None:
+        given, taken = ([memory.put(i, array) for i, array in enumerate(arrays)] for arrays in (sends, recvs))
+    begin("reducing")
+    began = time.perf_counter()
+    communicator.all_reduce(given, taken)
+    seconds = time.perf_counter() - began
+    begin("copying from the GPUs")
+    if memory is not None:
+        for buffer, recv in zip(taken, recvs, strict=True):
+            memory.get(buffer, recv)
+    ranks = communicator.world_size
+    return seconds, first_wrong(recvs, ranks * (ranks + 1) / 2 * pattern)
+
+
 def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
-    """Return what the first wrong element of ranks' results, [count] each, is in words; "" if there is none."""
+    """Describe the first wrong element of ranks' results, [count] each; "" if there is none."""
     for rank, recv in enumerate(recvs):
         wrong = (recv != expected).nonzero()[0]
         if len(wrong):
@@ -277,17 +298,6 @@ def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
                 f"{len(wrong)} of {len(expected)} elements of this rank are wrong"
             )
     return ""
-
-
-class HostMemory:
-    """Hold buffers that a CpuCommunicator takes: the arrays themselves."""
-
-    def put(self, rank: int, array: Any) -> Any:
-        """Return a buffer of that rank with the array's elements."""
-        return array
-
-    def get(self, buffer: Any, array: Any) -> None:
-        """Copy a buffer into an array; here it is the array."""
 
 
 class DeviceMemory:
@@ -304,7 +314,7 @@ class DeviceMemory:
 
     def put(self, rank: int, array: Any) -> tuple[int, int, str]:
         """Return a buffer on that rank's GPU with the array's elements."""
-        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank % len(self._devices)]))
+        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank]))
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(array.nbytes))
         self._copy(pointer.value or 0, array.ctypes.data, array.nbytes)

@@ -1,7 +1,6 @@
-"""Find what is wrong with a host's software, drivers and libraries by the facts alone, and what mends it.
+"""Find problems of a host's software, drivers and libraries, given the facts, with remedies.
 
-Each rule is a small generator over `Host`. Rules about GPUs themselves and about variables are in
-`hardware` and `settings`.
+Each rule is a small generator over `Host`. `hardware` and `settings` have the rules about GPUs and variables.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +16,12 @@ _REINSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda
 
 
 def find_problems(host: Host) -> list[Problem]:
-    """Return what is wrong, errors first. The order is otherwise that of the rules."""
+    """Return the problems, errors first, otherwise in the order of the rules."""
     return by_severity([problem for rule in (*_RULES, *hardware.RULES, *settings.RULES) for problem in rule(host)])
 
 
 def by_severity(problems: Iterable[Problem]) -> list[Problem]:
-    """Return problems with the errors first, else in their order."""
+    """Return problems with the errors first, otherwise in their order."""
     return sorted(problems, key=lambda problem: problem.severity != ERROR)
 
 
@@ -99,7 +98,7 @@ def _ncclsync(host: Host) -> Iterator[Problem]:
 
 
 def apart(words: str) -> Problem:
-    """Return the problem that this process cannot be joined with others; the last sentence says what mends it."""
+    """Return the problem that this process cannot be joined with others; the message's last sentence is the remedy."""
     words, _, remedy = words.rpartition(". ")
     return Problem(ERROR, "processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.")
 
@@ -178,7 +177,7 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
 
 
 def _driver_age(host: Host) -> Iterator[Problem]:
-    """Find a driver too old: it serves programs of its own CUDA major version, and of older ones.
+    """Find a driver that is too old: it serves programs of its own CUDA major version and of older ones.
 
     Source: CUDA compatibility, https://docs.nvidia.com/deploy/cuda-compatibility/
     """

@@ -1,14 +1,10 @@
-"""Examine all processes that a launcher has started: each by itself, and all together."""
+"""Examine all processes that a launcher has started: each alone, and all together."""
 
 import collections
 import dataclasses
 import importlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
 from ncclsync.communicator.mpi import MpiPeers
@@ -17,13 +13,13 @@ from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
-from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report
+from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
 from ncclsync.tools.doctor.problems import apart, by_severity, summarize
 from ncclsync.tools.processes import join, mpi_versions, tell_of
 
 _NAMED = 3  # processes that a message names
 
-# A setting that names something of a host's own may differ between hosts.
+# Settings that name a host's own resource may differ between hosts.
 _OF_A_HOST = frozenset(
     {
         "NCCLSYNC_CUDART_LIBRARY",
@@ -49,7 +45,7 @@ _CHANGE_NUMBERS = (
     "XLA_FLAGS",
 )
 
-# Each process traces the program by these: what they exchange, and its bits, must be the same.
+# Each process traces the program by these: its exchanges and its bits must be equal.
 _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
 _REMEDIES = {
     "ncclsync": "Install the same on all hosts: pip install 'ncclsync=={}'",
@@ -64,11 +60,11 @@ _REMEDIES = {
 
 
 def examine_all(process: Process, timeout_s: float) -> Report | None:
-    """Examine this process, and in process 0 judge what all have found. Collective.
+    """Examine this process, and in process 0 judge the findings of all. Collective.
 
     Args:
-        process: this one's place, as the launcher reports it.
-        timeout_s: see `examine`; the all-reduce over all has as long, too.
+        process: this one, as the launcher reports it.
+        timeout_s: see `examine`; the all-reduce over all processes may take as long, too.
 
     Returns:
         In process 0 the report; None in the others.
@@ -106,7 +102,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
 
 
 def _meet(process: Process, timeout_s: float) -> Peers:
-    """Join the others: by MPI or, as training on GPUs does, by TensorFlow's service.
+    """Join the other processes: by MPI or, like training on GPUs, by the service of process 0.
 
     Raises:
         NcclSyncError: they cannot be joined.
@@ -141,12 +137,12 @@ def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
 def judged(
     host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
 ) -> Report:
-    """Return the report of process 0 with what all have found.
+    """Return the report of process 0 with the findings of all.
 
     Args:
         host, report: of process 0.
         problems: of all.
-        everyone: what they have found.
+        everyone: their findings.
         joint: an all-reduce over all.
     """
     if joint is not None and not joint.ok and everyone:
@@ -188,26 +184,13 @@ def written(facts: ProcessFacts) -> str:
 
 
 def read(text: str, rank: int, host: str) -> ProcessFacts:
-    """Return what another process has written, which may lack what this version knows, or know more.
+    """Return the findings that another process has written, perhaps with another version of ncclsync.
 
     Args:
         text: as of `written`.
         rank, host: of that process.
     """
-    given: dict[str, Any] = json.loads(text)
-    problems = [
-        Problem(one.get("severity", WARNING), one.get("code", ""), one.get("text", ""), one.get("remedy", ""))
-        for one in given.get("problems", ())
-    ]
-    return ProcessFacts(
-        rank=rank,
-        host=host,
-        backend=given.get("backend"),
-        devices=tuple(given.get("devices", ())),
-        versions=given.get("versions", {}),
-        settings=given.get("settings", {}),
-        problems=tuple(problems),
-    )
+    return from_json(ProcessFacts, {**json.loads(text), "rank": rank, "host": host})
 
 
 def must_be_alike(name: str) -> bool:
@@ -216,7 +199,7 @@ def must_be_alike(name: str) -> bool:
 
 
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
-    """Reduce over the towers of all processes what `probes` reduces over those of one. Collective.
+    """Run `known_answer` over the towers of all processes. Collective.
 
     Args:
         joined: the processes.
@@ -229,7 +212,6 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
     """
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
     found = AllReduce("nccl" if by_nccl else "cpu", len(devices), probes.COUNT)
-    pattern = (np.arange(probes.COUNT) % probes.PATTERN).astype(np.float32)
     communicator: Communicator
     try:
         if by_nccl:
@@ -238,26 +220,17 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
             communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
         with communicator:
             found = dataclasses.replace(found, ranks=communicator.world_size)
-            memory = probes.DeviceMemory(devices) if by_nccl else probes.HostMemory()
-            sends = [memory.put(i, (rank + 1) * pattern) for i, rank in enumerate(communicator.ranks)]
-            recvs = [np.full(probes.COUNT, -1, np.float32) for _ in sends]
-            buffers = [memory.put(i, recv) for i, recv in enumerate(recvs)]
-            began = time.perf_counter()
-            communicator.all_reduce(sends, buffers)
-            seconds = time.perf_counter() - began
-            for buffer, recv in zip(buffers, recvs, strict=True):
-                memory.get(buffer, recv)
+            seconds, wrong = probes.known_answer(communicator, devices if by_nccl else None)
     except (NcclSyncError, OSError) as error:
         kind = "hang" if isinstance(error, NcclTimeoutError) else "raised"
         return dataclasses.replace(found, error=str(error), kind=kind)
-    wrong = probes.first_wrong(recvs, found.ranks * (found.ranks + 1) / 2 * pattern)
     if wrong:
         return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")
     return dataclasses.replace(found, ok=True, seconds=seconds)
 
 
 def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
-    """Yield the problems of all processes; what not all of them have is said with who has it."""
+    """Yield the problems of all processes; a problem of some names them."""
     having: dict[Problem, list[ProcessFacts]] = collections.defaultdict(list)
     for one in everyone:
         for problem in dict.fromkeys(one.problems):

@@ -19,7 +19,7 @@ _LEGEND = (
 
 
 def render(report: Report) -> Group:
-    """Return the report as rich prints it: the verdict, the facts, and the problems with their remedies."""
+    """Return the report for rich: the verdict, the facts, and the problems with their remedies."""
     style = "bold green" if report.healthy and not report.problems else "bold yellow"
     parts: list[Any] = [Text(report.summary, style=style if report.healthy else "bold red")]
     parts += [Text(""), _versions(report), *_processes(report), *_gpus(report), *_links(report)]

@@ -1,4 +1,4 @@
-"""Find what is wrong with the variables that are set, and what mends it."""
+"""Find problems of the variables that are set, with remedies."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
 
 _TRUE = ("1", "true", "yes", "on")
 
-# name, values that are a problem (None: any), what they do. The remedy is to unset them.
+# name, values that are a problem (None: any), their effect. The remedy is to unset them.
 _SLOW = (
     ("NCCL_P2P_DISABLE", _TRUE, "turns off direct transfers between GPUs: all-reduce is far slower"),
     ("NCCL_P2P_LEVEL", ("loc", "0"), "turns off direct transfers between GPUs: all-reduce is slower"),
@@ -43,7 +43,7 @@ def _nvls(host: Host) -> Iterator[Problem]:
 
 
 def _interfaces(host: Host) -> Iterator[Problem]:
-    """Find a setting that leaves no interface: even within one host, ranks find each other by one."""
+    """Find a setting that leaves no interface: ranks meet by one even within a host."""
     value = host.variable("NCCL_SOCKET_IFNAME")
     if not value or (host.choice.backend != "nccl" and not host.gpu_count):
         return

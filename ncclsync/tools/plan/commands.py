@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.program.links import CLUSTERS, Link, cluster_of, parse_link
-from ncclsync.tools.arguments import at_least, listed
+from ncclsync.program.links import CLUSTERS, cluster_of
+from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.factories import UsageError, load, model_and_data
 from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
 
-PREDICTED = 0  # exit code; whatever prevents it is shown by `cli`, with 2
+PREDICTED = 0  # exit code; `cli` shows errors, with 2
 
 _BATCH_SIZE = 32  # Keras' own
 LAUNCH_US = 30.0  # the most that `bench exchange` found on two cores with other load
@@ -48,7 +48,7 @@ def add_plan(commands: Any) -> None:
         + "; or bandwidth of each GPU and direction, and latency, such as 370,1.9; default %(default)s",
     )
     parser.add_argument(
-        "--between", type=_link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
+        "--between", type=link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
     )
     parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
     parser.add_argument(
@@ -139,14 +139,14 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
             if given.compute_speedup == 1
             else f"taken as {significant(given.compute_speedup)} times as fast"
         )
-    del model  # its memory is the other one's now
+    del model  # free its memory for the model on a tower
     show("tracing the step on towers")
     options = getattr(factory, "nccl_parallel_options", {})
     logger = logging.getLogger("ncclsync")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # whether towers would be exact is verify's subject
+    logger.setLevel(logging.ERROR)  # `verify` reports inexact parts
     try:
-        # One tower needs nothing to join it, so that neither NCCL nor a second GPU must be here.
+        # One tower needs neither NCCL nor a second GPU.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
         with towers_of(on_tower) or contextlib.nullcontext():
             traffic = traced_traffic(on_tower, data, batch_size)
@@ -157,13 +157,6 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
 
 def _faster(spread: Spread, speedup: float) -> Spread:
     return Spread(spread.median / speedup, spread.q1 / speedup, spread.q3 / speedup, spread.samples)
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> float:

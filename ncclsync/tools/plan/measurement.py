@@ -1,21 +1,19 @@
 """Find a model's workload: time its steps on one device here, and run its traced program once.
 
-The program is that of a training on towers, with the buckets that would travel; it is run on one tower,
-outside a graph, so that the sizes of all it sends are known.
+The program is that of training on towers, with its buckets; it runs on one tower, outside a graph, so that the sizes of
+all messages are known.
 """
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.program import Program, Segment
-from ncclsync.tools.bench.turns import Spread, take_turns
+from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
 from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.layout import lay_out
@@ -30,14 +28,14 @@ _MOST_STEPS = 50
 def step_seconds(
     model: keras.Model, data: Any, batches: Sequence[int], rounds: int, show: Callable[[str], None]
 ) -> dict[int, Spread]:
-    """Time training steps on batches that are in memory already, of several sizes in turns.
+    """Time training steps on batches in memory, of several sizes in turns.
 
     Args:
         model: compiled, on one device; it is trained.
         data: structure of arrays, of as many rows as the largest batch.
         batches: their sizes.
         rounds: turns of each.
-        show: shows the user what is being done.
+        show: reports progress.
 
     Returns:
         Seconds of a step by batch size.
@@ -58,7 +56,7 @@ def step_seconds(
 
 
 def _first_rows(data: Any, batch: int) -> Any:
-    """Return rows as `fit` hands them to a step: tf.data would take a list for one tensor."""
+    """Return rows as `fit` passes them to a step: tf.data would take a list for one tensor."""
     rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
     return keras.tree.lists_to_tuples(rows)
 
@@ -72,20 +70,17 @@ def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
 
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     """Return the mean time of a step in so many calls of the model's train function."""
-    began = time.perf_counter()
-    for _ in range(calls):
-        model.train_function(iterator)
-    tf_compat.sync_devices()
-    return (time.perf_counter() - began) / (calls * model.steps_per_execution)
+    run = model.train_function
+    return device_timer(lambda: [run(iterator) for _ in range(calls)], calls * model.steps_per_execution)()
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Hold what a step exchanges.
+    """Hold the exchanges of a step.
 
     Attributes:
         stages: of the step, each with its messages.
-        conditional: whether some happen in certain steps only, such as one in so many that accumulate.
+        conditional: whether some happen only in certain steps, as with gradient accumulation.
     """
 
     stages: tuple[Stage, ...]
@@ -93,7 +88,7 @@ class Traffic:
 
 
 def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
-    """Trace a model's train step as for several towers, run it once, and return what it sends.
+    """Trace a model's train step as for several towers, run it once, and return its traffic.
 
     Args:
         model: on one tower, by `nccl_parallel`; it is trained by a step.
@@ -120,7 +115,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
 
 
 def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> list[tuple[float, tuple[Message, ...]]]:
-    """Join the segments that wait for no exchange with those before them: messages travel meanwhile."""
+    """Join each segment that waits for no exchange with the segment before: messages travel meanwhile."""
     joined: list[tuple[float, tuple[Message, ...]]] = []
     for segment, (work, messages) in zip(program.segments, runs, strict=True):
         if joined and not segment.incoming:
@@ -157,7 +152,7 @@ def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Messag
 
 
 def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
-    """Return the shares of a segment's buckets and its work, by its graph for arguments of these shapes."""
+    """Return the shares of work before a segment's buckets, and its work, given arguments of these shapes."""
     definition = function.graph.as_graph_def()
     given = [*arguments, *function.captured_inputs]
     names = [tensor.name for tensor in function.graph.outputs[skip:-1]]

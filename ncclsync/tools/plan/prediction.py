@@ -1,8 +1,8 @@
-"""Predict steps, efficiency and break-even batches on N GPUs, and say when one is the better choice.
+"""Predict steps, efficiency and break-even batches on N GPUs, and say when one GPU is the better choice.
 
-Every GPU computes as one does alone, and one channel exchanges the messages in order. With overlap a message
-leaves as soon as back-propagation has made it, as in PyTorch's DistributedDataParallel and Horovod; without,
-when its stage has ended. Measured systems lie between the two: the tests hold these predictions to
+Every GPU computes as if alone, and one channel exchanges the messages in order. With overlap a message leaves as
+soon as back-propagation has made it, as in PyTorch's DistributedDataParallel and Horovod; without overlap, when its
+stage has ended. Measured systems lie between the two: the tests hold these predictions to
 
 - Horovod's 512 GPUs: Sergeev and Del Balso, arXiv:1802.05799, and docs/benchmarks.rst of horovod/horovod;
 - ImageNet in an hour, 8 to 256 GPUs: Goyal et al., arXiv:1706.02677;
@@ -11,8 +11,8 @@ when its stage has ended. Measured systems lie between the two: the tests hold t
 - bus bandwidths over several hosts: NVIDIA/nccl issue 412, NVIDIA/nccl-tests issue 29.
 
 The host launches ahead of its GPUs, so that launching costs nothing until it takes longer than all else. Not counted:
-GPUs that wait for a slower one, feeding, and what communication takes away from compute; on 8 GPUs by NVLink that is 3
-to 8 points of the efficiency: NVIDIA/DeepLearningExamples, ResNet-50.
+GPUs that wait for a slower one, feeding, and compute slowed by communication; on 8 GPUs by NVLink that is 3 to 8 points
+of the efficiency: NVIDIA/DeepLearningExamples, ResNet-50.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from ncclsync.program.links import Cluster
 from ncclsync.tools.plan.workload import Workload
 
 GOOD_EFFICIENCY, POOR_EFFICIENCY = 0.9, 0.5
-_LARGEST_BATCH = 1 << 24  # of a GPU; what does not pay there never does
+_LARGEST_BATCH = 1 << 24  # of a GPU; a larger batch cannot help
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Describe a step on N GPUs, each with the same batch as one alone.
+    """Describe a step on N GPUs, each with the batch of a single GPU.
 
     Attributes:
         gpus: N.
         step_s: seconds of a step, with overlap.
         sequential_s: without overlap.
         communication_s: of all messages together.
-        launching_s: what the host needs to launch them; no step is shorter.
-        overlapped: share of that which happens during compute, with overlap.
-        algorithms: of the messages, the one that takes longest first.
-        crossing_bytes: what leaves each host in a step, and as much enters it; 0 on one host.
+        launching_s: the host's time to launch them; no step is shorter.
+        overlapped: the share of `communication_s` during compute, with overlap.
+        algorithms: of the messages, the longest message's first.
+        crossing_bytes: the bytes that leave each host in a step; as many enter it; 0 on one host.
         efficiency: one GPU's step over `step_s`: 1 is linear scaling.
         sequential_efficiency: without overlap.
-        good_batch: the smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None: there is none.
-        winning_batch: the smallest global batch that N GPUs finish before one would; None: there is none.
+        good_batch: the smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None without such a batch.
+        winning_batch: the smallest global batch that N GPUs finish before one GPU; None without such a batch.
         one_gpu_because: why one GPU is the better choice; "" if it is not.
     """
 
@@ -111,7 +111,7 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
 def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True) -> float:
     """Return the seconds of a step: stage by stage, one channel that serves the messages in order.
 
-    Or, if that is longer, what the host needs to launch them.
+    At least the host's time to launch them.
 
     Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", VLDB 2020, section 3.2.3.
@@ -132,13 +132,13 @@ def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> l
 
 
 def _wins(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> bool:
-    """Return whether N GPUs finish their batches before one has all of them, by more than is rounded off."""
+    """Return whether N GPUs finish their batches before one GPU has finished all of them, beyond rounding."""
     alone_s = workload.compute.of(gpus * batch)
     return step_seconds(workload, gpus, batch, cluster) < alone_s * (1 - 1e-9)
 
 
 def _smallest(holds: Callable[[int], bool]) -> int | None:
-    """Return the smallest batch of which something holds, if it does of all larger ones too."""
+    """Return the smallest batch from which on a condition holds; None if there is none."""
     if not holds(_LARGEST_BATCH):
         return None
     low, high = 0, _LARGEST_BATCH

@@ -1,4 +1,4 @@
-"""Show what `plan` predicts: a row for each number of GPUs, what they rest on in words, and when not to."""
+"""Show the predictions of `plan`: a row for each number of GPUs, their basis in words, and when one GPU is better."""
 
 import collections
 import dataclasses
@@ -15,14 +15,14 @@ from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Hold what was measured, or said, of the step on one GPU.
+    """Hold the measured, or given, step on one GPU.
 
     Attributes:
         batch_size: of each GPU.
         seconds: of steps, by batch size.
-        origin: where these are from, in words.
-        stages: of the step, with what they exchange.
-        conditional: whether some of that happens in certain steps only.
+        origin: of the seconds, in words.
+        stages: of the step, with their messages.
+        conditional: whether some messages are sent only in certain steps.
     """
 
     batch_size: int
@@ -37,20 +37,20 @@ class Found:
         return Workload(fit_compute(seconds), self.stages)
 
     def spread(self, value: Callable[[Workload], float]) -> Spread:
-        """Return what becomes of the quartiles of the measured steps."""
+        """Return the spread of a value, given the quartiles of the measured steps."""
         median, q1, q3 = (value(self.workload(quartile)) for quartile in ("median", "q1", "q3"))
         return Spread(median, q1, q3, min(spread.samples for spread in self.seconds.values()))
 
 
 def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
-    """Predict steps on so many GPUs, and say what that rests on.
+    """Predict steps on so many GPUs, with notes on the basis of the prediction.
 
     Args:
         model: name of the factory.
-        link: as it was asked for.
+        link: as given on the command line.
         gpus: numbers of them.
-        cluster: what `link` means.
-        found: the step on one.
+        cluster: that `link` describes.
+        found: the step on one GPU.
     """
     workload, batch = found.workload("median"), found.batch_size
     case = {"model": model, "batch_size": batch, "link": link}
@@ -123,7 +123,7 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
 
 
 def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) -> Iterator[str]:
-    """Yield what crosses hosts and how, as NCCL arranges it."""
+    """Yield how much crosses hosts, and how NCCL arranges it."""
     crossing = [one for one in predictions if one.crossing_bytes]
     if not crossing:
         return
@@ -151,7 +151,7 @@ def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) ->
 
 
 def listings() -> list[Listing]:
-    """Return the table: one GPU, then each number of them."""
+    """Return the table: a row for one GPU, then for each number of GPUs."""
     columns = [
         Column("GPUs", lambda row: row.side),
         Column("exchanged", _more("exchanged_bytes", size_text)),

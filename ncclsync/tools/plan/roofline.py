@@ -1,4 +1,4 @@
-"""Estimate which share of a graph's compute must be done before each of its results is there."""
+"""Estimate the share of a graph's compute that must be done before each of its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float],
     """Return the share of a graph's work before each output and all outputs before it, and the whole work.
 
     Args:
-        outputs: tensors of the graph, in the order in which they are wanted.
-        graph: with static shapes; what is unknown counts as 1.
+        outputs: tensors of the graph, in the order of their use.
+        graph: with static shapes; an unknown dimension counts as 1.
 
     Returns:
-        Shares from 0 to 1, which never fall; the work, in bytes moved or operations of the same time.
+        Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
     """
     library = graph.as_graph_def().library
     roofline = Roofline(Functions({one.signature.name: one for one in library.function}, graph))

@@ -1,4 +1,4 @@
-"""Describe what a step of training asks of a GPU and of its links; of any model, however it was found."""
+"""Describe the compute and the messages of a training step, however they were found."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ class Message:
 
     Attributes:
         kind: of `ops.Collective`, such as "all_reduce".
-        ready: share of its stage's compute after which it can be sent, 0 to 1.
-        size_bytes: of one GPU's part.
-        bytes_per_sample: more of it for each sample of a GPU's batch: rows that are gathered.
+        ready: the share of its stage's compute after which it can be sent, 0 to 1.
+        size_bytes: of a GPU's part.
+        bytes_per_sample: additional bytes for each sample of a GPU's batch, if rows are gathered.
     """
 
     kind: str
@@ -55,18 +55,18 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
     """Return the line through the seconds of steps by batch that is nearest, without negative parts.
 
     Args:
-        seconds: at least one; of a single batch size all is taken as proportional to it.
+        seconds: at least one; of a single batch size, all time counts as proportional to it.
 
     Raises:
-        ValueError: none, or one that is not a positive time and batch.
+        ValueError: there are none, or a time or a batch is not positive.
     """
     if not seconds or not all(b > 0 and 0 < s < math.inf for b, s in seconds.items()):
         raise ValueError(f"Expected positive seconds of positive batches. Received: {dict(seconds)}")
     if len(seconds) == 1:
         ((batch, one),) = seconds.items()
         return Compute(0.0, one / batch)
-    # Relative to each time, so that a small batch counts as much as a large one. The least squares are at the
-    # free optimum if that is not negative, else on one of the axes.
+    # Relative to each time, so that a small batch counts as much as a large batch. The least squares are at the free
+    # optimum if that is not negative, otherwise on one of the axes.
     points = [(1 / s, b / s) for b, s in seconds.items()]
     aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(p[i] for p in points) for i in (0, 1))

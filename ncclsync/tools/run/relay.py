@@ -1,4 +1,4 @@
-"""Pass on what a script prints, as it is, and keep the last of it."""
+"""Pass a script's output on, unchanged, and keep the last lines."""
 
 import contextlib
 import fcntl
@@ -9,25 +9,25 @@ import termios
 import threading
 import tty
 
-LINES = 20  # the last ones, which are kept
+LINES = 20  # kept
 _KEPT_BYTES = 1 << 14
 _SLICE_S = 0.2
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")  # and what moves a terminal's cursor
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")  # and movements of the cursor
 
 
 class Relay:
-    """Pass what a process writes to stdout and stderr on to those of this process.
+    """Pass a process' stdout and stderr on to those of this process.
 
-    Where one is a terminal the process has a terminal too, so that a progress bar stays one; where both are the same
-    file they are one for the process too, so that lines stay in their order.
+    If a stream is a terminal, the process gets a terminal, too, so that a progress bar works; if both are the same
+    file, the process gets one file, too, so that lines keep their order.
 
     Attributes:
-        streams: what the process is to be given as stdout and stderr; None: closed here too.
+        streams: the process' stdout and stderr; None: closed here too.
     """
 
     def __init__(self) -> None:
-        """Open what the process writes to."""
-        self._begun: dict[tuple[int, int], int] = {}  # the end that the process gets, by the file
+        """Open the process' streams."""
+        self._begun: dict[tuple[int, int], int] = {}  # the process' end, by the file
         self._copies: list[_Copy] = []
         self.streams = [self._open(descriptor) for descriptor in (1, 2)]
 
@@ -43,14 +43,14 @@ class Relay:
         return self._begun[file]
 
     def started(self) -> None:
-        """Begin, when the process has been given its streams."""
+        """Begin, after the process has been given its streams."""
         for end in self._begun.values():
             os.close(end)
         for copy in self._copies:
             copy.start()
 
     def ended(self) -> list[str]:
-        """Pass on the rest, when the process has ended; return the last lines."""
+        """Pass on the rest, after the process has ended; return the last lines."""
         for copy in self._copies:
             copy.end()
         lines = [
@@ -60,7 +60,7 @@ class Relay:
 
 
 class _Copy(threading.Thread):
-    """Copy what can be read here to there."""
+    """Copy from one descriptor to another."""
 
     def __init__(self, source: int, to: int) -> None:
         super().__init__(name="ncclsync run: output", daemon=True)
@@ -80,7 +80,7 @@ class _Copy(threading.Thread):
                     break
                 self.tail = (self.tail + found)[-_KEPT_BYTES:]
                 _write(self._to, found)
-            except OSError:  # a terminal's end; or nobody reads any more, as the script now finds, too
+            except OSError:  # the terminal's end; or the reader is gone, which the script finds, too
                 break
         os.close(self._source)
 
@@ -98,7 +98,7 @@ def _write(to: int, found: bytes) -> None:
 
 
 def _terminal(like: int) -> tuple[int, int]:
-    """Return both ends of a terminal of the same size, which changes nothing that is written to it."""
+    """Return both ends of a terminal of the same size, which passes output unchanged."""
     source, end = os.openpty()
     tty.setraw(end)
     with contextlib.suppress(OSError):

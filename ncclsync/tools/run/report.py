@@ -1,4 +1,4 @@
-"""Hold what happened to a script that is run by a supervisor, start by start: as lines of JSON, and as text."""
+"""Hold the starts of a supervised script, as lines of JSON and as text."""
 
 import dataclasses
 import datetime
@@ -7,27 +7,27 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-# The signals that are requests to end. A process that another signal ends has died.
+# Signals that request an end. A process that another signal ends has died.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
 _SHOWN = 5  # lines of a log in the text
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Describe one start of the script, and how it ended.
+    """Describe a start of the script, and how it ended.
 
     Attributes:
         number: from 1.
         began: when.
         seconds: how long it ran.
-        gpus: the UUIDs of those that it was given; () where CUDA has none.
+        gpus: the UUIDs of the GPUs that it was given; () if CUDA has none.
         code: its exit code; None if a signal ended it.
-        signal: that signal; None.
-        error: the exception that ended it; "" if none did, or it is not known.
-        device: whether that is a GPU's error, or a hang's time limit.
-        progress: by name, what it has reported; for `BackupAndRestore` epoch and samples, by its folder.
-        moved_on: whether that is further than any start before.
-        log: the last lines that it printed.
+        signal: that signal, or None.
+        error: the exception that ended it; "" if none did, or if it is not known.
+        device: whether the exception is a GPU's error, or a hang's time limit.
+        progress: its reported positions, by name; for `BackupAndRestore` epoch and samples, by its folder.
+        moved_on: whether a position is further than in all starts before.
+        log: its last lines of output.
     """
 
     number: int
@@ -44,12 +44,12 @@ class Start:
 
     @property
     def exit_code(self) -> int:
-        """Return what a shell would: of a signal, 128 and its number."""
+        """Return a shell's exit code: of a signal, 128 and its number."""
         return 128 + self.signal if self.signal is not None else self.code or 0
 
     @property
     def died(self) -> bool:
-        """Return whether it is to be started again: a signal or a GPU has ended it, and nobody has asked for it."""
+        """Return whether to start it again: a signal or a GPU has ended it, without a request to end."""
         return self.device or (self.signal is not None and self.signal not in _REQUESTS)
 
     @property
@@ -71,12 +71,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Hold a start, and what the supervisor did after it.
+    """Hold a start, and the supervisor's decision after it.
 
     Attributes:
-        start: it.
-        left_out: by GPU, why the next start is not given it.
-        then: what was done, in words.
+        start: of the script.
+        left_out: by GPU, why the next start does not get it.
+        then: the decision, in words.
     """
 
     start: Start
@@ -109,7 +109,7 @@ def as_line(step: Step) -> str:
 
 
 def as_text(name: str, steps: Sequence[Step]) -> str:
-    """Return all of them as text, the last lines of each log included."""
+    """Return all starts as text, with the last lines of each log."""
     lines = [f"{name}: {len(steps)} start{'s' * (len(steps) != 1)}"]
     for step in steps:
         start = step.start

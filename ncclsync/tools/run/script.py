@@ -1,7 +1,7 @@
 """Run a script as Python itself would, and report to the supervisor by which error it ended.
 
-`python -m ncclsync.tools.run.script ENDING PARENT script|module NAME ARGUMENTS...`, where ENDING is the file to write,
-and PARENT the supervisor's process, with which this one ends.
+`python -m ncclsync.tools.run.script ENDING PARENT script|module NAME ARGUMENTS...`: ENDING is the file to write, PARENT
+the supervisor's process; this process ends when PARENT does.
 """
 
 import ctypes
@@ -16,24 +16,24 @@ import types
 import zipfile
 from collections.abc import Iterator
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which the supervisor takes, and passes on
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the supervisor passes them on
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# NCCL's names of what a program did wrong, not a device.
+# NCCL's names of errors of the program, not of a device.
 _CALLED_WRONGLY = ("ncclInvalidArgument", "ncclInvalidUsage")
 
-# TensorFlow's errors of what it did not expect, where the message is of CUDA. Too little memory is the script's matter.
+# TensorFlow's unexpected errors, if the message is CUDA's. Too little memory is an error of the script.
 _UNEXPECTED = {"InternalError", "UnknownError", "AbortedError", "UnavailableError"}
 _CUDA = re.compile(r"CUDA|\bcuda[A-Z]|\bcu(DNN|BLAS|FFT|SOLVER|SPARSE)|CU(DNN|BLAS)_|\bNCCL|GPU sync failed")
 _MEMORY = re.compile(r"out[ _]of[ _]memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Return whether an exception, or one that it came from, is a GPU's error or a hang's time limit.
+    """Return whether an exception, or an exception that caused it, is a GPU's error or a hang's time limit.
 
-    That is a `NcclError`, and so a `NcclTimeoutError`, unless NCCL was called wrongly; and an error of TensorFlow's in
-    which CUDA says why.
+    That is a `NcclError`, and so a `NcclTimeoutError`, unless NCCL was called wrongly; or a TensorFlow error with
+    CUDA's message.
     """
     return any(_is_of_device(one) for one in _chain(error))
 
@@ -48,7 +48,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those from which it came, as a traceback shows them."""
+    """Yield an exception and its causes, as a traceback shows them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -83,14 +83,14 @@ def _run_file(name: str) -> None:
 
 
 def _trimmed(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a traceback without what ran the script."""
+    """Return a traceback without the frames of this module."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
 
 
 def main() -> None:
-    """Run what the arguments say. Ends as the script ends."""
+    """Run the script that the arguments name; end as it ends."""
     ending, parent, kind, *sys.argv = sys.argv[1:]
     _end_with(int(parent))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*FORWARDED, signal.SIGCHLD])
@@ -105,7 +105,7 @@ def main() -> None:
         raise
     except BaseException as error:
         hook, trace = sys.excepthook, _trimmed(error.__traceback__)
-        # Python calls it when this function has raised, and then ends as ever.
+        # Python calls it after this function has raised, and then ends as usual.
         sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
         _tell(ending, error)
         raise

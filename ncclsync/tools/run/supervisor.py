@@ -1,7 +1,7 @@
 """Start a script, and start it again when its process has died without its own fault.
 
-Nothing here imports TensorFlow, or knows the script: it is a process, with an exit code and a log, that appends to a
-file how far it has come (`training/progress.py`), and by which exception it ended (`script.py`).
+This module imports no TensorFlow and knows nothing of the script but its exit code, its output, and two files to which
+it reports its progress (`training/progress.py`) and the exception that ended it (`script.py`).
 """
 
 import concurrent.futures
@@ -31,25 +31,25 @@ NAME = "ncclsync run"
 
 _T = TypeVar("_T")
 
-_TIMEOUT_S = 60.0  # of a question about GPUs, as doctor's
-_END_S = 5.0  # of what is killed: what waits for a device inside the kernel cannot be ended
+_TIMEOUT_S = 60.0  # of a question about GPUs, as in doctor
+_END_S = 5.0  # wait for a killed process, which may hang in the kernel
 _SLICE_S = 0.5
-_ONE_REQUEST_S = 0.5  # a signal to a group of processes may come twice: for the group, and passed on
-_GRACE_S = 30.0  # for a process to end that has raised a GPU's error: it may wait for that GPU
-_SI_KERNEL = 128  # si_code of a signal by the terminal's keys, which the script has got as well
+_ONE_REQUEST_S = 0.5  # a signal to a process group may come twice: directly, and passed on
+_GRACE_S = 30.0  # for a process to end after a GPU's error: it may wait for that GPU
+_SI_KERNEL = 128  # si_code of a signal by the terminal's keys, which the script gets, too
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Describe what to run.
+    """Describe the command to run.
 
     Attributes:
         name: the script's file, or a module's name.
         module: whether it is a module, as by `python -m`.
-        arguments: its own.
-        restarts: how often, at most, it is started again without progress between.
-        report: the file to write a line of JSON to after each start; None.
+        arguments: of the script.
+        restarts: the most starts in a row without progress.
+        report: the file that gets a line of JSON after each start; or None.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Command:
 
 
 def supervise(command: Command, signals: "Signals") -> int:
-    """Run a command until it ends, or dies and is not started again; print what happened, unless all went well.
+    """Run a command until it ends, or dies and is not started again; print a report unless all went well.
 
     Args:
-        command: what to run.
-        signals: entered, before libraries that start threads are imported.
+        command: to run.
+        signals: entered before libraries that start threads are imported.
 
     Returns:
         Its exit code; of a signal, 128 and its number.
@@ -78,7 +78,7 @@ def supervise(command: Command, signals: "Signals") -> int:
 
 
 class _Supervisor:
-    """Hold what one call of `supervise` knows."""
+    """Hold the state of a call of `supervise`."""
 
     def __init__(self, command: Command, folder: pathlib.Path, signals: "Signals") -> None:
         self.steps: list[Step] = []
@@ -87,7 +87,7 @@ class _Supervisor:
         self._environ = {**os.environ, progress.VARIABLE: str(self._positions)}
         self._asked: signal.Signals | None = None
         self._asked_at = 0.0
-        self._vain = 0  # restarts without progress, the last ones
+        self._vain = 0  # the last restarts, without progress
 
     def run(self) -> int:
         """Start the script until it is not to be started again; return its exit code."""
@@ -99,10 +99,10 @@ class _Supervisor:
             if not again:
                 return start.exit_code
             _say(f"start {start.number} {start.words}; {then}")
-            if gpus:  # by names that stay: where a GPU is lost, others have its number
+            if gpus:  # by UUID: when a GPU is lost, another gets its number
                 self._environ["CUDA_VISIBLE_DEVICES"] = ",".join(health.healthy)
             gpus = health.healthy
-        # Asked to end while nothing ran.
+        # A request to end came while nothing ran.
         return self.steps[-1].start.exit_code if self.steps else 128 + self._asked
 
     def _add(self, step: Step) -> None:
@@ -112,11 +112,11 @@ class _Supervisor:
             try:
                 with self._command.report.open("a", encoding="utf-8") as file:
                     file.write(as_line(step))
-            except OSError as error:  # such as a full disk, which is no reason to stop
+            except OSError as error:  # such as a full disk; go on
                 _say(f"the report is not written: {error}")
 
     def _judge(self, start: Start) -> tuple[Health, str, bool]:
-        """Return which GPUs are left, what is to be done in words, and whether to start the script again."""
+        """Return the remaining GPUs, the decision in words, and whether to start the script again."""
         unchanged = Health(start.gpus, {})
         if self._asked is not None:
             return unchanged, f"not started again: {self._asked.name} was received", False
@@ -178,7 +178,7 @@ class _Supervisor:
         )
 
     def _wait(self, process: subprocess.Popen) -> None:
-        """Wait for the script, and pass signals on to it; the second one kills it."""
+        """Wait for the script, and pass signals on to it; the second signal kills it."""
         is_killed, until = False, 0.0
         while process.poll() is None:
             received, by_keys = self._signals.wait(_SLICE_S)
@@ -198,14 +198,14 @@ class _Supervisor:
                 process.kill()
 
     def _ask(self, received: signal.Signals) -> bool | None:
-        """Note a request to end; return whether it is the first. None: it is the first one, once more."""
+        """Note a request to end; return whether it is the first. None: repeat the first."""
         if self._asked is None:
             self._asked, self._asked_at = received, time.monotonic()
             return True
         return False if time.monotonic() > self._asked_at + _ONE_REQUEST_S else None
 
     def _unless_asked(self, question: Callable[[], _T]) -> _T | None:
-        """Return the answer to what may take long; None if a signal asks to end before."""
+        """Return the answer to a slow question; None if a signal asks to end before."""
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def work() -> None:
@@ -228,17 +228,17 @@ class _Supervisor:
 
 
 def _interpreter_options() -> list[str]:
-    """Return those that Python itself was given before `-m ncclsync run`, such as -u."""
+    """Return the options of Python itself before `-m ncclsync run`, such as -u."""
     count = len(sys.argv) - 1
     begin = sys.orig_argv[: len(sys.orig_argv) - count]
     return begin[1:-2] if begin[-2:] == ["-m", "ncclsync"] else []
 
 
 class Signals:
-    """Take signals by waiting for them, and so learn where they come from; those that are ignored stay so.
+    """Wait for signals, and so learn who sent them; ignored signals stay ignored.
 
-    They are blocked. A thread that was there before, such as a library's, has not blocked them, and may get one; so
-    they have handlers, too.
+    They are blocked. Threads from before, such as a library's, have not blocked them and may get one; so they have
+    handlers, too.
     """
 
     def __enter__(self) -> "Signals":
@@ -251,7 +251,7 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back to whom they were."""
+        """Restore the earlier handlers and mask."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for one, handler in self._handlers.items():
             signal.signal(one, handler)
@@ -281,7 +281,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the processes whose parent is this one."""
+    """Return the child processes of this process."""
     found = set()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -292,7 +292,7 @@ def _children() -> set[int]:
 
 
 def _end_left_behind(before: set[int]) -> None:
-    """Kill all children but these, and theirs, which become ours: they may hold memory of the GPUs."""
+    """Kill all children but these, and then their children, which become ours: they may hold GPU memory."""
     until = time.monotonic() + _END_S
     while (left := _children() - before) and time.monotonic() < until:
         for pid in left:
@@ -303,12 +303,12 @@ def _end_left_behind(before: set[int]) -> None:
 
 
 def _reap(pids: set[int]) -> None:
-    """Let the kernel forget those that have ended."""
+    """Reap ended children."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def _say(words: str, prefix: str = f"{NAME}: ") -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the reader is gone
         print(f"{prefix}{words}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Take the first batches of what a user trains on: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
+"""Take the first batches of the user's data: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,14 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
     """Return `steps` batches. Data that ends sooner begins again.
 
     Args:
-        data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays (x a dictionary if there are several), which
-            are cut into batches here; or an iterable over batches, which stay as they are.
-        batch_size: of arrays. If `towers` divides every batch so far, the last one is made smaller, so that
-            it does not: shards of different sizes are met too.
+        data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays (x a dictionary if there are several), which are cut
+            into batches here; or an iterable over batches, which stay as they are.
+        batch_size: of arrays. If `towers` divides every batch so far, the last batch is made smaller, so that shards of
+            different sizes are tried, too.
         one_size: all batches must have the same number of samples: the model's input declares it.
 
     Raises:
-        TypeError: `data` is nothing of this.
+        TypeError: `data` is of another type.
         ValueError: there is no batch, or arrays differ in their number of samples.
     """
     if isinstance(data, tuple) and len(data) > 3:

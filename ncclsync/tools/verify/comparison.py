@@ -1,4 +1,4 @@
-"""Train two models side by side, from the start of the first, and compare what they hold after each step."""
+"""Train two models side by side, from the first one's start, and compare their variables and logs after each step."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,13 +24,13 @@ def compare(
     tolerance: float,
     seed: int,
 ) -> Iterator[Difference]:
-    """Train both; yield every difference, step by step, named as `other` names it.
+    """Train both models; yield every difference, step by step, named as `other` names it.
 
     Args:
-        one: what is right. Its state is copied to `other` first.
-        other: what is compared with it, of the same factory.
+        one: the reference. Its state is copied to `other` first.
+        other: the model under test, of the same factory.
         batches: one per step, for both.
-        beside: for `other` instead; then nothing is evaluated and predicted at the end.
+        beside: batches for `other` instead; then nothing is evaluated and predicted at the end.
         tolerance: see `report.Difference`.
         seed: `keras.utils.set_random_seed` is called with seed + step before each model's step.
 
@@ -54,12 +54,12 @@ def compare(
 
 
 def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield (kind, name, of `other`, of `one`): results of one batch that is evaluated and predicted."""
+    """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
     expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
     for name, value in expected.items():
         yield "evaluate", name, actual.get(name, np.nan), value
     if not (_defines(one, "call") or _defines(one, "predict_step")):
-        return  # a model that has nothing but steps of its own predicts nothing
+        return  # a model with nothing but its own steps predicts nothing
     outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
     others = keras.tree.flatten(other.predict_on_batch(batch[0]))
     for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
@@ -67,15 +67,14 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
 
 
 def _defines(model: keras.Model, method: str) -> bool:
-    """Return whether the model has a method of its own where `keras.Model` has but a default."""
+    """Return whether the model overrides a method of `keras.Model`'s."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
-    """Yield (kind, of `one`, of `other`) for what must be equal, causes before effects.
+    """Yield (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
 
-    Not random state, and not what metrics sum up, by what `one` declares: on towers a variable may have
-    another role.
+    Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
     """
     weights = {id(tf_compat.backend_variable(v)) for v in one.weights}
     slots = {id(tf_compat.backend_variable(v)) for v in one.optimizer.variables}
@@ -91,7 +90,7 @@ def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Vari
 
 
 def _create_state(model: keras.Model, batch: Batch) -> None:
-    """Create the variables of a model that has none before it is called, and those of its optimizer."""
+    """Create the variables of a model that has none before its first call, and its optimizer's."""
     if not model.built:
         if not _defines(model, "call"):
             return  # nothing but a train_step: it will create all from the same seed
@@ -116,10 +115,10 @@ def _copy_state(one: keras.Model, other: keras.Model) -> None:
 
 
 def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
-    """Run one step; return the logs. Metrics count on from step to step, as they do in an epoch."""
+    """Run one step; return the logs. Metrics go on counting from step to step, as in an epoch."""
     keras.utils.set_random_seed(seed + step)
     if step == 1:
-        return _logs(model.train_on_batch(*batch, return_dict=True))  # which creates what is still missing
+        return _logs(model.train_on_batch(*batch, return_dict=True))  # it creates missing variables
     model.make_train_function()
     return _logs(model.train_function(iter([batch])))
 

@@ -1,4 +1,4 @@
-"""Find why towers and one device may differ, from a comparison that was run; `exactness` needs none."""
+"""Find why towers and one device may differ, from the differences of a run; `exactness` needs no run."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
 
 
 def false_step(found: Sequence[Found]) -> Iterator[Inexact]:
-    """Say what the check of a step on a few rows has found, beside what is inexact by choice."""
+    """Report differences that the check of a step on a few rows has found."""
     for one in found:
         yield Inexact(
             f"the step, from {one.line} on",
@@ -34,7 +34,7 @@ def false_step(found: Sequence[Found]) -> Iterator[Inexact]:
 
 
 def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
-    """Say that one device parts from itself, from a comparison of two equal runs on it."""
+    """Report that one device differs from itself, given the differences of two equal runs."""
     first = next((one for one in again if not one.ok), None)
     if first is not None:
         yield Inexact(
@@ -46,7 +46,7 @@ def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
 
 
 def missing_digits(dtype: str) -> Iterator[Inexact]:
-    """Say what half precision does."""
+    """Report half precision."""
     if dtype in ("float16", "bfloat16"):
         digits = {"float16": 11, "bfloat16": 8}[dtype]
         yield Inexact(
@@ -57,9 +57,9 @@ def missing_digits(dtype: str) -> Iterator[Inexact]:
 
 
 def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
-    """Say that rounding alone does as much, from one device on the same batches with their rows reordered.
+    """Report that rounding alone has such an effect, given one device's differences with reordered rows.
 
-    A difference above `limit` is none of rounding: what was computed depends on the order of the samples.
+    A difference above `limit` does not come from rounding: the computation depends on the order of the samples.
     """
     largest = max(one.relative for one in reordered)
     differs = any(not one.ok for one in reordered)
@@ -73,11 +73,11 @@ def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit
 
 
 def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
-    """Name what is not Keras' own in a model: metrics, if weights are equal; else all that gradients meet."""
+    """Name the user's code in a model: metrics, if weights are equal; otherwise all code that gradients pass."""
     metrics = [one for one in keras_compat.metrics_of(model) if _is_own(one)]
     losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
     only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
-    if only_logs:  # or state, which may be that of a metric
+    if only_logs:  # or state, perhaps of a metric
         suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
     else:
         layers = {type(layer).__name__ for layer in keras_compat.layers_of(model) if _is_own(layer)}
@@ -94,7 +94,7 @@ def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexac
 
 
 def _is_own(one: Any) -> bool:
-    """Return whether somebody else than Keras wrote the class of an object, or a function."""
+    """Return whether an object's class, or a function, is not Keras'."""
     if isinstance(one, str) or one is None:
         return False
     wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None

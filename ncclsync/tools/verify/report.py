@@ -1,4 +1,4 @@
-"""Hold what `verify` found, as data and as a table. Knows nothing of models or towers."""
+"""Hold the results of `verify`, as data and as a table. This module knows neither models nor towers."""
 
 import dataclasses
 import io
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclsync.semantics.exactness import Inexact
+from ncclsync.towers.drift import distance
 
 _ROWS = 20  # of the table; the variables that differ most
 _WIDTH = 110  # columns, where the report is printed as plain text
@@ -23,16 +24,16 @@ _LEAST_MAGNITUDE_ELSE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Measure how far one array on N towers is from the same array on one device, after one step.
+    """Measure the difference of an array on N towers from the same array on one device, after a step.
 
     Attributes:
         step: from 1.
         kind: "weight", "optimizer", "state" (variables that are neither), "log", "evaluate" or "predict".
         name: of the variable, log or output.
-        absolute: the largest difference of two elements; infinite for a NaN against a number, for strings
-            that differ and for other shapes.
-        relative: `absolute` over the largest magnitude that one device has in the array, which counts as
-            0.01 at least, and as 1 in a log.
+        absolute: the largest difference of two elements; infinite for a NaN beside a number, for different strings, and
+            for different shapes.
+        relative: `absolute` over the largest magnitude in one device's array, or over 0.01, in a log over 1, if that is
+            larger.
         ok: whether `relative` is within the tolerance; anything but floats must be equal.
         nan: whether either array holds a NaN. Equal NaNs do not differ.
     """
@@ -52,16 +53,12 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
     numbers = _is_number(actual) and _is_number(expected)
     if actual.shape != expected.shape or not numbers:
         same = actual.shape == expected.shape and bool(np.all(actual == expected))
-        distance = 0.0 if same else float("inf")
-        return Difference(step, kind, name, distance, distance, same, nan=False)
+        apart = 0.0 if same else float("inf")
+        return Difference(step, kind, name, apart, apart, same, nan=False)
     exact = expected.dtype.kind in "iub"
-    one, other = np.atleast_1d(actual.astype(np.float64), expected.astype(np.float64))
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
+    one, other = actual.astype(np.float64), expected.astype(np.float64)
     nan = bool(np.isnan(one).any() or np.isnan(other).any())
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    apart[np.isnan(apart)] = np.inf
-    absolute = float(np.max(apart, initial=0.0))
+    absolute = distance(one, other)
     magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
     relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
     return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)
@@ -76,9 +73,9 @@ class Report:
         tolerance: of a relative difference.
         devices: [N] of the towers.
         batch_sizes: [steps] samples in the batch of each step.
-        differences: every variable and log after every step, in the order in which they were compared:
-            what an optimizer holds as a scalar (its learning rate), weights, its slots, other state, logs.
-        reasons: why they may differ; a NaN is named even where both have it.
+        differences: of every variable and log after every step, in this order: an optimizer's scalars (its learning
+            rate), weights, the optimizer's slots, other state, logs.
+        reasons: why they may differ; a NaN is named even if both have it.
     """
 
     ok: bool

@@ -1,7 +1,7 @@
 """Train a model on N towers and on one device, side by side, and compare them.
 
-The towers get what the one device holds before the first step; then both get the same batches, one step at a
-time, through the model's own train function. `exactness` finds what is known without a step.
+The towers get the state of the one device before the first step; then both get the same batches, one step at a time,
+through the model's own train function. `exactness` needs no step.
 """
 
 import gc
@@ -45,28 +45,26 @@ def verify(
     The first step is checked op by op as well.
 
     Args:
-        build_model: the factory, without arguments, that returns a compiled model; decorated or not. Of a
-            decorated one the original is taken, with the decorator's `bucket_bytes` and `exact`.
-        data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over
-            batches, such as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
-        towers: how many; `devices=` decides instead if it is given.
-        steps: of training. After the last one, one batch is evaluated and predicted.
+        build_model: the factory, without arguments, that returns a compiled model. If it is decorated, the original is
+            called, with the decorator's `bucket_bytes` and `exact`.
+        data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over batches, such
+            as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
+        towers: their number; `devices=` overrides it.
+        steps: of training. After the last step, a batch is evaluated and predicted.
         batch_size: of arrays; if the towers divide it evenly, the last step gets one sample less.
-        tolerance: of a difference, relative to the largest magnitude in the same array. None: by the least
-            precise dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2,
-            bfloat16 8e-2.
-        seed: what `keras.utils.set_random_seed` is called with before each build and, counting on, before
-            each step. Afterwards Python's and NumPy's generators are as before; the seeds of TensorFlow and
-            Keras, which nobody can read, are not.
+        tolerance: of a difference, relative to the largest magnitude in the same array. None: by the least precise
+            dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
+        seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
+            Python's and NumPy's generators are as before; TensorFlow's and Keras' seeds, which cannot be read, are not.
         options: further arguments of `nccl_parallel`.
 
     Returns:
-        A `Report`; print it. `assert verify(...).ok` shows the whole of it if it fails.
+        A `Report`; print it. A failing `assert verify(...).ok` shows it.
 
     Raises:
-        TypeError, ValueError: bad arguments; a factory that does not return a new compiled model each time;
-            data without a batch.
-        Exception: what a step raises on one device or on the towers. The towers are closed then too.
+        TypeError, ValueError: bad arguments; a factory that does not return a new compiled model each time; data
+            without a batch.
+        Exception: a step's error on one device or on the towers. The towers are then closed, too.
     """
     factory = undecorated(build_model)
     options = {**getattr(build_model, "nccl_parallel_options", {}), **options}
@@ -91,11 +89,11 @@ def verify(
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        gc.collect()  # Keras' models are cyclic; their memory is the user's again now
+        gc.collect()  # frees Keras' models, which are reference cycles
 
 
 class _Run:
-    """Run one device: beside the towers, and to find why they differ."""
+    """Run one device: beside the towers, and again to find why they differ."""
 
     def __init__(self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None) -> None:
         self._factory = factory
@@ -107,7 +105,7 @@ class _Run:
         self._tolerance = TOLERANCES[self._dtype] if tolerance is None else tolerance
 
     def report(self, model: keras.Model, towers: Towers) -> Report:
-        """Train `model` beside one device, and find reasons for what differs."""
+        """Train `model` beside one device, and find reasons for differences."""
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
@@ -120,13 +118,13 @@ class _Run:
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
     def _reasons(self, model: keras.Model, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find what only running one device again can show, and what is left to suspect."""
+        """Find reasons by running one device again; without any, name suspects."""
         alone = list(disagreement(self._compare(*self._two())))
         yield from alone
         yield from missing_digits(self._dtype)
         if known or alone:
             return
-        # The same sums in another order: what rounding does by itself.
+        # The same sums in another order: the effect of rounding alone.
         reordered = self._compare(*self._two(), beside=[reversed_rows(batch) for batch in self._batches])
         rounded = list(rounding(reordered, found, limit=100 * TOLERANCES[self._dtype]))
         yield from rounded
@@ -170,7 +168,7 @@ def _least_precise(model: keras.Model) -> str:
 
 
 def undecorated(build_model: Any) -> Any:
-    """Return what `nccl_parallel` was applied to; a factory that is not decorated is itself."""
+    """Return the function that `nccl_parallel` decorates; any other function itself."""
     while getattr(build_model, "__globals__", {}).get("__name__") == nccl_parallel.__module__:
         build_model = build_model.__wrapped__
     return build_model

@@ -1,8 +1,7 @@
-"""Back up training, with the sample of the pass at which the data stand: `BackupAndRestore`.
+"""Back up training, with the position in the data, to the sample: `BackupAndRestore`.
 
-Everything is in the one file of the weights, and that file is complete or not there, also after a crash of
-the machine, so that weights and position cannot be of different moments. The metadata beside it is
-for Keras' own callback.
+The file of the weights holds everything, and is complete or not there, also after a crash of the machine, so that
+weights and position are of the same moment. The metadata beside it is for Keras' own callback.
 """
 
 import hashlib
@@ -26,10 +25,10 @@ from ncclsync.training.loop import towers_of
 
 _logger = logging.getLogger("ncclsync")
 
-_STATE = "ncclsync"  # the attribute of the weights' file that holds the rest, as JSON
+_STATE = "ncclsync"  # the attribute of the weights' file that holds the other state, as JSON
 
-# A true `stop_training` that is nobody else's. Keras would ask for as many batches as a whole pass has, and
-# its step that gets none counts as an iteration nevertheless, and draws random numbers.
+# A true `stop_training` that other callbacks do not set. Otherwise Keras would ask for the batches of a whole pass, and
+# count its step that gets none as an iteration, which draws random numbers.
 _PASS_ENDED = object()
 
 
@@ -41,15 +40,13 @@ class BackupAndRestore(keras_compat.BackupMethods):
     model.fit(data, epochs=5, callbacks=[ncclsync.BackupAndRestore("backup", save_freq=100, data=data)])
     ```
 
-    A run that ended on its way, for whatever reason, is repeated by the same call: it goes on after the
-    last sample that the backup has seen, on as many towers as there are now, with the batch size that there
-    is now. On the same towers it ends with the very weights of a run that was never interrupted; on GPUs, where
-    `tf.config.experimental.enable_op_determinism()` was called before the model was made.
+    To resume an interrupted run, repeat the call. It goes on after the backup's last sample; the number of towers and
+    the batch size may be new. On the same number of towers it ends with the weights of an uninterrupted run, bit for
+    bit; on GPUs if `tf.config.experimental.enable_op_determinism()` was called before the model was made.
 
-    Stored are weights, optimizer, the random state of layers, and where the data stand. Not stored: what
-    other callbacks know, `keras.random` without a seed, what `compression` has kept back, and metrics: logs
-    of the epoch that is resumed cover the rest of that epoch. An epoch of `fit` has to be one pass over the
-    data.
+    A backup holds weights, optimizer, the random state of layers, and the position in the data. It does not hold the
+    state of other callbacks, of `keras.random` without a seed, of `compression`, and of metrics: the logs of the
+    resumed epoch cover its rest. An epoch of `fit` must be one pass over the data.
     """
 
     def __init__(
@@ -61,18 +58,18 @@ class BackupAndRestore(keras_compat.BackupMethods):
         *,
         data: Shuffled | None = None,
     ) -> None:
-        """Prepare; see `keras.callbacks.BackupAndRestore` for the arguments that are not described here.
+        """Prepare; `keras.callbacks.BackupAndRestore` describes the other arguments.
 
         Args:
             backup_dir: a local folder.
-            save_freq: "epoch", or after how many batches a backup is made, at least 1.
+            save_freq: "epoch", or the number of batches between backups, at least 1.
             double_checkpoint, delete_checkpoint: Keras'.
-            data: what `fit` is given. None: no place in the data is stored, as by Keras' own; then backups
-                are possible at the end of epochs only.
+            data: the data given to `fit`. None: the position is not stored, as by Keras' callback; backups are then
+                possible only at the end of epochs.
 
         Raises:
-            TypeError: `data` is something else.
-            ValueError: another `save_freq`, or a number without `data`.
+            TypeError: `data` is neither a `Shuffled` nor None.
+            ValueError: `save_freq` is neither of these, or a number without `data`.
         """
         if data is not None and not isinstance(data, Shuffled):
             raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
@@ -85,22 +82,21 @@ class BackupAndRestore(keras_compat.BackupMethods):
             )
         super().__init__(os.fspath(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
         self._data = data
-        self._epoch = 0  # of fit: that runs, or, between two, that comes next
-        self._begun = Position(0, 0)  # where the data stood when that epoch began
-        self._expected: Position | None = None  # where they must stand now, as far as batches show
+        self._epoch = 0  # of fit: the current epoch, or, between two, the next
+        self._begun = Position(0, 0)  # the position when that epoch began
+        self._expected: Position | None = None  # the position that the number of batches implies
 
     @property
     def data(self) -> Shuffled | None:
-        """Return the data whose place is stored."""
+        """Return the data whose position is stored."""
         return self._data
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore what a backup holds, if there is one.
+        """Restore the backup, if there is one.
 
         Raises:
-            OSError: a backup that cannot be read, unless the one before it can.
-            ValueError: a backup of other data or of another model; an epoch of `fit` that is not a pass over
-                `data`.
+            OSError: neither the backup nor the backup before it can be read.
+            ValueError: the backup is of other data or of another model, or an epoch of `fit` is no pass over `data`.
         """
         steps = self.params.get("steps")
         if self._data is not None and steps != len(self._data):
@@ -109,7 +105,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
                 f"{len(self._data)} batches an epoch. Received: {steps}"
             )
         if self._data is not None and not self.model.built:
-            # Keras would build it in the first step; a backup is restored before.
+            # Keras would build it in the first step, and a backup is restored before.
             keras_compat.build_symbolically(self.model, self._data.element_spec)
         towers = towers_of(self.model)
         if towers is not None and towers.backend == "nccl":
@@ -119,7 +115,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
     def _tell_what_differs(self) -> None:
         if not tf_compat.is_op_determinism_enabled():
             _logger.info(
-                "A run on GPUs that is resumed ends with the very weights of one that was not interrupted only where "
+                "A resumed run on GPUs ends with the very weights of an uninterrupted run only if "
                 "tf.config.experimental.enable_op_determinism() was called before the model was made: without it "
                 "kernels, and NCCL's sums within an NVSwitch, may differ in their last bits"
             )
@@ -134,7 +130,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         """Make a backup if one is due.
 
         Raises:
-            NcclSyncError: `fit` does not train on the data that was given.
+            NcclSyncError: `fit` does not train on the given data.
         """
         if self._data is not None:
             seen = self._begun.samples + (batch + 1) * self._data.batch_size
@@ -149,7 +145,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         """Make a backup if one is due after each epoch.
 
         Raises:
-            NcclSyncError: the epoch was not a pass over the data that was given.
+            NcclSyncError: the epoch was no pass over the given data.
         """
         if self.model.stop_training is _PASS_ENDED:
             self.model.stop_training = False
@@ -194,7 +190,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         return state
 
     def read_backup(self) -> None:
-        """Restore a backup; Keras calls this, and again with the one before if it is an `OSError`."""
+        """Restore a backup; Keras calls this, and after an `OSError` again for the backup before."""
         weights, _, metadata = keras_compat.backup_files(self)
         state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
@@ -204,7 +200,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
                     f"Expected a backup of the same model, with {len(variables)} random states. "
                     f"Received: {len(state['seeds'])} in {weights}"
                 )
-            # The metadata beside the weights may be of the backup before, if a kill came between the two.
+            # The metadata may be of the backup before, if a kill came between the two files.
             _write_metadata(metadata, state["epoch"])
         super().read_backup()
         if state is None:
@@ -229,13 +225,13 @@ class BackupAndRestore(keras_compat.BackupMethods):
 
 
 def _seeds(model: keras.Model) -> list[Any]:
-    """Return the random states of a model's layers, which are no weights and in no file of them."""
+    """Return the random states of a model's layers, which files of weights do not hold."""
     variables = [tf_compat.backend_variable(variable) for variable in model.variables]
     return [variable for variable in variables if tf_compat.is_seed(variable)]
 
 
 def _read_state(path: str) -> dict[str, Any] | None:
-    """Read what a file of weights holds beside these; None: there is no such file."""
+    """Read the other state in a file of weights; None if there is no file."""
     if not os.path.exists(path):
         return None
     try:
@@ -250,7 +246,7 @@ def _read_state(path: str) -> dict[str, Any] | None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Return a digest that shows a corrupted state: no check finds a wrong number of epochs by itself."""
+    """Return a digest that shows a corrupted state, such as a wrong number of epochs."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 

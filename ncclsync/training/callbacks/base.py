@@ -1,4 +1,4 @@
-"""Watch steps for a callback: which models it can watch, and how."""
+"""Watch steps for a callback."""
 
 import abc
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ncclsync.training.loop import Towers, towers_of
 class StepWatcher(keras.callbacks.Callback, abc.ABC):
     """Watch when the parts of training steps begin and end; a base of callbacks.
 
-    One tower, which plain Keras trains, is trained by a step of towers while it is watched.
+    A single tower, otherwise trained by plain Keras, is trained by a step of towers while it is watched.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         return towers
 
     def watch_next(self) -> None:
-        """Let `measure` receive what is recorded of the next call of the step."""
+        """Let `measure` receive the recording of the step's next call."""
         self.towers.watch_next(self._measure)
 
     @abc.abstractmethod
     def measure(self, measured: Measured) -> None:
-        """Receive what was recorded of a watched call, in the thread of `fit`, also if the call failed."""
+        """Receive the recording of a watched call, in the thread of `fit`, also if the call failed."""
 
     def _measure(self, measured: Measured) -> None:
         self.measure(measured)

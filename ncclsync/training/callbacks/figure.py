@@ -1,15 +1,15 @@
-"""Draw pictures by matplotlib, in a style that is read on white and on black."""
+"""Draw pictures by matplotlib, in a style that is readable on white and on black."""
 
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-INK = "#7d8590"  # is read on white and on black
+INK = "#7d8590"
 COLOURS = ("#2a9d76", "#5470c6", "#e9a23b", "#b5446e", "#7a5fb5", "#8b949e", "#3ba5b5", "#a0522d")
 
 
 def save_figure(draw: Callable[[Any], Any], file: pathlib.Path) -> None:
-    """Write what `draw(matplotlib.pyplot)` returns, a figure; the file's suffix decides the format.
+    """Write the figure that `draw(matplotlib.pyplot)` returns; the file's suffix decides the format.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -10,7 +10,7 @@ import keras
 from ncclsync.training.callbacks.figure import COLOURS, save_figure
 from ncclsync.training.callbacks.large_batch import LOG_KEY
 
-# By panel: the keys of the logs, with what the legend calls them.
+# By panel: the keys of the logs, with their names in the legend.
 _PANELS = {
     "learning rate": {LOG_KEY: "effective", "learning_rate": "reference"},
     "samples": {"noise_scale": "noise scale", "suggested_batch_size": "suggested batch size"},
@@ -20,17 +20,17 @@ _PANELS = {
 def plot_history(
     history: keras.callbacks.History | Mapping[str, Sequence[float]], file: str | os.PathLike[str]
 ) -> None:
-    """Draw the learning rate by epoch and, where the logs have them, noise scale and suggested batch size.
+    """Draw the learning rate by epoch and, if the logs have them, the noise scale and the suggested batch size.
 
     Args:
-        history: what `fit` returns, or its `history`. It is drawn what it has of "effective_learning_rate"
-            (`LargeBatch` logs it), "learning_rate" (Keras' callbacks log it: the reference rate),
-            "noise_scale" and "suggested_batch_size", in samples; the latter on a logarithmic scale.
-        file: where to; the suffix decides the format, such as ".png" or ".svg".
+        history: the result of `fit`, or its `history`. Drawn are "effective_learning_rate" (logged by `LargeBatch`) and
+            "learning_rate" (the reference rate, logged by Keras' callbacks), and, on a logarithmic scale in samples,
+            "noise_scale" and "suggested_batch_size".
+        file: the picture; the suffix decides the format, such as ".png" or ".svg".
 
     Raises:
-        TypeError: no history.
-        ValueError: it has none of these.
+        TypeError: `history` is no history.
+        ValueError: it has none of these keys.
         ImportError: matplotlib is not installed.
     """
     logs = history.history if isinstance(history, keras.callbacks.History) else history

@@ -15,22 +15,22 @@ LOG_KEY = "effective_learning_rate"
 class LargeBatch(keras.callbacks.Callback):
     """Scale the learning rate with the batch size, with a gradual warm-up and momentum correction.
 
-    The optimizer keeps the reference rate, which is right for batches of `reference_batch_size`: it is what
-    you compile with, and what schedules, `ReduceLROnPlateau` and files see. Each update uses k times that,
-    with k = batch size / `reference_batch_size`, or the root of it; batches whose gradients the optimizer
-    accumulates count as one. In the first `warmup_epochs` the factor grows by the same amount with each
-    update, from 1 to k; a k below 1 holds from the start. The batch size is that of all towers together.
+    The optimizer keeps the reference rate, which is right for batches of `reference_batch_size`. You compile with it,
+    and schedules, `ReduceLROnPlateau` and files see it. Each update uses k times this rate, with
+    k = batch size / `reference_batch_size`, or its square root; batches whose gradients the optimizer accumulates count
+    as one. In the first `warmup_epochs` the factor grows linearly from 1 to k; a k below 1 holds from the start. The
+    batch size is that of all towers together.
 
-    Files are Keras' own, and nothing in them is scaled (velocities are, without momentum correction): saved
-    and loaded, training goes on bit for bit as without the stop, with the warm-up where it was, by the
-    optimizer's `iterations`. Without this recipe it goes on at the reference rate. A warm-up that has ended
-    does not come again when the batch size changes; in a new process that is known if epochs are counted on,
-    by `BackupAndRestore` or `fit(initial_epoch=...)`. A model that is compiled anew begins anew.
+    Files are Keras' own and unscaled (without momentum correction velocities are scaled). A run that is saved and
+    loaded goes on as without the stop, bit for bit, and continues the warm-up, by the optimizer's `iterations`. Without
+    this recipe it goes on at the reference rate. A warm-up that has ended is not repeated when the batch size changes;
+    a new process knows of it if it goes on counting epochs, by `BackupAndRestore` or `fit(initial_epoch=...)`.
+    Compiling the model again begins anew.
 
-    The model has one optimizer, that of `compile`. As a callback the recipe holds for that `fit` (after one
-    that an exception has ended, until the end of the next). Given to `nccl_parallel(recipe=...)` it holds for
-    every step of the model: `train_on_batch` before the first `fit` then needs `steps_per_epoch` or
-    `warmup_epochs=0`, and a loop of your own, such as `Towers.run`, `batch_size` too.
+    The model must have one optimizer, that of `compile`. As a callback the recipe holds for its `fit` (after a `fit`
+    that an exception has ended, until the end of the next). As `nccl_parallel(recipe=...)` it holds for every step of
+    the model: `train_on_batch` before the first `fit` then needs `steps_per_epoch` or `warmup_epochs=0`, and your own
+    loop, such as `Towers.run`, needs `batch_size`, too.
 
     After each epoch the logs hold, as "effective_learning_rate", the rate of the last update.
 
@@ -53,19 +53,18 @@ class LargeBatch(keras.callbacks.Callback):
         """Describe the recipe; one object may serve several models.
 
         Args:
-            reference_batch_size: samples, of the batches that the compiled learning rate is right for.
-            warmup_epochs: how many epochs the warm-up takes; 0: none.
-            rule: "linear": k is the ratio of the batch sizes; "sqrt": its root.
-            momentum_correction: whether the velocity of `SGD` and `RMSprop` is multiplied by the ratio of the
-                new rate and the old one whenever the rate changes, be it by the warm-up, a schedule or a
-                callback. Their velocity contains the rate; the moments of other optimizers do not, and
-                nothing is done about those.
-            exclude_from_weight_decay: whether the optimizer's own `weight_decay` leaves alone gamma and beta
-                of every `BatchNormalization`, and all biases, from then on, beside what you have excluded. A
-                layer's regularizer is a part of the loss, and stays as it is.
-            batch_size: samples of a batch. None: those of the largest batch that this `fit` has met so far.
-            steps_per_epoch: batches of an epoch, for the length of the warm-up. None: what Keras knows of
-                the data of `fit`.
+            reference_batch_size: the batch size that the compiled learning rate is right for.
+            warmup_epochs: the length of the warm-up; 0: none.
+            rule: "linear": k is the ratio of the batch sizes; "sqrt": its square root.
+            momentum_correction: whether the velocity of `SGD` and `RMSprop`, which contains the rate, is multiplied by
+                the new rate / the old rate whenever the warm-up, a schedule or a callback changes the rate. The moments
+                of other optimizers do not contain it, and are not changed.
+            exclude_from_weight_decay: whether the optimizer's own `weight_decay` leaves out gamma and beta of every
+                `BatchNormalization`, and all biases, in addition to the variables that you have excluded. A layer's
+                regularizer is a part of the loss, and stays.
+            batch_size: samples of a batch. None: those of the largest batch of this `fit` so far.
+            steps_per_epoch: batches of an epoch, for the length of the warm-up. None: as Keras finds from `fit`'s
+                data.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -91,11 +90,11 @@ class LargeBatch(keras.callbacks.Callback):
         self._begins = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Put the scaling into the step that is yet to be traced.
+        """Put the scaling into the step, before it is traced.
 
         Raises:
-            ValueError: there is a warm-up, and Keras does not know how many batches an epoch has; or the
-                model has not one optimizer.
+            ValueError: there is a warm-up and Keras does not know the number of batches of an epoch; or the model has
+                no optimizer, or several.
         """
         if self._steps() is None:
             raise ValueError(
@@ -106,7 +105,7 @@ class LargeBatch(keras.callbacks.Callback):
         self._begins = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin, once all callbacks have: one of them may have loaded the optimizer's state."""
+        """Begin, after all callbacks' `on_train_begin`, in which one may have loaded the optimizer's state."""
         if self._begins:
             self._begins = False
             self._rate().begin(self.warmup_epochs, self._steps() or 0, epoch)
@@ -117,7 +116,7 @@ class LargeBatch(keras.callbacks.Callback):
             logs[LOG_KEY] = float(self._rate().effective.numpy())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leave the model's other steps alone, unless they are to have the recipe too."""
+        """Stop scaling, unless all steps of the model follow the recipe."""
         rate = self._rate()
         rate.active.assign(rate.always)
 
@@ -125,18 +124,18 @@ class LargeBatch(keras.callbacks.Callback):
         return scale_rate(self.model, self.traced)
 
     def _steps(self) -> int | None:
-        """Return the batches of an epoch, 0 where nobody needs to know, or None."""
+        """Return the batches of an epoch; 0 without a warm-up; None if not known."""
         if self.warmup_epochs == 0:
             return 0
         return self.steps_per_epoch or self.params.get("steps")
 
 
 def follow(model: keras.Model, recipe: LargeBatch) -> None:
-    """Let every step of a model follow a recipe: `fit` gets it as a callback, `train_on_batch` as well.
+    """Let every step of a model follow a recipe, in `fit` and `train_on_batch`.
 
     Args:
         model: of any class; compiled by the time of its first step.
-        recipe: what to follow.
+        recipe: the recipe.
     """
     fit, train_on_batch = model.fit, model.train_on_batch
 

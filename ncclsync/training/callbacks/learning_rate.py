@@ -1,8 +1,8 @@
 """Multiply a compiled model's learning rate by a factor, in the graph of each step.
 
-The optimizer keeps the reference rate, for schedules, callbacks and files: nothing of the factor is ever
-written into a variable of Keras'. It is multiplied where a step uses the rate. Neighbours: `large_batch.py`,
-which says what the factor is to be; `compat.keras_optimizers`, which knows Keras' methods.
+The optimizer keeps the reference rate, for schedules, callbacks and files: the factor is never written into a variable
+of Keras', but multiplied where a step uses the rate. Neighbours: `large_batch.py` chooses the factor;
+`compat.keras_optimizers` knows Keras' methods.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _RATE, _VARIABLES = "_ncclsync_rate", "_ncclsync_rate_variables"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Hold what is traced into a step; see `LargeBatch`, whose arguments these are."""
+    """Hold the arguments of `LargeBatch` that are traced into a step."""
 
     reference_batch_size: int
     rule: str
@@ -34,44 +34,44 @@ class Rule:
     batch_size: int | None
 
     def scale(self, batch_size: Any) -> Any:
-        """Return k, by which the reference rate is multiplied for batches of this size, a float32 scalar."""
+        """Return k, the factor of the reference rate for batches of this size, a float32 scalar."""
         ratio = tf.cast(batch_size, tf.float32) / self.reference_batch_size
         return ratio if self.rule == "linear" else tf.sqrt(ratio)
 
 
 class ScaledRate:
-    """Scale the rate of a model's optimizer, as long as it is `active`.
+    """Scale the rate of a model's optimizer, while `active`.
 
-    With k for the batch size and W updates of warm-up, update t has the reference rate times
-    k - (k - 1) * (W - t) / W, then k; for k < 1 there is no warm-up. t is the optimizer's own count, which
-    files hold.
+    With k for the batch size and W updates of warm-up, update t takes the reference rate times
+    k - (k - 1) * (W - t) / W, and after the warm-up times k; for k < 1 there is no warm-up. t is the optimizer's own
+    count, which files hold.
 
     Attributes:
-        rule: what is traced.
+        rule: the traced arguments.
         active: a bool variable.
         effective: a float32 variable, the rate of the last update; NaN before the first.
-        always: whether steps beside those of a `fit` are scaled too.
+        always: whether steps outside a `fit` are scaled, too.
     """
 
     def __init__(self, model: keras.Model, rule: Rule) -> None:
-        """Put it in place; the first step that is traced from now on has it.
+        """Wrap the optimizer's update; steps traced from now on are scaled.
 
         Args:
             model: compiled, with one optimizer.
-            rule: what to trace.
+            rule: the arguments to trace.
         """
         self.rule = rule
         self.always = False
         self._model = model
         self._optimizer = keras_optimizers.innermost(model.optimizer)
-        self._open = 0  # steps of the model's own that are being traced
+        self._open = 0  # steps of the model that are being traced
         self._known = False
         self.active = _variable(False, "active")
         self.effective = _variable(float("nan"), "effective")
         self._largest = _variable(0.0, "batch_size")
         self._warmup = _variable(tf.constant(0, tf.int64), "warmup_updates")
         self._skipped = _variable(tf.constant(0, tf.int64), "skipped_updates")  # of the warm-up
-        # The reference rate that the velocities have been made with.
+        # The reference rate of the velocities.
         self._previous = _variable(self._reference(), "previous_rate")
         keras_optimizers.wrap_update(self._optimizer, self._wrap)
         outer = model.optimizer
@@ -80,7 +80,7 @@ class ScaledRate:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Return its own variables; no file holds them."""
+        """Return its variables, which files do not hold."""
         return [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
 
     @property
@@ -93,12 +93,12 @@ class ScaledRate:
         return keras_optimizers.innermost(optimizer) is self._optimizer
 
     def begin(self, warmup_epochs: float, steps_per_epoch: int, epoch: int = 0) -> None:
-        """Set the warm-up; one that has ended before does not come again, nor does a part of one.
+        """Set the warm-up; a warm-up that has ended, or a part of it, is not repeated.
 
         Args:
-            warmup_epochs: how long it is.
+            warmup_epochs: its length.
             steps_per_epoch: batches.
-            epoch: how many epochs were trained before, if that is known.
+            epoch: the number of epochs trained before, as far as known.
         """
         made, length = int(self._updates()), int(self._warmup.numpy())
         updates = round(warmup_epochs * steps_per_epoch / self._batches_per_update())
@@ -117,7 +117,7 @@ class ScaledRate:
         self._known = True
 
     def run(self, step: Callable[[Any], Any], data: Any) -> Any:
-        """Run the model's own step on a batch, or a tower's shard of it, having recorded how large it is."""
+        """Record the batch size, then run the model's step on the batch, or on a tower's shard of it."""
         if self.rule.batch_size is None:
             self._largest.assign(tf.maximum(self._largest, tf.cast(_batch_rows(data), tf.float32)))
         self._open += 1
@@ -127,7 +127,7 @@ class ScaledRate:
             self._open -= 1
 
     def factor(self) -> tf.Tensor:
-        """Return what the reference rate of the next update is multiplied by, a float32 scalar."""
+        """Return the factor of the next update's reference rate, a float32 scalar."""
         batch_size = self._largest if self.rule.batch_size is None else self.rule.batch_size
         k = self.rule.scale(tf.cast(batch_size, tf.float32) * self._batches_per_update())
         left = self._warmup - tf.minimum(self._updates() + self._skipped, self._warmup)
@@ -135,7 +135,7 @@ class ScaledRate:
         return tf.where(self.active, k - (k - tf.minimum(k, 1.0)) * part, 1.0)
 
     def settle(self) -> None:
-        """Let the velocities be those of the rate that the optimizer has now, as the next update would."""
+        """Correct the velocities for the optimizer's current rate, as the next update would."""
         if not self._corrects() or keras_optimizers.schedule_of(self._optimizer) is not None:
             return
         reference = self._reference()
@@ -166,8 +166,8 @@ class ScaledRate:
             if not self._corrects():
                 update(gradients, variables, rate)
                 return
-            # Velocities are kept at the reference rate r, so that those in a file are right for the rate
-            # that it holds; the factor f multiplies what they change. With v = f * u, the corrected
+            # Velocities are kept at the reference rate r, so that in a file they fit the file's rate; the factor f
+            # multiplies the change of the weights. With v = f * u, the corrected
             # v' = m * (f'r' / fr) * v - f'r' * g is u' = m * (r' / r) * u - r' * g: f corrects itself.
             self._correct(reference, self._previous_rate())
             self._previous.assign(reference)
@@ -177,7 +177,7 @@ class ScaledRate:
         return scaled_update
 
     def _correct(self, reference: tf.Tensor, previous: tf.Tensor) -> None:
-        """Multiply velocities by r'/r. Of a rate of zero none are left, and there is nothing to divide."""
+        """Multiply velocities by r'/r. A rate of zero has left zeros, and the ratio is 0."""
         ratio = tf.where(self.active, tf.math.divide_no_nan(reference, previous), 1.0)
         for velocity in keras_optimizers.velocities(self._optimizer):
             velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
@@ -189,7 +189,7 @@ class ScaledRate:
         schedule = keras_optimizers.schedule_of(self._optimizer)
         if schedule is None:
             return self._previous
-        # By its count, which a file holds; a variable of ours it would not hold.
+        # By the optimizer's count, which a file holds, unlike a variable of ours.
         last = keras_optimizers.batches_applied(self._optimizer) - self._batches_per_update()
         return tf.cast(schedule(tf.maximum(last, 0)), tf.float32)
 
@@ -220,16 +220,16 @@ class ScaledRate:
 
 
 def scaled_rate_of(model: keras.Model) -> ScaledRate | None:
-    """Return what scales the rate of a model's optimizer, if something does."""
+    """Return the `ScaledRate` of a model's optimizer; None if it has none."""
     rate = vars(model).get(_RATE)
     return rate if rate is not None and rate.is_for(model.optimizer) else None
 
 
 def scale_rate(model: keras.Model, rule: Rule) -> ScaledRate:
-    """Let the rate of a model's optimizer be scaled by this rule; once, however often it is asked for.
+    """Scale the rate of a model's optimizer by this rule; further calls do not scale it again.
 
     Raises:
-        ValueError: the model is not compiled, or it has more optimizers than one.
+        ValueError: the model is not compiled, or has several optimizers.
     """
     members = vars(model)
     owned = {
@@ -260,7 +260,7 @@ def scale_rate(model: keras.Model, rule: Rule) -> ScaledRate:
     # Past Keras' bookkeeping: these are no part of the model's files.
     members[_RATE], members[_VARIABLES] = rate, rate.variables
     if model.train_function is not None:
-        model.make_train_function(force=True)  # what was traced before does not have it
+        model.make_train_function(force=True)  # older traces do not scale
     return rate
 
 
@@ -269,7 +269,7 @@ def _variable(value: Any, name: str) -> tf.Variable:
 
 
 def _batch_rows(data: Any) -> tf.Tensor:
-    """Return the rows of the batch, of which towers have a shard each."""
+    """Return the rows of the whole batch."""
     context = ops.current_context()
     if context is None:
         return count_rows(next(leaf for leaf in leaves_of(data) if leaf.shape.rank != 0))

@@ -19,22 +19,21 @@ logger = logging.getLogger("ncclsync")
 class NoiseScale(keras.callbacks.Callback):
     """Put the gradient noise scale into progress bar and logs, while `fit` trains on towers.
 
-    `noise_scale`, in samples: the variance of one sample's gradient over the squared length of the true one,
-    tr(covariance) / |gradient|^2. While batches are much smaller, twice the batch makes half the steps; once
-    they are much larger, it makes hardly fewer. At that size training takes about twice the fewest steps, and
-    twice the fewest samples. `suggested_batch_size` is that size, as a multiple of the number of towers. As a
-    rule both grow in the course of training.
+    `noise_scale`, in samples, is the variance of a sample's gradient over the squared length of the true gradient,
+    tr(covariance) / |gradient|^2. While batches are much smaller, doubling the batch halves the steps; once they are
+    much larger, it saves few steps. With batches of this size training takes about twice the fewest possible steps, and
+    twice the fewest possible samples. `suggested_batch_size` is this size, as a multiple of the number of towers. Both
+    usually grow during training.
 
-    Both are NaN while the average of |gradient|^2 is not above 0, as it may be in the first steps, or where
-    noise is all there is. The keys are absent, and a warning is logged once, where there is no estimate: with
-    one tower, where one tower has all samples of every batch, or where no tape at the top level of a step
-    differentiates with respect to variables. Steps whose gradient is not finite are left out.
+    Both are NaN while the average of |gradient|^2 is not above 0, as in the first steps or in pure noise. Without an
+    estimate the keys are absent, and a warning is logged once: with one tower, if one tower has all samples of every
+    batch, or if no tape at the top level of a step differentiates with respect to variables. Steps whose gradient is
+    not finite are left out.
 
-    All gradients that the step's tapes take are seen as one vector; for a GAN, those of both models. They are
-    those of the loss, with regularisation, before clipping; what a `LossScaleOptimizer` multiplies by is
-    taken out. Each tower's gradient and the batch's are read once more per step. With gradient accumulation,
-    `compression`, `shard_optimizer` and sparse gradients for `SGD`, the batch's gradient has to be
-    all-reduced for it besides.
+    All gradients of the step's tapes form one vector; for a GAN, those of both models. They are the loss's gradients,
+    with regularisation, before clipping, and without the factor of a `LossScaleOptimizer`. Each tower's gradient and
+    the batch's are read once more per step. With gradient accumulation, `compression`, `shard_optimizer` and sparse
+    gradients for `SGD`, the batch's gradient is all-reduced once more for the estimate.
 
     Source: McCandlish et al., 2018, arXiv:1812.06162, appendix A.1; here towers count by their samples.
     """
@@ -43,11 +42,11 @@ class NoiseScale(keras.callbacks.Callback):
         """Prepare.
 
         Args:
-            decay: the weight that the averages of tr and |gradient|^2 keep in each step, from 0 to below 1:
-                0.99 averages over about the last hundred steps. Both start anew with each `fit`.
+            decay: the factor of the averages of tr and |gradient|^2 in each step, from 0 to below 1: 0.99 averages
+                over about the last hundred steps. Each `fit` begins new averages.
 
         Raises:
-            ValueError: another `decay`.
+            ValueError: `decay` is no such number.
         """
         super().__init__()
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
@@ -81,7 +80,7 @@ class NoiseScale(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Let the steps be without it."""
+        """Let steps leave the estimate out."""
         if (averages := self._averages()) is not None:
             averages.stop()
 

@@ -11,19 +11,19 @@ from ncclsync.compat.keras import Call
 def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Let each residual block begin as the identity: set gamma of its last `BatchNormalization` to zeros.
 
-    Blocks are found by structure: where an `Add` (a layer, or `+`) joins a shortcut and a longer branch that
-    ends with a `BatchNormalization`, with nothing after it but dropout. Longer is the one with more layers
-    since both forked; what normalises the shortcut, as after a projection, stays. Branches of equal length
-    are no residual block, and a branch that ends with an activation is left alone: after a ReLU a gamma of
-    zero would never move. Models within the model are searched too. Call it on a new model, before training.
+    Blocks are found by structure: an `Add` (a layer, or `+`) joins a shortcut and a longer branch that ends with a
+    `BatchNormalization`, perhaps followed by dropout. The longer branch has more layers since the fork; a normalisation
+    of the shortcut, as after a projection, stays. Branches of equal length are no residual block, and a branch that
+    ends with an activation is not changed: after a ReLU a gamma of zero would never move. Models within the model are
+    searched, too. Call it on a new model, before training.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 5.1.
 
     Args:
-        model: functional, or a model that holds functional ones.
+        model: functional, or a model that holds functional models.
 
     Returns:
-        The layers whose gamma is zero now, in the order of the model.
+        The layers whose gamma it has set to zero, in the order of the model.
 
     Raises:
         TypeError: no Keras model.
@@ -48,7 +48,7 @@ def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]
 
 
 def _last_normalisation(addition: Call) -> keras.layers.BatchNormalization | None:
-    """Return what ends the longer branch of an addition, if it is to be zero."""
+    """Return the normalisation that ends the longer branch of an addition; None if there is none."""
     branches = addition.inputs()
     if len(branches) < 2:
         return None
@@ -66,7 +66,7 @@ def _last_normalisation(addition: Call) -> keras.layers.BatchNormalization | Non
 
 
 def _history(ends: Sequence[Call]) -> list[Call]:
-    """Return calls and all that their results are computed from, what is computed first at the beginning."""
+    """Return calls and the calls that they depend on, dependencies first."""
     found: dict[Call, None] = {}
     queue = [*ends]
     while queue:

@@ -1,6 +1,6 @@
-"""Shuffle arrays in one order per pass, which depends on the seed and on nothing else: `Shuffled`.
+"""Shuffle arrays in an order for each pass that depends on the seed alone: `Shuffled`.
 
-It knows where it stands, to the sample; `backup.py` stores that and brings it back.
+It knows its position, to the sample; `backup.py` stores and restores it.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from ncclsync.towers.feeding import CountingDataset
 
 
 class Position(NamedTuple):
-    """Name a place in the data: `samples` of pass `epoch` have been handed out, and not all of them."""
+    """Name a place in the data: `samples` of pass `epoch` were handed out, fewer than all."""
 
     epoch: int
     samples: int
 
 
 class Shuffled(CountingDataset):
-    """Batch arrays, each pass over them in a random order of its own; a `tf.data.Dataset` for `fit`.
+    """Batch arrays, in a new random order in each pass; a `tf.data.Dataset` for `fit`.
 
     ```python
     data = ncclsync.Shuffled(x, y, batch_size=256, seed=1)
@@ -35,12 +35,12 @@ class Shuffled(CountingDataset):
 
     The order of a pass depends on the seed and the number of the pass alone: not on towers, batch size,
     machine, or versions of TensorFlow and NumPy. Towers divide each batch in this order. A last, smaller
-    batch is kept. A new iteration begins the next pass if the one before has come to its end; else it begins
-    that pass again, where that had begun. So `fit` trains a pass per epoch, and a second `fit` goes on with
-    the next pass; `seek` goes to any other. It can be iterated by one consumer at a time.
+    batch is kept. A new iteration begins the next pass if the previous pass has ended, and otherwise repeats that pass
+    from where it began. So `fit` trains a pass per epoch, and a second `fit` goes on with the next pass; `seek` goes to
+    another pass. One consumer at a time may iterate.
 
-    Arrays are held in memory, as TensorFlow's tensors. Data that do not fit into memory: let `x` be indices or file
-    names, and let `load` read what a sample's mean:
+    Arrays are held in memory, as TensorFlow's tensors. For data that do not fit into memory, let `x` be indices or file
+    names, and `load` read a sample:
 
     ```python
     def load(name, label):
@@ -49,14 +49,13 @@ class Shuffled(CountingDataset):
     data = ncclsync.Shuffled(names, labels, batch_size=256, seed=1, load=load)
     ```
 
-    Of several processes that train together, each then loads the rows of its own towers alone. Other changes to the
-    batches belong into the model, or into `data.map(...)`, which keeps the order, but has each process make the whole
-    batch, and cannot be resumed in the middle of a pass; nor can `fit(class_weight=...)`, in whose place
-    `sample_weight` can be given here.
+    If several processes train together, each then loads only its own towers' rows. Put other changes to the batches
+    into the model. `data.map(...)` keeps the order, too, but each process makes the whole batch, and the result cannot
+    be resumed in the middle of a pass; nor can `fit(class_weight=...)`: give `sample_weight` here instead.
 
     Attributes:
         batch_size, seed: as given.
-        rows: how many samples there are.
+        rows: the number of samples.
     """
 
     def __init__(
@@ -77,13 +76,13 @@ class Shuffled(CountingDataset):
                 A batch is `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
             batch_size: samples of a batch; the global batch, if there are towers.
             seed: a whole number from 0.
-            load: of a sample's `x`, `y` and `sample_weight`, as many as there are, each without the first dimension:
-                returns what is to be batched in their place, `x` or a tuple such as `(x, y)`. It is called in a graph,
-                for several samples at once; of equal shapes for all, or they cannot be batched.
+            load: a function of a sample's `x`, `y` and `sample_weight`, as far as given, without the first dimension.
+                It returns the sample to batch instead, `x` or a tuple such as `(x, y)`, of equal shapes for all
+                samples. It is called in a graph, for several samples in parallel.
 
         Raises:
             TypeError: `batch_size` or `seed` is no whole number.
-            ValueError: one of them is too small; arrays without samples, or of different numbers of them.
+            ValueError: `batch_size` or `seed` is too small; arrays have no samples, or different numbers of samples.
         """
         for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -98,10 +97,10 @@ class Shuffled(CountingDataset):
         with tf.device("/CPU:0"):
             arrays = _map_arrays(tf.convert_to_tensor, keras.tree.lists_to_tuples(given))
             self.rows = _rows_of(arrays)
-            self._epoch, self._first = 0, 0  # of the pass that runs, or will: its number, where it begins
-            self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of it, with those before
-            self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # its number among all: only the last counts
-            # Where a feeder fetches ahead: the same three of what a step has taken; who does, and does just now.
+            self._epoch, self._first = 0, 0  # of the current or next pass: its number, and where it begins
+            self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of the pass, counted from its first
+            self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # its number; only the last pass is counted
+            # If a feeder fetches ahead: the place that steps have reached; the feeder; the feeder that is fetching now.
             self._taken: tuple[int, int, int] | None = None
             self._feeder: object = None
             self._fetching: object = None
@@ -117,8 +116,8 @@ class Shuffled(CountingDataset):
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
 
-        64 random bits are drawn per sample, and sorted. NumPy promises that its bit generators keep their
-        streams; of its shuffles it does not, nor does TensorFlow of its own.
+        64 random bits are drawn per sample, and sorted. NumPy promises to keep the streams of its bit generators;
+        neither NumPy nor TensorFlow promises to keep its shuffles.
         Source: NEP 19, numpy.org/neps/nep-0019-rng-policy.html.
         """
         bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
@@ -126,7 +125,7 @@ class Shuffled(CountingDataset):
 
     @property
     def position(self) -> Position:
-        """Return where the data stand: what the last batch that was handed out has left."""
+        """Return the position after the last batch that was handed out."""
         epoch, _, seen = self._place()
         return self._normalised(epoch, seen)
 
@@ -147,7 +146,7 @@ class Shuffled(CountingDataset):
         self._taken = None
 
     def cardinality(self) -> tf.Tensor:
-        """Return how many batches a whole pass has, an int64 scalar."""
+        """Return the number of batches in a whole pass, an int64 scalar."""
         return tf.constant(math.ceil(self.rows / self.batch_size), tf.int64)
 
     @contextlib.contextmanager
@@ -161,18 +160,18 @@ class Shuffled(CountingDataset):
                 self._fetching = None
 
     def fetched(self) -> tuple[int, int, int]:
-        """Return the place after what was fetched last."""
+        """Return the place after the last fetched batch."""
         return self._epoch, self._first, int(self._seen.numpy())
 
     def take(self, place: tuple[int, int, int]) -> None:
-        """Let a place be what counts, until another iterator begins."""
+        """Let `place` be the position, until another iterator begins."""
         self._taken = place
 
     def _place(self) -> tuple[int, int, int]:
         return self._taken or self.fetched()
 
     def _go(self, epoch: int, first: int, seen: int) -> np.int64:
-        """Let a pass be the one that counts; return its number among all."""
+        """Begin to count a pass; return its number among all passes."""
         self._epoch, self._first = epoch, first
         number = self._pass.assign_add(1)
         self._seen.assign(seen)
@@ -186,26 +185,26 @@ class Shuffled(CountingDataset):
         return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
 
     def of_towers(self, first: int, last: int, towers: int) -> "OwnRows":
-        """Return the same batches, at the same place, of which only the rows of some towers are read.
+        """Return the same batches, at the same place, of which only some towers' rows are read.
 
         Args:
-            first, last: the numbers of the first one of them, and after the last.
-            towers: how many divide each batch.
+            first, last: the number of the first of these towers, and the number after the last.
+            towers: the number of all towers, which divide each batch.
         """
         with tf.device("/CPU:0"):
             return OwnRows(self, self._pipeline(first, last, towers))
 
     def digest_of_place(self) -> bytes:
-        """Return what is equal in processes that run the same pass: a digest of some rows, the seed, where it began.
+        """Return a digest of some rows, the seed and the begin of the pass: equal in processes that run the same pass.
 
-        Not how far it has come: what follows these batches, as for `class_weight`, may be ahead of the step.
+        It leaves out the position in the pass: a later stage, as for `class_weight`, may fetch ahead of the step.
         """
         epoch, first, _ = self._place()
         place = repr((self.batch_size, self.seed, epoch, first)).encode()
         return hashlib.blake2b(digest_of_rows(self._arrays) + place, digest_size=16).digest()
 
     def _pipeline(self, first: int, last: int, towers: int) -> tf.data.Dataset:
-        """Return the batches of a pass. Other rows than those of the towers from `first` to `last` are stand-ins."""
+        """Return the batches of a pass, in which copies stand for the rows outside towers `first` to `last` - 1."""
 
         def rest_of_pass(_):
             order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
@@ -213,7 +212,7 @@ class Shuffled(CountingDataset):
             total = tf.size(order, tf.int64)
 
             def rows_read(begin):
-                """Return the first row of a batch that is read, the one after the last, and how many there are."""
+                """Return a batch's first row that is read, the row after the last, and the number of its rows."""
                 rows = tf.minimum(total - begin, self.batch_size)
                 share, rest = rows // towers, rows % towers
                 own, end = (share * tower + tf.minimum(rest, tower) for tower in (first, last))
@@ -221,7 +220,7 @@ class Shuffled(CountingDataset):
                 return tf.where(has_none, tf.zeros_like(own), own), tf.where(has_none, tf.ones_like(end), end), rows
 
             def stand_ins(begin):
-                """Return for each row of a batch the nearest that is read."""
+                """Return for each row of a batch the nearest row that is read."""
                 own, end, rows = rows_read(begin)
                 return tf.clip_by_value(tf.range(rows), own, end - 1)
 
@@ -248,29 +247,29 @@ class Shuffled(CountingDataset):
                 places = stand_ins(begin) - rows_read(begin)[0]
                 return begun, _map_arrays(lambda array: tf.gather(array, places), batch)
 
-            # All batches but the last have as many rows that are read, and the last has no more.
+            # All batches but the last have equally many rows that are read, and the last has no more.
             rows = sum(shard_sizes(self.batch_size, towers)[first:last])
             samples = begins.flat_map(samples_of).map(loaded, num_parallel_calls=tf.data.AUTOTUNE)
             return tf.data.Dataset.zip(begins, samples.batch(max(1, rows))).map(completed)
 
         def counted(begun, batch):
             rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
-            rows = tf.where(begun == self._pass, rows, 0)  # an iterator that was left may still fetch
+            rows = tf.where(begun == self._pass, rows, 0)  # an abandoned iterator may still fetch
             with tf.control_dependencies([self._seen.assign_add(rows)]):
                 return _map_arrays(tf.identity, batch)
 
         passes = tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
-        # Counted after the prefetch: what that holds has not been handed out. TensorFlow is to add no other.
+        # Counted after the prefetch, whose batches have not been handed out. TensorFlow must not add another one.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         return passes.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options)
 
     def _begin(self) -> tuple[np.ndarray, np.int64]:
-        """Begin a pass; return the order of what is left of it, and its number among all.
+        """Begin a pass; return the order of its remaining samples, and its number among all passes.
 
         An iterator calls it for its first batch.
         """
-        if self._fetching is not self._feeder:  # another iterator: what was fetched for an earlier one is not taken
+        if self._fetching is not self._feeder:  # another iterator: batches fetched for the earlier one are dropped
             if self._taken is not None:
                 self._go(*self._taken)
             self._feeder, self._taken = self._fetching, None
@@ -291,7 +290,7 @@ def _arrays_of(structure: Any) -> list[Any]:
 
 
 class OwnRows(CountingDataset):
-    """Give the batches of a `Shuffled`, of which only the rows of some towers are read; it knows their place."""
+    """Give the batches of a `Shuffled`, with only some towers' rows read, and its position."""
 
     def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
         """Give these batches."""
@@ -299,23 +298,23 @@ class OwnRows(CountingDataset):
         self._data = data
 
     def cardinality(self) -> tf.Tensor:
-        """Return how many batches a whole pass has; see `Shuffled`."""
+        """See `Shuffled.cardinality`."""
         return self._data.cardinality()
 
     def digest(self) -> bytes:
-        """Return what stands for a batch where processes compare theirs, of which each has other rows."""
+        """Return a digest that processes compare in place of their batches, whose rows differ."""
         return self._data.digest_of_place()
 
     def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:
-        """Let `feeder` fetch a batch within, alone; see `CountingDataset`."""
+        """See `Shuffled.fetching`."""
         return self._data.fetching(feeder)
 
     def fetched(self) -> tuple[int, int, int]:
-        """Return the place after what was fetched last."""
+        """See `Shuffled.fetched`."""
         return self._data.fetched()
 
     def take(self, place: tuple[int, int, int]) -> None:
-        """Let a place be what counts, until another iterator begins."""
+        """See `Shuffled.take`."""
         self._data.take(place)
 
 
@@ -327,7 +326,7 @@ def _restored(
     load: Callable[..., Any] | None,
     place: tuple[int, int, int],
 ) -> Shuffled:
-    """Return what was pickled, where it stood."""
+    """Unpickle, with the position."""
     data = cls(*arrays, batch_size=batch_size, seed=seed, load=load)
     data._epoch, data._first, seen = place
     data._seen.assign(seen)

@@ -1,4 +1,4 @@
-"""Log samples per second, and what the time of a step goes to: `Throughput`."""
+"""Log samples per second, and how a step spends its time: `Throughput`."""
 
 import time
 from typing import Any
@@ -14,27 +14,27 @@ class Throughput(StepWatcher):
     model.fit(x, y, callbacks=[ncclsync.Throughput()])
     ```
 
-    Each figure is of the epoch so far; calls for which the step was traced do not count, unless there are no
-    others. Put it before callbacks that write logs, such as `CSVLogger`. Keys of the logs:
+    Each figure is of the epoch so far, without calls that traced the step, unless there are only such calls. Put it
+    before callbacks that write logs, such as `CSVLogger`. Keys of the logs:
 
     - `samples_per_second`: rows of the batches, over the time that `fit` takes for them, without validation.
-    - `waiting_for_data`: the share of the steps' time in which the next batch was waited for.
-    - `communicating`: the share in which towers were joined. On GPUs that is from when the last of them has
-      computed what it sends.
+    - `waiting_for_data`: the share of the steps' time spent waiting for the next batch.
+    - `communicating`: the share in which towers exchanged tensors; on GPUs, from when the last tower has computed its
+      tensors.
     - `computing`: the rest: splitting the batch, forward, backward and update of all towers.
 
-    The three shares add up to 1, and are of the steps themselves: what Keras does between two of them,
-    callbacks included, shows in the first figure only.
+    The three shares add up to 1. They cover the steps alone: Keras' work between two steps, with callbacks, counts only
+    in the first figure.
 
     Attributes:
-        samples: rows that `samples_per_second` is of, in this epoch.
-        seconds: time that it is of.
+        samples: the rows that `samples_per_second` counts, in this epoch.
+        seconds: the time that it counts.
     """
 
-    async_safe = True  # of Keras': its `on_train_batch_end` may be called from another thread
+    async_safe = True  # for Keras: `on_train_batch_end` may be called from another thread
 
     def __init__(self) -> None:
-        """Begin with an epoch of nothing."""
+        """Begin with an empty epoch."""
         super().__init__()
         self._figures: dict[str, float] = {}
         self._start()
@@ -79,7 +79,7 @@ class Throughput(StepWatcher):
             logs.update(self._figures)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log those of the epoch."""
+        """Log the epoch's figures."""
         if logs is not None:
             logs.update(self._figures)
 

@@ -1,4 +1,4 @@
-"""Write what towers did when, as a trace that Perfetto and Chrome show: `Timeline`."""
+"""Write a trace of the towers' work that Perfetto and Chrome show: `Timeline`."""
 
 import json
 import logging
@@ -23,38 +23,37 @@ class Timeline(StepWatcher):
     model.fit(x, y, callbacks=[ncclsync.Timeline("trace.json")])  # then open it at ui.perfetto.dev
     ```
 
-    Spans, by the same names in what TensorFlow's profiler or `keras.callbacks.TensorBoard` records of these
-    steps (there each on the row of a thread):
+    Spans, which TensorFlow's profiler and `keras.callbacks.TensorBoard` record under the same names, each on the row of
+    a thread:
 
     - `step`, and before it `wait_for_data`, for the next batch;
-    - `tower_0/shard`: the tower's rows are cut off the batch; `tower_0/copy_to_device`, where that is another
-      one than CPU:0;
-    - `tower_0/segment_1`, ...: the parts of the step between collectives; the last, which updates weights, is
-      `tower_0/apply`. Within them `tower_0/pack` and `tower_0/unpack`, of what is sent and what was received;
-      `host_passes` saves CPU towers both, and where XLA compiles, both are part of what it compiles;
+    - `tower_0/shard`: the tower's rows are cut off the batch; `tower_0/copy_to_device`, if the tower is not on CPU:0;
+    - `tower_0/segment_1`, ...: the parts of the step between collectives; the last part, which updates weights, is
+      `tower_0/apply`. Within them `tower_0/pack` before sending and `tower_0/unpack` after receiving; `host_passes`
+      saves CPU towers both, and XLA compiles both with the segment;
     - `all-reduce/1.2`, and `reduce-scatter`, `gather`, `broadcast`, `reduce`: the call that joins bucket 2
-      after segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors,
-      where shapes give them; of an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
+      after segment 1, as `towers.explain()` counts them. Its arguments: the bytes of one tower's tensors, if shapes
+      give them; for an all-reduce also algbw in GB/s, bytes over time as in nccl-tests.
 
-    On GPUs work is queued. A span there ends, and a collective begins, when the tower's stream has done the
-    work before it and a scalar from after it has arrived in the host's memory; a segment begins when its
-    inputs are there, and may have to be launched still.
+    On GPUs work is queued. There a span ends, and a collective begins, when the tower's stream has done the earlier
+    work and a scalar computed after it has arrived in the host's memory; a segment begins when its inputs are there,
+    perhaps before it is launched.
 
-    The steps to record run a graph with ops that record the time; it is traced when the first of them begins.
-    All other steps run the graph that they run without this callback.
+    Recorded steps run a graph with ops that record the time, traced when the first of them begins. All other steps run
+    the graph that they run without this callback.
 
-    The file is written, in one piece, when all these steps are recorded, when `fit` ends or a step fails, and
-    at the latest when this object or the process ends. Several `fit`s go on counting, into the same file. If
-    it cannot be written then, that is logged, and training goes on.
+    The file is written in one piece when all steps are recorded, when `fit` ends or a step fails, and at the latest
+    when this object or the process ends. Several `fit`s go on counting, into the same file. If the file cannot be
+    written then, that is logged, and training goes on.
     """
 
     def __init__(self, path: str | os.PathLike, steps: tuple[int, int] = (1, 100)) -> None:
         """Prepare; nothing is written before training.
 
         Args:
-            path: of the file, such as "trace.json"; an older one is replaced.
+            path: of the file, such as "trace.json"; an older file is replaced.
             steps: the first and the last training step to record, from 1 on. A span takes about 150 bytes in
-                the file; a step of 4 towers has some 16.
+                the file; a step of 4 towers has about 16 spans.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -81,7 +80,7 @@ class Timeline(StepWatcher):
         self._trace.devices = tuple(self.towers.devices)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the call of the step that comes, if it makes one that is asked for."""
+        """Record the next call, if it makes a step to record."""
         steps = self.model.steps_per_execution
         if self._done < self._last and self._done + steps >= self._first:
             self.watch_next()
@@ -89,14 +88,14 @@ class Timeline(StepWatcher):
             self._done += steps
 
     def measure(self, measured: Measured) -> None:
-        """Keep what is asked for."""
+        """Keep the recording."""
         self._trace.add(self._done + 1, measured)
         self._done += measured.completed
         if measured.failed or self._done >= self._last:
             self._trace.save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write what there is."""
+        """Write the file."""
         super().on_train_end()
         self._trace.save()
         if self._done < self._first:
@@ -106,7 +105,7 @@ class Timeline(StepWatcher):
 
 
 class _Trace:
-    """Hold the spans, and the file that is to have them."""
+    """Hold the spans, and write them to the file."""
 
     def __init__(self, path: pathlib.Path, first: int, last: int) -> None:
         self.devices: Sequence[str] = ()
@@ -116,7 +115,7 @@ class _Trace:
         self._saved = 0
 
     def add(self, step: int, measured: Measured) -> None:
-        """Keep the timestamps of a call, whose first step has this number, unread until they are written."""
+        """Keep the timestamps of a call, whose first step has this number, until they are written."""
         self._calls.append((step, measured))
 
     def check(self) -> None:
@@ -132,9 +131,9 @@ class _Trace:
             ) from error
 
     def save(self) -> None:
-        """Write the file, unless it holds everything already; an older one stays until it is complete.
+        """Write the file, unless it holds everything already; an older file stays until this one is complete.
 
-        A disk that is full by then is logged: no training ends for its trace. The next call tries again.
+        A failure, such as a full disk, is logged and does not end training. The next call tries again.
         """
         if self._saved == len(self._calls):
             return
@@ -169,7 +168,7 @@ class _Trace:
 
 
 def _row_number(row: int | str) -> int:
-    """Return the row's number in the file: that of a tower is its own, from 1 on."""
+    """Return the row's number in the file: a tower's number + 1."""
     return row + 1 if isinstance(row, int) else {STEPS: 1001, COMMUNICATION: 1002}[row]
 
 

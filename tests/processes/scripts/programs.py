@@ -77,7 +77,7 @@ def model_program(factory, x, **options):
 
 
 def own_loop(towers):
-    """A step that returns rows, a mean, a sum and flags, with a metric, an explicit collective and float64."""
+    """A step that returns rows, a mean, a sum and flags, with a metric, explicit collectives and float64."""
     x = RNG.normal(size=(30, 3))
     weight = tf.Variable(tf.ones([3, 2], tf.float64))
     metric = keras.metrics.Mean()
@@ -92,7 +92,8 @@ def own_loop(towers):
             weight.assign_sub(0.1 * tape.gradient(loss, weight))
             metric.update_state(loss)
             (most,) = ops.all_reduce([tf.reduce_max(batch)], op="max")
-            return predicted, loss, most, predicted > 0.1
+            sent = [ops.broadcast(tf.reduce_sum(batch, 0), root) for root in (0, 3)]  # of either process
+            return predicted, loss, most, predicted > 0.1, *sent
 
         for i, rows in enumerate((10, 7, 1, 12)):
             results = joined.run(step, x[:rows])

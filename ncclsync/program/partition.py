@@ -26,7 +26,7 @@ from ncclsync.program.program import Exchange, Results
 from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import BATCHES, Axes, given_rows
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, is_zero, serves
@@ -163,7 +163,7 @@ class Partition(Placer):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            tensor, after = output, rules.rows_again(op, call.given[1], output.value_index)
+            tensor, after = output, self._rows_again(op, call.given[1], output)
             if placed.kind is Kind.PARTIAL:
                 if op.type in rules.ELEMENTWISE:
                     after = next((self._rows_of[name] for name in names if name in self._rows_of), None)
@@ -175,6 +175,14 @@ class Partition(Placer):
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
+
+    def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
+        """Return the placement by rows of a result that all towers have; see `rules.rows_again`."""
+        if not self.is_function(op) or output.dtype in (tf.resource, tf.variant):
+            return rules.rows_again(op, given, output.value_index)
+        lengths = self.axes.lengths(output) if any(one.kind is Kind.SHARD for one in given) else None
+        rowed = [(axis, length.each) for axis, length in enumerate(lengths or ()) if isinstance(length, Rows)]
+        return rules.shard(rowed[0][0], 1, rowed[0][1]) if rowed and rowed[0][1] else None
 
     def _made(self, call: Call) -> list[Placement]:
         op, graph = call.op, self.graph

@@ -248,8 +248,7 @@ class Placer(abc.ABC):
         call.inputs[:] = [placed.of_unit("") for placed in call.inputs]
         made = self._of_samples(call)
         call.inputs[:] = [placed.of_unit(call.unit) for placed in call.inputs]
-        # A mean weighs each tower by its samples.
-        return None if made is None or MEAN in made else [placed.of_unit(call.unit) for placed in made]
+        return None if made is None else [placed.of_unit(call.unit) for placed in made]
 
     def _of_samples(self, call: Call) -> Sequence[Placement] | None:
         """Ask the rule of an op that takes rows of samples, or of what is taken for these."""

@@ -1426,7 +1426,8 @@ def _ensure_shape(call: Call) -> Sequence[Placement] | None:
 
 
 # Sparse and ragged tensors: of their values a tower has as many as its data say, in the order of its rows. So they are
-# the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples.
+# the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples. A mean is none of them:
+# it weighs towers by their samples.
 
 OF_ANY_UNIT = (
     (ELEMENTWISE - names("Select"))

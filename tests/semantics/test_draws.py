@@ -1,5 +1,6 @@
 """Random numbers whose parameters have rows, or count them: the towers' own, and one device's."""
 
+import costs
 import keras
 import numpy as np
 import pytest
@@ -127,3 +128,34 @@ def test_one_number_is_one():
     found, alone = drawn(draw, False)
     assert len(set(found.numpy())) == 1
     assert_close(drawn(draw, True)[0], alone, 0.0, "one number")
+
+
+def noise(x):
+    return random.stateless_normal(tf.shape(x), [1, 2])
+
+
+# Loops and branches that draw one stream for all rows: they are computed whole.
+WHOLE = {
+    "StatelessWhile": lambda x, w: tf.while_loop(
+        lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(x @ w + noise(x))), (0, x)
+    )[1],
+    "StatelessIf": lambda x, w: tf.cond(w[0, 0] > 0, lambda: x + noise(x), lambda: x),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_follows_a_draw_in_a_loop_or_a_branch_is_by_rows(name):
+    """One device's numbers; and the loop or the branch alone, with its gradient, is computed alike on all towers."""
+    w = tf.Variable(np.eye(2, dtype="float32") * 0.5 + 0.1)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.exp(WHOLE[name](x / ROWS, w.value()) @ w))
+        return tf.convert_to_tensor(tape.gradient(loss, w))
+
+    alone = tf.function(step)(tf.constant(X))
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, tf.constant(X)), alone, 1e-6, name)
+    cost = costs.cost_of(costs.runs(lambda: step, tf.constant(X)))
+    alike = {op for op, _, share in cost.alike if share > 0.001}
+    assert name in alike and alike <= {name, name.removeprefix("Stateless")}, cost

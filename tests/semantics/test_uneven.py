@@ -9,7 +9,7 @@ import ncclsync
 
 TOWERS, HEIGHT = 3, 6
 # Values of each row; of the first batch a tower has none, and of the third there is one in all.
-LENGTHS = {"an empty tower": (1, 2, 0, 0, 3), "7 rows": (2, 0, 3, 1, 4, 0, 2), "one value": (0, 0, 1), "2 rows": (2, 1)}
+LENGTHS = {"an empty tower": (1, 2, 0, 0, 3), "7 rows": (2, 0, 3, 1, 4, 2, 0), "one value": (0, 0, 1), "2 rows": (2, 1)}
 RNG = np.random.default_rng(3)
 WEIGHTS = RNG.normal(size=(HEIGHT, 2))
 
@@ -24,6 +24,7 @@ def batch_of(lengths):
         "ids": tf.SparseTensor(indices, tf.constant(RNG.integers(0, HEIGHT, len(places))), [rows, HEIGHT]),
         "ragged": tf.RaggedTensor.from_row_lengths(values, lengths),
         "tokens": tf.RaggedTensor.from_row_lengths(tf.constant(RNG.integers(0, HEIGHT, len(places))), lengths),
+        "other": tf.RaggedTensor.from_row_lengths(tf.constant(RNG.normal(size=len(places))), lengths[::-1]),
         "dense": tf.constant(RNG.normal(size=(rows, 3))),
     }
 
@@ -57,9 +58,24 @@ def masked(batch, w):
 
 
 def two_units(batch, w):
-    """Values of different tensors beside each other, as many by chance."""
-    x = tf.gather(w, batch["tokens"].flat_values)
-    return x * tf.reverse(x, [0]) + tf.gather(w, batch["ids"].values) ** 2
+    """Values of different tensors beside each other, of which there are as many in all, by chance."""
+    x, other = tf.gather(w, batch["tokens"].flat_values), batch["other"].flat_values[:, None]
+    rows = batch["ragged"].value_rowids()
+    return x * other, tf.math.unsorted_segment_sum(other * tf.transpose(w)[:1], rows, batch["ragged"].nrows())
+
+
+def other_segments(batch, w):
+    """Segments that are no rows, and rows that are no segments; what is taken of other rows."""
+    x, rows, count = embedded(batch, w).flat_values, batch["tokens"].value_rowids(), batch["tokens"].nrows()
+    apart = tf.reshape(batch["dense"] @ w[:3], [-1, 1])  # two for each sample
+    summed = tf.math.unsorted_segment_sum(x, rows, 2 * count), tf.math.segment_sum(x, rows)
+    return *summed, tf.gather(apart, rows), tf.math.unsorted_segment_sum(x, 0 * rows + 1, 3)
+
+
+def masked_twice(batch, w):
+    """Of one batch after the other."""
+    x, mask = batch["dense"] @ w[:3], batch["dense"][:, 0] > 0
+    return tf.boolean_mask(tf.concat([x, 2 * x], 0), tf.concat([mask, mask], 0)) ** 2
 
 
 def made_indices(batch, w):
@@ -125,7 +141,9 @@ PROGRAMS = {
     "row splits": (lambda b, w: tf.cast(b["ragged"].row_splits, tf.float64)[:, None] * w[:1], ""),
     "crossed": (crossed, ""),
     "masked": (masked, ""),
-    "two units": (two_units, "AddV2 ConcatV2 ReverseV2"),
+    "two units": (two_units, "Mul Reshape UnsortedSegmentSum"),
+    "other segments": (other_segments, "GatherV2 SegmentSum UnsortedSegmentSum"),
+    "masked twice": (masked_twice, "Where GatherV2"),
     "made indices": (made_indices, ""),
 }
 

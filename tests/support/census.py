@@ -11,9 +11,11 @@ from tensorflow.python.framework import ops as framework_ops  # for the registry
 from ncclsync.semantics import rules
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS
 
-# Not by rules, but by `placing.py`, `partition.py` and `draws.py`.
+# Not by rules of their own, but by `placing.py`, `partition.py` and `draws.py`; arithmetic on counts; what sees no row.
 PLACED = rules.names("Assert IdentityN OptionalFromValue OptionalNone Print PrintV2 ReadVariableOp VarIsInitializedOp")
-PLACED |= rules.names("Const NoOp Placeholder RngReadAndSkip VariableShape") | rules.DRAWS | BRANCHES | CALLS | LOOPS
+PLACED |= rules.names("Const ListDiff NoOp Placeholder RngReadAndSkip StatelessRandomGetKeyCounter VariableShape")
+PLACED |= rules.names("AssignAddVariableOp AssignSubVariableOp AssignVariableOp ResourceScatterAdd ResourceScatterSub")
+PLACED |= (rules.COUNTING - {"DynamicStitch"}) | rules.DRAWS | BRANCHES | CALLS | LOOPS
 
 BY_NATURE = {
     "normalises by the batch": "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3",
@@ -30,7 +32,7 @@ BY_NATURE = {
 OPEN = {
     "an older form of an op that has a rule": "AccumulateNV2 BatchToSpace BiasAddV1 Concat Gather MatrixDiagPartV2 "
     "MatrixDiagV2 MatrixSetDiagV2 MaxPoolGradV2 MaxPoolV2 Reverse SpaceToBatch",
-    "each row by itself, and no Keras layer or loss makes it": "ApproxTopK BlockLSTM BlockLSTMV2 ConcatOffset Cross "
+    "each row by itself, and no Keras layer or loss makes it": "ApproxTopK BlockLSTM BlockLSTMV2 Cross "
     "DecodePaddedRaw DecodeRaw EditDistance ExtractGlimpse FakeQuantWithMinMaxVarsGradient "
     "FakeQuantWithMinMaxVarsPerChannelGradient LinSpace MatrixSolveLs MaxPoolWithArgmax ReduceJoin TridiagonalMatMul",
     "its labels or results are one sparse tensor, whose indices it counts itself": "CTCBeamSearchDecoder "

@@ -40,7 +40,7 @@ _SAME_CALLS = (
 _SAME_MODEL = "Let all build the same model, with the same options"
 SAME_ROWS = (
     "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
-    "dataset by process, as by shard()"
+    "dataset by process, as by shard(), but for an ncclsync.Local"
 )
 
 

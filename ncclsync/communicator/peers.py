@@ -9,6 +9,7 @@ import abc
 import atexit
 import contextlib
 import functools
+import operator
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from ncclsync.errors import NcclSyncError, ProcessError
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
 HEARTBEAT_S = 10.0  # the same, where a service reports
 MOST_TEXT = 600  # bytes of what is reported
+_COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
@@ -38,7 +40,7 @@ _SAME_CALLS = (
 _SAME_MODEL = "Let all build the same model, with the same options"
 SAME_ROWS = (
     "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
-    "dataset by process, as by shard()"
+    "dataset by process, as by shard(), but for an ncclsync.Local"
 )
 
 
@@ -104,7 +106,7 @@ class Peers(abc.ABC):
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
-        self._agreed = 0  # failures of this process that the others have met after
+        self._agreed, self._generations = [0] * size, 0  # `failures`, and `generation`, when they last agreed on them
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
 
@@ -256,8 +258,8 @@ class Peers(abc.ABC):
         self.check_silence(what)
         failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
-            self.reported = list(self.failures)
-            if self.failures[self.rank] > self._agreed:  # it has failed since they met, too, and said so
+            before, self.reported = self.generation, list(self.failures)
+            if self.generation == before:  # another has failed as often since they met, or this process has
                 return
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
@@ -274,11 +276,16 @@ class Peers(abc.ABC):
                 by_notice=True,
             )
 
+    @property
+    def generation(self) -> int:
+        """Return how often all have begun anew, since one or several have failed."""
+        return self._generations + max(map(operator.sub, self.reported, self._agreed))
+
     def agree_on_failures(self, each: Sequence[Sequence[int]]) -> None:
         """Take over [size][size] what each process knows of failures: all of them have been raised."""
         self.failures = [max(column) for column in zip(*each, strict=True)]
         self.reported = list(self.failures)
-        self._agreed = self.failures[self.rank]
+        self._agreed, self._generations = list(self.failures), self.generation
 
     def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
         """Take over what a process has reported."""
@@ -345,8 +352,8 @@ class ServicePeers(Peers):
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self.begun += 1
-            number = self.begun
+            # After a failure, which some may have met within an exchange, all count anew.
+            number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
             given = (*self.doing(text), text, value)
             received: list[Any] = []
 
@@ -373,7 +380,8 @@ class ServicePeers(Peers):
                     waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
                 )
             except NcclSyncError as error:
-                if self.failure is None:  # this process' number of exchanges is another than that of the rest
+                # Unless all begin anew, its number of exchanges is another than that of the rest.
+                if self.failure is None and error is not self.raised:
                     self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
                 raise
             if len({one[4] for one in received}) > 1:

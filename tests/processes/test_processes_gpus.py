@@ -172,11 +172,12 @@ def check_told(text, way, fails, host=None):
     assert found and int(found[1]) <= 30, text
 
 
-def test_both_go_on_after_an_error_in_one(several):
-    """A step that fails in one process is an error in both, which then train on, joined anew."""
+@pytest.mark.parametrize("way", ["label", "pruned"])
+def test_both_go_on_after_an_error_in_one(several, way):
+    """A step, or a callback, that fails in one process is an error in both, which then train on, joined anew."""
     sums = set()
-    for process in several("RANK", "label"):
+    for process in several("RANK", way):
         assert process.wait(150) == 0, said(process)
-        assert "Error after" in said(process)
+        assert said(process).count("Error after") == {"label": 1, "pruned": 2}[way]
         sums.add(re.search(r"goes on (.*)", said(process))[1])
     assert len(sums) == 1

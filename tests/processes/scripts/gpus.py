@@ -134,6 +134,18 @@ def fail():
     if way == "cut":
         print(f"[{RANK}] trains", flush=True)
         told(lambda: model.fit(IMAGES, LABELS, epochs=100_000, **options))
+    if way == "pruned":  # the other one waits in an exchange of the processes, or in a step
+
+        class Pruned(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if FAILS:
+                    raise ValueError("pruned")
+
+        for callback in (Pruned(), At(lambda: [][0])):
+            told(lambda callback=callback: model.fit(IMAGES, LABELS, epochs=2, callbacks=[callback], **options))
+            model.fit(IMAGES, LABELS, **options)
+        assert model.towers.divergence() == 0.0
+        print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
     if way == "label":
         other = nccl_parallel(towers=TOWERS, health=ncclsync.Health(timeout_s=60))(build)()
         other.compile("sgd", checked_loss)

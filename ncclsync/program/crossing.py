@@ -53,9 +53,8 @@ class Forms:
             jit_compile: whether XLA compiles the segments: else all cross as they are.
         """
         self._graph, self._jit_compile = graph, jit_compile
-        self._of_numbers: set[str] = (
-            set()
-        )  # of such lengths, and integers that may be computed of these; if XLA compiles
+        # Tensors of such lengths, and integers that may be computed of these.
+        self._of_numbers: set[str] = set()
         functions = Functions(graph.functions, graph.tf_graph)
         for op in graph.ops if jit_compile else ():
             if not (

@@ -158,6 +158,25 @@ def test_tensors_cross_segments(name, towers, caplog):
     model.towers.close()
 
 
+COUNTED = """
+from test_xla import MODELS, RNG, on_towers
+build, _ = MODELS["masks"]
+model = on_towers(build, 2)
+model.fit(RNG.standard_normal((80, 6, 3)), RNG.standard_normal((80, 4)), batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_masks_rows_are_compiled_once():
+    """Each of ten batches has another number of them; XLA compiles each segment once."""
+    environment = os.environ | {"TF_CPP_VMODULE": "device_compiler=1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    command = [sys.executable, "-c", COUNTED]
+    here = os.path.dirname(__file__)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert 2 <= done.stderr.count("Compilation of XLA executable") <= 8
+
+
 def looks_up(x, scale):
     with tf.init_scope():
         table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1)

@@ -17,7 +17,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.program import Segment
 from ncclsync.semantics.axes import SMALL
-from ncclsync.semantics.functions import BRANCHES, Functions, change_functions
+from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, change_functions
 
 _ANY_SHAPE = -1
 
@@ -53,9 +53,8 @@ class Forms:
             jit_compile: whether XLA compiles the segments: else all cross as they are.
         """
         self._graph, self._jit_compile = graph, jit_compile
-        self._of_numbers: set[str] = (
-            set()
-        )  # of such lengths, and integers that may be computed of these; if XLA compiles
+        # Tensors of such lengths, and integers that may be computed of these.
+        self._of_numbers: set[str] = set()
         functions = Functions(graph.functions, graph.tf_graph)
         for op in graph.ops if jit_compile else ():
             if not (
@@ -70,7 +69,8 @@ class Forms:
             return Form((name,), (spec,))
         if (element := list_element(graph, name)) is not None:
             stacked = tf.TensorSpec(tf.TensorShape([None]).concatenate(element.shape), element.dtype)
-            return Form((name,), (stacked,), lambda v: [_stack(v, element)], lambda v: _unstack(v, element))
+            pushed = _maker(graph, name) != "TensorListReserve"
+            return Form((name,), (stacked,), lambda v: [_stack(v, element, pushed)], lambda v: _unstack(v, element))
         opened = self._open_axes(name) if name in self._of_numbers else []
         axes = opened
         if spec.shape.rank and _may_be_left_out(graph, name):
@@ -150,14 +150,17 @@ def list_element(graph: StepGraph, name: str) -> tf.TensorSpec | None:
     return tf_compat.list_element(graph.tf_graph.get_tensor_by_name(name))
 
 
-def _stack(handle: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
-    """Return a list as a tensor, in a graph that XLA compiles: [places, *element], the last element in the last place.
+def _stack(handle: tf.Tensor, element: tf.TensorSpec, pushed: bool) -> tf.Tensor:
+    """Return a list as a tensor, in a graph that XLA compiles: [places, *element].
 
-    XLA's lists have a fixed number of places, and no op says how many are taken, which a loop may find out only as it
-    runs. So the last element is overwritten by two things that differ, and is where the results do.
+    XLA's lists have a fixed number of places. Of a list that was `pushed`, no op says how many are taken, which a loop
+    may find out only as it runs: the last element goes to the last place. It is overwritten by two things that differ,
+    and is where the results do.
     """
     lists, numbers = tf.raw_ops, {"element_dtype": element.dtype, "element_shape": tf.constant(_ANY_SHAPE)}
     tensor = lists.TensorListStack(input_handle=handle, **numbers)
+    if not pushed:
+        return tensor
     before, last = lists.TensorListPopBack(input_handle=handle, **numbers)
     places = tf.shape(tensor)[0]
     firsts = []
@@ -173,6 +176,18 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
     """Return the list that `_stack` was given, for who reads it, or takes elements from its end."""
     shape = tf.constant(_declared(element.shape), tf.int32)
     return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
+
+
+def _maker(graph: StepGraph, name: str) -> str | None:
+    """Return the type of the op that has made the list that a tensor was when it was new; None: it is not known."""
+    while (op := graph.by_name.get(op_name(name))) is not None:
+        if op.type in LOOPS:
+            name = graph.inputs[op.name][int(name.split(":")[1])]
+        elif op.type in ("Identity", "TensorListSetItem", "TensorListPushBack", "TensorListPopBack"):
+            name = graph.inputs[op.name][0]
+        else:
+            return op.type
+    return None
 
 
 def _is_empty(graph: StepGraph, name: str) -> bool:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import Case, check, data, fit, on_towers, spread
+from parity import Case, check, compiles_by_xla, data, fit, on_towers, spread
 
 import ncclsync
 
@@ -382,6 +382,10 @@ CASES |= {f"draw_{name}": on_samples(draw) for name, draw in DRAWS.items()}
 @pytest.mark.parametrize(("name", "towers"), spread(CASES))
 def test_towers_draw_what_one_device_draws(name, towers):
     """Outputs, weights, optimizer, losses and the state of the generators, for the same seed."""
+    if name == "draw_raw_op" and compiles_by_xla():
+        pytest.skip(
+            "with a constant seed and shape TensorFlow draws before XLA compiles, by another algorithm than XLA's"
+        )
     check(CASES[name], towers)
 
 

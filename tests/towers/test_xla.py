@@ -85,6 +85,23 @@ def finds_unique(x, scale):
     return x * scale + again / tf.cast(tf.size(whole), tf.float32)
 
 
+def fills_an_array(x, scale):
+    """An array of two places, of which all rows are asked for when one is filled."""
+    array = tf.TensorArray(tf.float32, 2, element_shape=[None, 6, 3]).write(0, tf.sin(scale * x))
+    return tf.reduce_sum(array.write(1, tf.sort(x * scale, axis=0)).stack(), axis=0)
+
+
+def pushes(x, scale):
+    """A list that another element is appended to when all rows have been asked for."""
+    lists, element = tf.raw_ops, {"element_dtype": tf.float32, "element_shape": tf.constant([-1, 6, 3])}
+    handle = lists.EmptyTensorList(max_num_elements=4, **element)
+    handle = lists.TensorListPushBack(input_handle=handle, tensor=tf.sin(x * scale))
+    handle = lists.TensorListPushBack(input_handle=handle, tensor=tf.sort(x * scale, axis=0))
+    handle, last = lists.TensorListPopBack(input_handle=handle, **element)
+    _, first = lists.TensorListPopBack(input_handle=handle, **element)
+    return tf.ensure_shape(first * last, x.shape)
+
+
 def model_of(*body, inputs=(6, 3), dtype=None):
     def build():
         keras.utils.set_random_seed(1)
@@ -137,11 +154,20 @@ MODELS = {
     "scanned": (model_of(lambda: layers.Dense(3), lambda: Function(scanned), layers.Flatten), SERIES),
     "branches": (model_of(lambda: Function(branches), layers.Flatten), SERIES),
     "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
+    "fills_an_array": (model_of(lambda: Function(fills_an_array), layers.Flatten), SERIES),
     "finds_unique": (model_of(lambda: Function(finds_unique), layers.Flatten), SERIES),
 }
 
 
-CROSSING = [("stops_early", 2), ("masked", 4), ("scanned", 3), ("branches", 2), ("masks", 2), ("finds_unique", 3)]
+CROSSING = [
+    ("stops_early", 2),
+    ("masked", 4),
+    ("scanned", 3),
+    ("branches", 2),
+    ("masks", 2),
+    ("finds_unique", 3),
+    ("fills_an_array", 2),
+]
 
 
 @pytest.mark.slow(but=2)
@@ -156,6 +182,25 @@ def test_tensors_cross_segments(name, towers, caplog):
     assert_towers_agree(model)
     assert "XLA" not in caplog.text
     model.towers.close()
+
+
+COUNTED = """
+from test_xla import MODELS, RNG, on_towers
+build, _ = MODELS["masks"]
+model = on_towers(build, 2)
+model.fit(RNG.standard_normal((80, 6, 3)), RNG.standard_normal((80, 4)), batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_masks_rows_are_compiled_once():
+    """Each of ten batches has another number of them; XLA compiles each segment once."""
+    environment = os.environ | {"TF_CPP_VMODULE": "device_compiler=1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    command = [sys.executable, "-c", COUNTED]
+    here = os.path.dirname(__file__)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert 2 <= done.stderr.count("Compilation of XLA executable") <= 8
 
 
 def looks_up(x, scale):
@@ -214,14 +259,16 @@ def test_what_xla_refuses_it_refuses_on_towers(function):
     towers.towers.close()
 
 
-def test_what_cannot_cross_is_told(caplog):
-    """A step that would have to give on a list of lists runs without XLA, and says so before it runs."""
-    build = model_of(lambda: Function(in_a_loop), layers.Flatten)
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("function", "what"), [(in_a_loop, "list of lists"), (pushes, "has not filled")])
+def test_what_cannot_cross_is_told(function, what, caplog):
+    """A step that would have to give on a list of lists, or one to append to, runs without XLA, and says so first."""
+    build = model_of(lambda: Function(function), layers.Flatten)
     model = on_towers(build, 2)
     found = fit(model, SERIES)
     assert_close(found, fit(build(), SERIES))
     (said,) = [one.message for one in caplog.records if "XLA does not compile this step" in one.message]
-    assert "list of lists" in said and "test_xla.py" in said and "function" in said
+    assert what in said and "test_xla.py" in said and "function" in said
     model.towers.close()
 
 

@@ -47,8 +47,6 @@ void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const
   return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
 }
 
-int ncs_tf_is_worth_forwarding(size_t count, size_t n_outputs) { return count >= n_outputs; }
-
 void ncs_tf_fail(TF_Status* status, int code, const char* message) {
   char words[1024];
   snprintf(words, sizeof(words), "ncclsync: %s", message);

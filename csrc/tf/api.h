@@ -107,10 +107,6 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
                          int64_t rows, TF_Status* status);
 
-/* Whether an output of `count` elements is to be in an input's memory. TensorFlow looks at all outputs of an op to find
- * out whether it can: of many small ones that takes longer than to write them elsewhere. */
-int ncs_tf_is_worth_forwarding(size_t count, size_t n_outputs);
-
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
 

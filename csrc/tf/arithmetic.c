@@ -120,10 +120,8 @@ static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kerne
   }
   for (int o = 0; o < expression->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
     int candidates[NCS_MOST_REGISTERS];
-    const int each = expression->n_outputs + expression->n_sums, index = k * each + o;
-    const int n = ncs_tf_is_worth_forwarding(instance->count, (size_t)kernel->instances * (size_t)each)
-                      ? find_candidates(kernel, o, begin, candidates)
-                      : 0;
+    const int n = find_candidates(kernel, o, begin, candidates);
+    const int index = k * (expression->n_outputs + expression->n_sums) + o;
     instance->outputs[o] = ncs_tf_make_output(context, index, begin, candidates, n, -1, status);
   }
   for (int s = 0; s < expression->n_sums && ncs_tf.TF_GetCode(status) == TF_OK; ++s)

@@ -83,7 +83,6 @@ def _members(graph: StepGraph, ops: Sequence[str], needed: Collection[str], cons
             writers[handle].add(name)
     apart = {handle for handle, names in writers.items() if not all(_fits(graph, n, needed) for n in names)}
     members: set[str] = set()
-    shared = _shared(graph, ops, {*writers} - apart)
     for name in reversed(ops):
         op = graph.by_name[name]
         if op.type in _WRITES:
@@ -94,23 +93,9 @@ def _members(graph: StepGraph, ops: Sequence[str], needed: Collection[str], cons
         else:
             fits = op.type in ARITHMETIC and name not in needed and bool(consumers[name])
             fits = fits and consumers[name] <= members and _is_elementwise(graph, name)
-            fits = fits and (name not in shared or len(consumers[name]) == 1)
         if fits:
             members.add(name)
     return members
-
-
-def _shared(graph: StepGraph, ops: Sequence[str], handles: set[str]) -> set[str]:
-    """Return the ops of one number that rest on none of these variables: many updates may take it."""
-    own = {name for name in ops if graph.by_name[name].type == "ReadVariableOp" and graph.inputs[name][0] in handles}
-    shared = set()
-    for name in ops:
-        if graph.by_name[name].type in ARITHMETIC:
-            if own.isdisjoint(map(op_name, graph.inputs[name])):
-                shared.add(name)
-            else:
-                own.add(name)
-    return {name for name in shared if graph.spec(f"{name}:0").shape.rank == 0}
 
 
 def _fits(graph: StepGraph, name: str, needed: Collection[str]) -> bool:
@@ -121,6 +106,7 @@ def _fits(graph: StepGraph, name: str, needed: Collection[str]) -> bool:
     variable, spec = graph.variable_of[handle], graph.spec(value)
     return (
         variable.dtype in (tf.float32, tf.float64)
+        and bool(variable.shape.rank)
         and variable.shape.is_fully_defined()
         and variable.shape.num_elements() <= _MOST_ALONE
         and spec.shape == variable.shape
@@ -132,8 +118,10 @@ def _is_elementwise(graph: StepGraph, name: str) -> bool:
     """Return whether the operands are arrays of the result's shape, or scalars."""
     result = graph.spec(f"{name}:0")
     operands = [graph.spec(operand) for operand in graph.inputs[name]]
-    return result.shape.is_fully_defined() and all(
-        o.dtype == result.dtype and o.shape in (result.shape, tf.TensorShape([])) for o in operands
+    return (
+        bool(result.shape.rank)
+        and result.shape.is_fully_defined()
+        and all(o.dtype == result.dtype and o.shape in (result.shape, tf.TensorShape([])) for o in operands)
     )
 
 
@@ -215,13 +203,7 @@ def _grouped(graph: StepGraph, ops: Sequence[str], updates: list[Update]) -> lis
             groups.append(group)
         group.append(update)
         open_group[key] = group, elements + update.elements
-    return [group for group in groups if group[0].elements > 1 or _saves_ops(graph, group)]
-
-
-def _saves_ops(graph: StepGraph, group: Sequence[Update]) -> bool:
-    """Return whether one op, with a read and a write for each variable, is fewer ops than it stands for."""
-    made = sum(len(update.writes) + sum(name in graph.variable_of for name in update.inputs) for update in group)
-    return made + 1 < sum(len(update.members) for update in group)
+    return groups
 
 
 def _stages(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> dict[str, int]:

@@ -19,8 +19,6 @@ from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, op_name
 
-# TensorFlow's choice between 0.0 and -0.0 depends on their place in the array.
-_FUSIBLE = COMPUTED - {"Maximum", "Minimum"}
 _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
 # TensorFlow adds this many tensors, or fewer, from left to right.
@@ -136,7 +134,7 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
 def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     """Return the dtype and shape that a possible member works on: its result's, or its addends'; None for other ops."""
     op, inputs = graph.by_name[name], _operands(graph, name)
-    if op.type not in _FUSIBLE and not is_sum:
+    if op.type not in COMPUTED and not is_sum:
         return None
     whole = inputs[0] if is_sum else f"{name}:0"
     result, key = shapes.spec(whole), shapes.key(whole)

@@ -141,14 +141,12 @@ typedef enum {
   NCS_SUBTRACT = 1,
   NCS_MULTIPLY = 2,
   NCS_DIVIDE = 3,
-  NCS_MAXIMUM = 4,
-  NCS_MINIMUM = 5,
-  NCS_SQUARED_DIFFERENCE = 6,
-  NCS_RELU_GRADIENT = 7, /* of a gradient, and a feature */
-  NCS_SQUARE = 8,        /* this and the following take one operand */
-  NCS_SQRT = 9,
-  NCS_NEGATE = 10,
-  NCS_RELU = 11
+  NCS_SQUARED_DIFFERENCE = 4,
+  NCS_RELU_GRADIENT = 5, /* of a gradient, and a feature */
+  NCS_SQUARE = 6,        /* this and the following take one operand */
+  NCS_SQRT = 7,
+  NCS_NEGATE = 8,
+  NCS_RELU = 9
 } ncs_arithmetic;
 
 enum {

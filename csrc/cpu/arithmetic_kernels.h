@@ -15,9 +15,6 @@ NCS_LOOP(add, x + y)
 NCS_LOOP(subtract, x - y)
 NCS_LOOP(multiply, x* y)
 NCS_LOOP(divide, x / y)
-/* A NaN is passed on, as in TensorFlow: x != x takes x, and no comparison with a NaN in y is true. */
-NCS_LOOP(maximum, (x > y) | (x != x) ? x : y)
-NCS_LOOP(minimum, (x < y) | (x != x) ? x : y)
 NCS_LOOP(squared_difference, (x - y) * (x - y))
 /* A product, as in TensorFlow: with an infinite gradient it is NaN if the feature is not positive. */
 NCS_LOOP(relu_gradient, x*(y > 0 ? (T)1 : (T)0))
@@ -40,8 +37,6 @@ static const ncs_loop NCS_KERNEL(loops)[] = {
     [NCS_SUBTRACT] = NCS_KERNEL(subtract),
     [NCS_MULTIPLY] = NCS_KERNEL(multiply),
     [NCS_DIVIDE] = NCS_KERNEL(divide),
-    [NCS_MAXIMUM] = NCS_KERNEL(maximum),
-    [NCS_MINIMUM] = NCS_KERNEL(minimum),
     [NCS_SQUARED_DIFFERENCE] = NCS_KERNEL(squared_difference),
     [NCS_RELU_GRADIENT] = NCS_KERNEL(relu_gradient),
     [NCS_SQUARE] = NCS_KERNEL(square),

@@ -1,7 +1,7 @@
 """Make a finished program cheaper for towers that share the host's memory; `improve` is the only entry.
 
-Buckets travel unpacked, by a C op (`direct.py`). An optimizer's updates of many variables run as one op (`fusion.py`),
-and so do chains of element-wise ops (`chains.py`). Results are the same, bit for bit, except for the order of sums.
+Buckets travel unpacked, by a C op (`direct.py`). Chains of element-wise ops run as one op (`chains.py`). Results are
+the same, bit for bit, except for the order of sums.
 Without this package CPU towers run the program that GPUs run.
 """
 

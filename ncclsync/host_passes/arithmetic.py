@@ -13,14 +13,13 @@ from ncclsync.ops.host_ops import set_attribute
 FUSED = "NcclsyncArithmetic"
 MOST_REGISTERS = native.MOST_REGISTERS
 MOST_PERIOD = native.MOST_PERIOD
+# Without "Maximum" and "Minimum": TensorFlow's choice between 0.0 and -0.0 depends on their place in the array.
 ARITHMETIC = {
     "Add": native.ARITHMETIC["ADD"],
     "AddV2": native.ARITHMETIC["ADD"],
     "Sub": native.ARITHMETIC["SUBTRACT"],
     "Mul": native.ARITHMETIC["MULTIPLY"],
     "RealDiv": native.ARITHMETIC["DIVIDE"],
-    "Maximum": native.ARITHMETIC["MAXIMUM"],
-    "Minimum": native.ARITHMETIC["MINIMUM"],
     "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
     "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
     "Square": native.ARITHMETIC["SQUARE"],

@@ -17,10 +17,8 @@ import tensorflow as tf
 from ncclsync.host_passes.arithmetic import COMPUTED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Expression, Writer, repeat_of
 from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
-from ncclsync.program.graph import StepGraph, in_order, op_name
+from ncclsync.program.graph import StepGraph, op_name
 
-# TensorFlow's choice between 0.0 and -0.0 depends on their place in the array.
-_FUSIBLE = COMPUTED - {"Maximum", "Minimum"}
 _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
 # TensorFlow adds this many tensors, or fewer, from left to right.
@@ -72,9 +70,7 @@ class Chain:
     expression: Expression
 
 
-def find_chains(
-    graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str], taken: Sequence[Collection[str]]
-) -> list[Chain]:
+def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]) -> list[Chain]:
     """Find the chains of one segment.
 
     Args:
@@ -82,11 +78,7 @@ def find_chains(
         shapes: of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
         needed: names of ops that are used outside the segment, as results or as dependencies.
-        taken: sets of ops, each of which already runs as one op.
     """
-    unit = {name: name for name in ops}
-    for i, members in enumerate(taken):
-        unit.update(dict.fromkeys(members, f"@taken_{i}"))
     consumers: dict[str, set[str]] = collections.defaultdict(set)
     awaiting: dict[str, set[str]] = collections.defaultdict(set)
     for name in ops:
@@ -94,10 +86,9 @@ def find_chains(
             consumers[op_name(operand)].add(name)
         for control in graph.controls[name]:
             awaiting[control].add(name)
-    single = [name for name in ops if unit[name] == name]
-    sums = {name: found for name in single if (found := _sum_of(graph, shapes, name)) is not None}
-    kinds = {name: _kind(graph, shapes, name, name in sums) for name in single}
-    stages = _stages(graph, ops, unit, kinds, sums)
+    sums = {name: found for name in ops if (found := _sum_of(graph, shapes, name)) is not None}
+    kinds = {name: _kind(graph, shapes, name, name in sums) for name in ops}
+    stages = _stages(graph, ops, kinds, sums)
     order = [name for name in stages if kinds.get(name) is not None]
     for name in reversed(order):  # as late as its consumers allow: it may join their chain
         if (
@@ -143,7 +134,7 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
 def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     """Return the dtype and shape that a possible member works on: its result's, or its addends'; None for other ops."""
     op, inputs = graph.by_name[name], _operands(graph, name)
-    if op.type not in _FUSIBLE and not is_sum:
+    if op.type not in COMPUTED and not is_sum:
         return None
     whole = inputs[0] if is_sum else f"{name}:0"
     result, key = shapes.spec(whole), shapes.key(whole)
@@ -156,18 +147,16 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     return None if op.type in _JOINED and producers & MULTIPLYING else (result.dtype, key)
 
 
-def _stages(
-    graph: StepGraph, ops: Sequence[str], unit: dict[str, str], kinds: dict[str, Any], sums: Collection[str]
-) -> dict[str, int]:
-    """Number the units by stages, in topological order.
+def _stages(graph: StepGraph, ops: Sequence[str], kinds: dict[str, Any], sums: Collection[str]) -> dict[str, int]:
+    """Number the ops by stages, in topological order.
 
     An op never waits for another op of its kind and stage through an op of another kind or stage, nor for a sum.
     """
     stages: dict[str, int] = {}
-    for one, parents in in_order(graph, ops, unit):
-        kind = kinds.get(one)
-        left = (stages[p] + (kinds.get(p) is not None and (kinds[p] != kind or p in sums)) for p in parents)
-        stages[one] = max(left, default=0)
+    for name in ops:
+        parents = {*map(op_name, graph.inputs[name]), *graph.controls[name]} & stages.keys()
+        after = (stages[p] + (kinds[p] is not None and (kinds[p] != kinds[name] or p in sums)) for p in parents)
+        stages[name] = max(after, default=0)
     return stages
 
 

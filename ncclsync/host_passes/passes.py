@@ -5,7 +5,6 @@ import functools
 
 from ncclsync.host_passes.chains import chain_nodes, find_chains
 from ncclsync.host_passes.direct import unpacked
-from ncclsync.host_passes.fusion import find_fusions, fused_nodes
 from ncclsync.host_passes.same_shapes import Shapes, simplify
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.segment import Rewrite, SegmentPlan, needed_ops
@@ -37,14 +36,7 @@ def _rewritten(plan: SegmentPlan, needed: set[str], crowded: bool) -> SegmentPla
     shapes = Shapes(plan.graph, plan.ops)
     graph, ops = simplify(plan.graph, shapes, plan.ops, needed)
     rewrites = []
-    fusions = find_fusions(graph, ops, needed)
-    for group in fusions:
-        members = frozenset(member for update in group for member in update.members)
-        handles = [graph.inputs[write][0] for update in group for write in update.writes]
-        inputs = [name for update in group for name in update.inputs]
-        nodes = functools.partial(fused_nodes, graph, group, ops)
-        rewrites.append(Rewrite(members, (*inputs, *handles), nodes))
-    for chain in find_chains(graph, shapes, ops, needed, [rewrite.members for rewrite in rewrites]):
+    for chain in find_chains(graph, shapes, ops, needed):
         nodes = functools.partial(chain_nodes, graph, chain, ops, crowded)
         rewrites.append(Rewrite(frozenset(chain.members), chain.inputs, nodes))
     return dataclasses.replace(plan, graph=graph, ops=ops, rewrites=tuple(rewrites))

@@ -4,7 +4,7 @@ A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -242,34 +242,6 @@ class StepGraph:
 
 def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
     return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
-
-
-def in_order(graph: StepGraph, ops: Sequence[str], unit: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
-    """Yield units, each an op or some ops as one, after the units that they wait for; and those.
-
-    Args:
-        graph: the step.
-        ops: names of some of its ops; what comes from others is there already.
-        unit: by name of an op: that of its unit.
-
-    Units that wait for themselves, by way of another unit, are left out, with all that wait for them.
-    """
-    parents: dict[str, set[str]] = {one: set() for one in unit.values()}
-    children: dict[str, list[str]] = {one: [] for one in unit.values()}
-    for name in ops:
-        for parent in (*map(op_name, graph.inputs[name]), *graph.controls[name]):
-            if parent in unit and unit[parent] not in {unit[name]} | parents[unit[name]]:
-                parents[unit[name]].add(unit[parent])
-                children[unit[parent]].append(unit[name])
-    waiting = {one: len(before) for one, before in parents.items()}
-    ready = [one for one, count in waiting.items() if count == 0]
-    while ready:
-        one = ready.pop()
-        yield one, parents[one]
-        for child in children[one]:
-            waiting[child] -= 1
-            if waiting[child] == 0:
-                ready.append(child)
 
 
 def op_name(tensor_name: str) -> str:

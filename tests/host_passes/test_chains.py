@@ -16,8 +16,7 @@ import ncclsync
 from ncclsync.communicator import native
 from ncclsync.host_passes import chains as chains_module
 from ncclsync.host_passes import passes
-from ncclsync.host_passes.arithmetic import FUSED, WHOLE, repeat_of
-from ncclsync.host_passes.chains import _FUSIBLE
+from ncclsync.host_passes.arithmetic import COMPUTED, FUSED, WHOLE, repeat_of
 from ncclsync.ops import host_ops
 from ncclsync.program import segment
 
@@ -89,7 +88,7 @@ def random_step(seed, others):
         arrays = [batch, tf.cumsum(batch, axis=1)[:, :, :1]]  # a column of each row
         rows = [tf.constant(other) for other in others]
         whole = [batch]
-        for name in random.permutation(2 * sorted(_FUSIBLE)):
+        for name in random.permutation(2 * sorted(COMPUTED)):
             first, second = (whole[i] for i in random.integers(len(whole), size=2))
             if name == "AddN":
                 value = tf.raw_ops.AddN(inputs=[first, second, batch])
@@ -407,7 +406,7 @@ def test_models(monkeypatch, chains, factory):
         states.append([v.numpy() for v in (*model.variables, *model.optimizer.variables)])
         ops = program_of(model).segments[0].function.graph.get_operations()
         arrays = [op for op in ops if op.outputs and (op.outputs[0].shape.rank or 0) > 2]
-        left.append(collections.Counter(op.type for op in arrays if op.type in _FUSIBLE))
+        left.append(collections.Counter(op.type for op in arrays if op.type in COMPUTED))
     assert_same_bits(*states[1:])
     for one, other in zip(*states[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

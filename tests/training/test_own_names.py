@@ -4,7 +4,6 @@ import collections
 import logging
 import pathlib
 import re
-import types
 
 import keras
 import numpy as np
@@ -187,8 +186,7 @@ def test_a_fit_of_the_models_own_keeps_its_callbacks_in_several_processes():
             return super().fit(*args, **kwargs)
 
     seen, model = [], built(Passing, towers=0)
-    communicator = types.SimpleNamespace(exchange=lambda value, what: [value], remark=lambda words: None)
-    processes.keep_in_step(model, types.SimpleNamespace(is_chief=True, communicator=communicator))
+    processes.keep_in_step(model, ncclsync.Towers(1))
     counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
     model.fit(X, np.ones((20, 4), "float32"), epochs=2, verbose=0, callbacks=[counts])
     assert seen == [0, 1]
@@ -259,7 +257,7 @@ def test_the_readme_lists_all_that_is_set():
         "health": ncclsync.Health(on_nonfinite="skip", emergency_checkpoint="never.keras"),
     }
     model = used(nccl_parallel(**options, recipe=ncclsync.LargeBatch(8, 1))(build)())
-    processes.keep_in_step(model, types.SimpleNamespace(is_chief=True))
+    processes.keep_in_step(model, ncclsync.Towers(1))
     plain = members(used(build()))
     added = {kind: names - plain[kind] for kind, names in members(model).items()}
     added = {kind: {name for name in names if not name.startswith("_ncclsync_")} for kind, names in added.items()}

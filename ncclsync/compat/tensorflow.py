@@ -404,6 +404,17 @@ def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
     return found
 
 
+def let_go_of_arrays(datasets: Sequence[tf.data.Dataset]) -> None:
+    """Free the copies, on GPU 0, of arrays that datasets are made of.
+
+    TensorFlow makes an array a tensor on GPU 0, and a dataset of that. The dataset reads a copy in the host's memory;
+    its Python object would keep the tensor, as large as all the data, as long as it lives.
+    """
+    for dataset in datasets:
+        if any("GPU" in tensor.device for tensor in getattr(dataset, "_tensors", ())):
+            dataset._tensors = []
+
+
 def set_flag(variable: tf.Variable, flag: str, value: bool = True) -> None:
     """Mark a variable, or remove the mark.
 

@@ -232,7 +232,9 @@ class Feeder:
     def __init__(self, iterator: tf.data.Iterator) -> None:
         """Prepare; nothing is fetched before the first `take`. Ends with the iterator, which it does not keep alive."""
         (self._handle,) = tf.nest.flatten(iterator, expand_composites=True)
-        self._counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
+        made_of = tf_compat.datasets_of(iterator)
+        tf_compat.let_go_of_arrays(made_of)
+        self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
         self._wanted: queue.SimpleQueue = queue.SimpleQueue()
         self._staged: collections.deque[concurrent.futures.Future[_Staged]] = collections.deque()
         self._name = object()  # for datasets that count, which must not keep it alive

@@ -89,11 +89,20 @@ def measure_sums(splits=4):
     for _ in range(splits):
         model.towers.split_further(ROWS)
     model.train_on_batch(X[:256], Y[:256])
-    before = tf.config.experimental.get_memory_info("GPU:1")["current"]
+    before = used("GPU:1")
     tf.config.experimental.reset_memory_stats("GPU:1")
     model.train_on_batch(X[:256], Y[:256])
     taken = tf.config.experimental.get_memory_info("GPU:1")["peak"] - before
     print("shards", model.towers.shards.total, "sets", round(taken / 4 / model.count_params(), 2))
+    large, before, held = RNG.normal(size=(400_000, 32)).astype("float32"), used("GPU:0"), []
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: held.append(used("GPU:0") - before))
+    model.fit(large, np.zeros(len(large)), batch_size=256, steps_per_epoch=2, epochs=2, verbose=0, callbacks=[watch])
+    print("arrays", "kept" if max(held) > large.nbytes / 2 else "freed")
+
+
+def used(device):
+    """Return how many bytes of a device's memory are taken."""
+    return tf.config.experimental.get_memory_info(device)["current"]
 
 
 logging.getLogger("ncclsync").addHandler(Keep(level=logging.WARNING))

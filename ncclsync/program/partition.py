@@ -25,7 +25,7 @@ from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.program import Exchange, Results
 from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
-from ncclsync.semantics import rules
+from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
@@ -373,7 +373,7 @@ class Partition(Placer):
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective("all_reduce", "mean"), op)
             return self._followed(tensor, op)
-        numbers = rules.numbered(before)
+        numbers = uneven.numbered(before)
         if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
         if before == PIECE and tensor.name in self.graph.argument_placements:

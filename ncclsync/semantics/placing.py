@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
-from ncclsync.semantics import rules
+from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
@@ -242,7 +242,7 @@ class Placer(abc.ABC):
         }
         if units <= {""}:
             return self._of_samples(call)
-        if len(units) > 1 or kind not in rules.OF_ANY_UNIT:
+        if len(units) > 1 or kind not in uneven.OF_ANY_UNIT:
             return None
         (call.unit,) = units
         call.inputs[:] = [placed.of_unit("") for placed in call.inputs]
@@ -280,7 +280,7 @@ class Placer(abc.ABC):
     def _number_rows(self, call: Call) -> None:
         """Let numbers of a tower's rows be those of the batch's rows."""
         for i, placed in enumerate(call.inputs):
-            if (numbers := rules.numbered(placed)) is not None:
+            if (numbers := uneven.numbered(placed)) is not None:
                 call.require(i, numbers)
 
     def _counted(self, call: Call) -> list[Placement] | None:

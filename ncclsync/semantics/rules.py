@@ -23,7 +23,6 @@ from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
     MEAN,
-    PIECE,
     REPLICATE,
     SUM,
     Kind,
@@ -85,6 +84,7 @@ def names(text: str) -> frozenset[str]:
 Rule = Callable[[Call], Sequence[Placement] | None]
 RULES: dict[str, Rule] = {}
 LINEAR: dict[str, Rule] = {}
+NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `uneven.py`
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
@@ -93,7 +93,9 @@ def has_rule(op_type: str) -> bool:
     return any(op_type in table for table in (RULES, LINEAR, NUMBERED))
 
 
-def _rule(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
+def rule_for(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
+    """Enter the decorated rule in `RULES` for ops of these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
+
     def add(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names(" ".join(types)), rule))
         TAKING_COUNTS.update(names(" ".join(types)) if counting else ())
@@ -110,12 +112,12 @@ def _linear(*types: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def _shape(tensor: tf.Tensor) -> Any:
+def lengths_of(tensor: tf.Tensor) -> Any:
     """Return the lengths of a traced tensor's axes, None where open; None if its rank is."""
     return None if tensor.shape.rank is None else tensor.shape.as_list()
 
 
-def _rank(call: Call, index: int) -> Any:
+def rank_of(call: Call, index: int) -> Any:
     """Return an input's rank; None if it is open."""
     return call.op.inputs[index].shape.rank
 
@@ -189,14 +191,14 @@ ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
 
 
-@_rule(*UNARY)
+@rule_for(*UNARY)
 def _unary(call: Call) -> Sequence[Placement] | None:
     if call.inputs[0].kind is Kind.PLACES and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
     return _all(call, call.inputs[0])
 
 
-@_rule(*BROADCASTING, *ALIKE)
+@rule_for(*BROADCASTING, *ALIKE)
 def _broadcast(call: Call) -> Sequence[Placement] | None:
     if all(placed.kind is Kind.ITEMS for placed in call.inputs):  # lists that are added up, element by element
         both: Placement | None = call.inputs[0]
@@ -205,7 +207,7 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
         return None if both is None else [both]
     if any(placed.kind is Kind.PLACES for placed in call.inputs):
         return _numbers(call)
-    ranks = [_rank(call, i) for i in range(len(call.inputs))]
+    ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
     placed = align(call, {i: 0 for i in range(len(call.inputs))}, max(ranks), ranks)
@@ -229,7 +231,7 @@ def _numbers(call: Call) -> Sequence[Placement] | None:
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
         return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
     if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
-        ranks = _rank(call, 0), _rank(call, 1)
+        ranks = rank_of(call, 0), rank_of(call, 1)
         aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
         if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call.op.inputs[0]):
             return [dataclasses.replace(two, axis=one.axis, op="row")]
@@ -286,7 +288,7 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
     divided = []
     for i in heads:
         axis = chosen.axis - (rank - ranks[i])
-        if call.inputs[i].whole and axis >= 0 and _shape(call.op.inputs[i])[axis] != 1:
+        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1:
             divided.append((i, axis))
     if divided:  # whose rows are not alike
         chosen = counted(chosen)
@@ -348,13 +350,13 @@ def _sum_partial(call: Call) -> Sequence[Placement] | None:
 
 @_linear("Add", "AddV2", "Sub", "AddN")
 def _add_partial(call: Call) -> Sequence[Placement] | None:
-    shape = _shape(call.op.outputs[0])
+    shape = lengths_of(call.op.outputs[0])
     if any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs) or shape is None or None in shape:
         return None
     ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
     # A whole operand may be added to a mean on every tower, and to a sum on one.
     for i, placed in enumerate(call.inputs):
-        if placed.kind is Kind.PARTIAL and _shape(call.op.inputs[i]) != shape:
+        if placed.kind is Kind.PARTIAL and lengths_of(call.op.inputs[i]) != shape:
             return None
     if ops == {"mean"}:
         return [MEAN]
@@ -383,11 +385,11 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
     at = 0 if one.kind is Kind.PARTIAL else 1
     if (at == 1 and divides) or (other if at == 0 else one).kind is not Kind.REPLICATE:
         return None
-    shape = _shape(call.op.inputs[at])
+    shape = lengths_of(call.op.inputs[at])
     if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
         return None
     # Only where that makes it no larger: what is exchanged is the smallest of what could be.
-    return [call.inputs[at]] if shape is not None and shape == _shape(call.op.outputs[0]) else None
+    return [call.inputs[at]] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
 
 
 # Of an activation's gradient: linear in what flows back, the input of that index.
@@ -422,10 +424,10 @@ _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
-@_rule(*_REDUCED, "EuclideanNorm")
+@rule_for(*_REDUCED, "EuclideanNorm")
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
-    rank = _rank(call, 0)
+    rank = rank_of(call, 0)
     if placed.kind is not Kind.SHARD:
         return None
     if summed.kind is Kind.AXES and call.op.type == "Sum":
@@ -447,53 +449,53 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     return [_REDUCED[call.op.type]] if call.op.type in _REDUCED else None
 
 
-@_rule("L2Loss")
+@rule_for("L2Loss")
 def _l2_loss(call: Call) -> Sequence[Placement] | None:
     return [SUM] if call.inputs[0].kind is Kind.SHARD else None
 
 
-@_rule("BiasAddGrad")
+@rule_for("BiasAddGrad")
 def _bias_add_grad(call: Call) -> Sequence[Placement] | None:
-    rank, placed = _rank(call, 0), call.inputs[0]
+    rank, placed = rank_of(call, 0), call.inputs[0]
     channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
     return [SUM] if rank and placed.axis != channel else None
 
 
-@_rule("BiasAdd")
+@rule_for("BiasAdd")
 def _bias_add(call: Call) -> Sequence[Placement] | None:
-    rank, placed = _rank(call, 0), call.inputs[0]
+    rank, placed = rank_of(call, 0), call.inputs[0]
     channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
     plain = placed.kind is Kind.SHARD and call.inputs[1].whole
     return [placed] if rank and plain and placed.axis != channel else None
 
 
-@_rule("ArgMax", "ArgMin")
+@rule_for("ArgMax", "ArgMin")
 def _arg(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
     if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
         return None
     return [placed.at(placed.axis - (int(over) % rank < placed.axis))]
 
 
-@_rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
+@rule_for("Cumsum", "Cumprod", "CumulativeLogsumexp")
 def _cumulate(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
     if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
         return None
     return [placed]
 
 
-@_rule("ReverseV2")
+@rule_for("ReverseV2")
 def _reverse(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(1)
+    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
     if rank is None or over is None or placed.kind is not Kind.SHARD:
         return None
     return None if placed.axis in {int(axis) % rank for axis in over} else [placed]
 
 
-@_rule("Roll")
+@rule_for("Roll")
 def _roll(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], _rank(call, 0), call.constant(2)
+    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(2)
     if rank is None or over is None or placed.kind is not Kind.SHARD or not call.inputs[1].whole:
         return None
     return None if placed.axis in {int(axis) % rank for axis in np.ravel(over)} else [placed]
@@ -520,13 +522,13 @@ _MATRICES = {"MatrixSolve": 2, "MatrixTriangularSolve": 2, "CholeskyGrad": 2, "B
 _MATRICES |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2, "TridiagonalSolve": 2}
 
 
-@_rule(*_LAST)
+@rule_for(*_LAST)
 def _each_by_itself(call: Call) -> Sequence[Placement] | None:
     count = _MATRICES.get(call.op.type, 1)
     placed = [p for p in call.inputs[:count] if p.kind is Kind.SHARD]
     if not placed or any(not p.whole for p in call.inputs[count:]):
         return None
-    ranks = [_rank(call, i) for i in range(count)]
+    ranks = [rank_of(call, i) for i in range(count)]
     last = _LAST[call.op.type]
     if call.op.type == "MatrixDiagV3" and np.size(call.constant(1)) == 1 and call.constant(1) is not None:
         last = 1  # one diagonal, not several
@@ -540,7 +542,7 @@ def _each_by_itself(call: Call) -> Sequence[Placement] | None:
         return None
     for i in range(count):
         # One matrix for all rows stays; what is not broadcast has no length of 1 beside rows.
-        if call.inputs[i].kind is Kind.SHARD or _shape(call.op.inputs[i])[placed[0].axis] != 1:
+        if call.inputs[i].kind is Kind.SHARD or lengths_of(call.op.inputs[i])[placed[0].axis] != 1:
             call.require(i, placed[0])
     return _all(call, placed[0])
 
@@ -572,27 +574,27 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
         return None
     for i, names in enumerate(letters):
         if name in names and call.inputs[i].kind is Kind.REPLICATE:
-            if _shape(call.op.inputs[i])[names.index(name)] == 1:
+            if lengths_of(call.op.inputs[i])[names.index(name)] == 1:
                 continue  # is broadcast, whatever the others have there
             call.require(i, placed.at(names.index(name)))
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-@_rule("MatMul", "SparseMatMul")
+@rule_for("MatMul", "SparseMatMul")
 def _matmul(call: Call) -> Sequence[Placement] | None:
     one = "km" if call.op.get_attr("transpose_a") else "mk"
     other = "nk" if call.op.get_attr("transpose_b") else "kn"
     return _contract(call, (one, other), "mn")
 
 
-@_rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+@rule_for("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 def _batch_matmul(call: Call) -> Sequence[Placement] | None:
-    ranks = [_rank(call, 0), _rank(call, 1)]
+    ranks = [rank_of(call, 0), rank_of(call, 1)]
     if None in ranks:
         return None
     batch = max(ranks) - 2
     names = "abcdefghij"[:batch]
-    shapes = [_shape(tensor) for tensor in call.op.inputs]
+    shapes = [lengths_of(tensor) for tensor in call.op.inputs]
     letters = []
     for i, (swapped, plain) in enumerate((("km", "mk"), ("nk", "kn"))):
         batch_axes = list(names[batch - (ranks[i] - 2) :])
@@ -604,7 +606,7 @@ def _batch_matmul(call: Call) -> Sequence[Placement] | None:
     return _contract(call, letters, names + "mn")
 
 
-@_rule("Einsum")
+@rule_for("Einsum")
 def _einsum(call: Call) -> Sequence[Placement] | None:
     equation = call.op.get_attr("equation").decode().replace(" ", "")
     given, result = equation.split("->")
@@ -612,15 +614,15 @@ def _einsum(call: Call) -> Sequence[Placement] | None:
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
     longest = 0
     for i, names in enumerate(letters):
-        rank = _rank(call, i)
+        rank = rank_of(call, i)
         if rank is None:
             return None
         if "..." in names:
             longest = max(longest, rank - (len(names) - 3))
     for i, names in enumerate(letters):
         if "..." in names:
-            count = _rank(call, i) - (len(names) - 3)
-            shape = _shape(call.op.inputs[i])
+            count = rank_of(call, i) - (len(names) - 3)
+            shape = lengths_of(call.op.inputs[i])
             begin = names.index("...")
             dots = spare[longest - count : longest] if count else []
             # One of length 1 is broadcast, whatever the others have there.
@@ -652,7 +654,7 @@ def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()
     return placed
 
 
-@_rule(
+@rule_for(
     """
     Conv Conv2D Conv3D DepthwiseConv2dNative Dilation2D RGBToHSV HSVToRGB LRN ResizeBilinear
     ResizeNearestNeighbor ResizeBicubic ResizeArea AdjustContrastv2 AdjustHue AdjustSaturation
@@ -663,15 +665,15 @@ def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()
 def _images(call: Call) -> Sequence[Placement] | None:
     if call.inputs[0].kind is not Kind.SHARD:
         return None
-    if call.op.type in ("AdjustHue", "AdjustSaturation", "AdjustContrastv2") and _rank(call, 0) != 4:
+    if call.op.type in ("AdjustHue", "AdjustSaturation", "AdjustContrastv2") and rank_of(call, 0) != 4:
         return None
-    if call.op.type in ("RGBToHSV", "HSVToRGB") and (_rank(call, 0) or 0) < 2:
+    if call.op.type in ("RGBToHSV", "HSVToRGB") and (rank_of(call, 0) or 0) < 2:
         return None
     placed = _samples_first(call, [0], range(1, len(call.inputs)))
     return None if placed is None else [placed]
 
 
-@_rule(
+@rule_for(
     """
     ResizeBilinearGrad ResizeNearestNeighborGrad ResizeBicubicGrad LRNGrad Dilation2DBackpropInput
     ScaleAndTranslateGrad DrawBoundingBoxes DrawBoundingBoxesV2
@@ -690,9 +692,9 @@ def _images_back(call: Call) -> Sequence[Placement] | None:
     return None if placed is None else [placed]
 
 
-@_rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
+@rule_for("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
 def _projections(call: Call) -> Sequence[Placement] | None:
-    transforms = _shape(call.op.inputs[1])
+    transforms = lengths_of(call.op.inputs[1])
     if transforms is None or call.inputs[0].kind is not Kind.SHARD:
         return None
     one = transforms[0] == 1 and call.inputs[1].whole
@@ -703,7 +705,7 @@ def _projections(call: Call) -> Sequence[Placement] | None:
     return None if placed is None else [placed]
 
 
-@_rule("SpaceToBatchND", "BatchToSpaceND")
+@rule_for("SpaceToBatchND", "BatchToSpaceND")
 def _space_to_batch(call: Call) -> Sequence[Placement] | None:
     """Place what a dilated convolution makes: all samples for one offset, then for the next."""
     placed, sizes = call.inputs[0], call.constant(1)
@@ -719,7 +721,7 @@ _POOLS = {"MaxPool": [0], "AvgPool": [0], "MaxPool3D": [0], "AvgPool3D": [0], "M
 _POOLS |= {"MaxPool3DGrad": [0, 1, 2], "MaxPoolGradGrad": [0, 1, 2], "MaxPool3DGradGrad": [0, 1, 2]}
 
 
-@_rule(*_POOLS)
+@rule_for(*_POOLS)
 def _pool(call: Call) -> Sequence[Placement] | None:
     if call.op.get_attr("ksize")[0] != 1 or call.op.get_attr("strides")[0] != 1:
         return None
@@ -733,14 +735,14 @@ def _sizes(call: Call, index: int) -> bool:
     return placed.kind is Kind.ROWS and bool(placed.counts[0]) and not any(placed.counts[1:])
 
 
-@_rule("AvgPoolGrad", "AvgPool3DGrad", counting=True)
+@rule_for("AvgPoolGrad", "AvgPool3DGrad", counting=True)
 def _pool_back(call: Call) -> Sequence[Placement] | None:
     if call.op.get_attr("ksize")[0] != 1 or not _sizes(call, 0) or call.inputs[1].kind is not Kind.SHARD:
         return None
     return None if call.inputs[1].axis else [call.inputs[1]]
 
 
-@_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput", counting=True)
+@rule_for("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput", counting=True)
 def _convolution_to_input(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[2]
     if placed.kind is not Kind.SHARD or placed.axis or not _sizes(call, 0):
@@ -749,17 +751,17 @@ def _convolution_to_input(call: Call) -> Sequence[Placement] | None:
     return [placed]
 
 
-@_rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+@rule_for("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 def _convolution_to_filter(call: Call) -> Sequence[Placement] | None:
     return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
 
 
-@_rule("Dilation2DBackpropFilter")
+@rule_for("Dilation2DBackpropFilter")
 def _dilation_to_filter(call: Call) -> Sequence[Placement] | None:
     return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
 
 
-@_rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+@rule_for("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 def _normalise(call: Call) -> Sequence[Placement] | None:
     if call.op.get_attr("is_training") or call.inputs[0].kind is not Kind.SHARD or call.inputs[0].axis:
         return None
@@ -790,7 +792,7 @@ def letters_of(op: tf.Operation) -> tuple[list[str], list[str]]:
     return given.split(), made.split()
 
 
-@_rule(*_LETTERS)
+@rule_for(*_LETTERS)
 def _by_letters(call: Call) -> Sequence[Placement] | None:
     given, made = letters_of(call.op)
     placed = next((one for one in call.inputs if one.kind is Kind.SHARD), None)
@@ -800,7 +802,7 @@ def _by_letters(call: Call) -> Sequence[Placement] | None:
         if letters == "*":
             if one != pending(None):
                 return None
-        elif "b" in letters and _rank(call, i) == len(letters):  # without a cell's state, input_c is a scalar
+        elif "b" in letters and rank_of(call, i) == len(letters):  # without a cell's state, input_c is a scalar
             here = placed.at(letters.index("b"))
             if one.kind is Kind.SHARD and (one.axis != here.axis or not same_rows(one, here)):
                 return None
@@ -814,7 +816,7 @@ def _by_letters(call: Call) -> Sequence[Placement] | None:
     ]
 
 
-@_rule("ReverseSequence")
+@rule_for("ReverseSequence")
 def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
     placed, lengths = call.inputs
     rows_along, turned = call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
@@ -827,16 +829,16 @@ def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
     return [placed]
 
 
-@_rule("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
+@rule_for("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
 def _labelled(call: Call) -> Sequence[Placement] | None:
     whole = [2] if call.op.type == "InTopKV2" else []
     placed = _samples_first(call, [0, 1], whole)
     return None if placed is None else _all(call, placed)
 
 
-@_rule("SoftmaxCrossEntropyWithLogits")
+@rule_for("SoftmaxCrossEntropyWithLogits")
 def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
-    shapes = [_shape(tensor) for tensor in call.op.inputs]
+    shapes = [lengths_of(tensor) for tensor in call.op.inputs]
     # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
     if any(shape is None or shape[0] == 1 for shape in shapes):
         return None
@@ -847,7 +849,7 @@ def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
 # Shapes and counts.
 
 
-@_rule("Shape", "ShapeN")
+@rule_for("Shape", "ShapeN")
 def _shape_of(call: Call) -> Sequence[Placement] | None:
     placed = []
     for one, tensor in zip(call.inputs, call.op.inputs, strict=True):
@@ -863,9 +865,9 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
     return placed
 
 
-@_rule("Size")
+@rule_for("Size")
 def _size_of(call: Call) -> Sequence[Placement] | None:
-    (one,), shape = call.inputs, _shape(call.op.inputs[0])
+    (one,), shape = call.inputs, lengths_of(call.op.inputs[0])
     if one.kind is Kind.PLACES:
         return [rows(one.counts[:1])] if one.op == "sum" else None
     if one.kind is not Kind.SHARD:
@@ -876,7 +878,7 @@ def _size_of(call: Call) -> Sequence[Placement] | None:
     return [rows((-1 if None in others or not one.each else one.each * one.blocks * math.prod(others),))]
 
 
-@_rule("Rank")
+@rule_for("Rank")
 def _rank_of(call: Call) -> Sequence[Placement] | None:
     return [REPLICATE]
 
@@ -898,7 +900,7 @@ COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
 TAKING_PLACES = names("AddV2 Cast GatherV2 Identity Mul Reshape SelectV2 Shape Size UnsortedSegmentSum")
 
 
-@_rule("StridedSlice", counting=True)
+@rule_for("StridedSlice", counting=True)
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     for i in (1, 3):
@@ -906,10 +908,10 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
             call.require(i, REPLICATE)
     if placed.kind is not Kind.SHARD:
         return None
-    spec = _slice_spec(call)
+    spec = slice_spec(call)
     if call.inputs[2].kind is Kind.ROWS and (spec is None or not _ends_with_rows(spec, call.inputs[2], placed)):
         call.require(2, REPLICATE)
-        spec = _slice_spec(call)
+        spec = slice_spec(call)
     if spec is None:
         return None
     kept = _sliced_axis(spec, placed.axis)
@@ -918,17 +920,17 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
 
 def _ends_with_rows(spec: list[Any], ends: Placement, placed: Placement) -> bool:
     """Return whether a slice's only end that counts rows is as many as the tower's, along their own axis."""
-    index = _only(ends.counts)
+    index = only_one(ends.counts)
     if index is None or ends.counts[index] != placed.each * placed.blocks or spec.count("rows") != 1:
         return False
     return sum(one != "new" for one in spec[: spec.index("rows")]) == placed.axis
 
 
-def _slice_spec(call: Call) -> list[Any] | None:
+def slice_spec(call: Call) -> list[Any] | None:
     """Say of each axis of the operand, and of each new one: "all", "rows" (to a count), "some", "one", "new"."""
     begin, _, strides = (call.constant(1 + i) for i in range(3))
     back = call.op.type == "StridedSliceGrad"  # whose first input is the operand's shape
-    rank = call.op.inputs[0].shape[0] if back else _rank(call, 0)
+    rank = call.op.inputs[0].shape[0] if back else rank_of(call, 0)
     length = call.op.inputs[1].shape[0]
     if length is None or rank is None:
         return None
@@ -967,25 +969,25 @@ def _sliced_axis(spec: list[Any], axis: int) -> Any:
     return None
 
 
-@_rule("StridedSliceGrad", counting=True)
+@rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, placed = call.inputs[0], call.inputs[4]
     if shape.kind is not Kind.ROWS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
         return None
-    axis = _only(shape.counts)
-    spec = None if axis is None else _slice_spec(call)
+    axis = only_one(shape.counts)
+    spec = None if axis is None else slice_spec(call)
     if spec is None or _sliced_axis(spec, axis) != placed.axis:
         return None
     return [placed.at(axis)]
 
 
-def _only(counts: Sequence[int]) -> Any:
+def only_one(counts: Sequence[int]) -> Any:
     """Return the index of the only element that counts rows; None if there are others, or none."""
     found = [i for i, count in enumerate(counts) if count]
     return found[0] if len(found) == 1 else None
 
 
-@_rule("Pack")
+@rule_for("Pack")
 def _pack(call: Call) -> Sequence[Placement] | None:
     kinds = {placed.kind for placed in call.inputs}
     if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
@@ -993,16 +995,16 @@ def _pack(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[_sharded(call)[0]]
     if any(call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)):
         return None
-    rank = (_rank(call, 0) or 0) + 1
+    rank = (rank_of(call, 0) or 0) + 1
     axis = call.op.get_attr("axis") % rank
     for i in range(len(call.inputs)):
         call.require(i, placed)
     return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
-@_rule("Unpack")
+@rule_for("Unpack")
 def _unpack(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], _rank(call, 0)
+    placed, rank = call.inputs[0], rank_of(call, 0)
     if rank is None or placed.kind is not Kind.SHARD:
         return None
     axis = call.op.get_attr("axis") % rank
@@ -1011,7 +1013,7 @@ def _unpack(call: Call) -> Sequence[Placement] | None:
     return _all(call, placed.at(placed.axis - (axis < placed.axis)))
 
 
-@_rule("ConcatV2")
+@rule_for("ConcatV2")
 def _concat(call: Call) -> Sequence[Placement] | None:
     parts = call.inputs[:-1]
     axis = call.constant(len(parts))
@@ -1020,7 +1022,7 @@ def _concat(call: Call) -> Sequence[Placement] | None:
         return None
     placed = next(p for p in parts if p.kind is Kind.SHARD)
     shards = [p for p in parts if p.kind is Kind.SHARD]
-    rank = _rank(call, 0)
+    rank = rank_of(call, 0)
     if rank is None or any(p.axis != placed.axis for p in shards):
         return None
     if int(axis) % rank != placed.axis:
@@ -1035,7 +1037,7 @@ def _concat(call: Call) -> Sequence[Placement] | None:
     return [shard(placed.axis, sum(p.blocks for p in shards), placed.each)]
 
 
-@_rule("Slice", counting=True)
+@rule_for("Slice", counting=True)
 def _slice(call: Call) -> Sequence[Placement] | None:
     placed, begin, size = call.inputs
     if placed.kind is not Kind.SHARD:
@@ -1043,13 +1045,13 @@ def _slice(call: Call) -> Sequence[Placement] | None:
     axis = placed.axis
     if size.kind is Kind.ROWS:
         count = size.counts[axis]
-        if _only(size.counts) != axis or not placed.each or count < 1 or count % placed.each:
+        if only_one(size.counts) != axis or not placed.each or count < 1 or count % placed.each:
             return None
         if count == placed.each * placed.blocks:  # all of them, so that it begins with the first
             return [placed] if begin.whole or (begin.kind is Kind.ROWS and not any(begin.counts)) else None
         first = begin.counts[axis] if begin.kind is Kind.ROWS else None
         zero = _constant_element(call, 1, axis) == 0
-        if begin.kind is Kind.ROWS and _only(begin.counts) != axis:
+        if begin.kind is Kind.ROWS and only_one(begin.counts) != axis:
             return None
         if not zero and (first is None or first < 0 or first % placed.each):
             return None
@@ -1072,7 +1074,7 @@ def _constant_element(call: Call, index: int, element: int) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-@_rule("BroadcastGradientArgs", counting=True)
+@rule_for("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
     if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
@@ -1085,7 +1087,7 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         return None
     found = []
     for placed, length in zip(call.inputs, lengths, strict=True):
-        axis = _only(placed.counts)
+        axis = only_one(placed.counts)
         if placed.kind is Kind.ROWS and axis is None:
             return None
         found.append(None if axis is None else axis - length)
@@ -1098,14 +1100,14 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         if open_ and _constant_element(call, i, length + place) != 1:
             return None
     operands = [
-        REPLICATE if one is None else shard(_only(placed.counts), 1, 0)
+        REPLICATE if one is None else shard(only_one(placed.counts), 1, 0)
         for placed, one in zip(call.inputs, found, strict=True)
     ]
     rank = max(length for length in lengths if length is not None)
     return [axes(operand, rank + place) for operand in operands]
 
 
-@_rule("Reshape", counting=True)
+@rule_for("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
@@ -1113,7 +1115,7 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
     if placed.kind not in (Kind.SHARD, Kind.PLACES) or before is None or after is None:
         return None
-    axis = _only(shape.counts) if shape.kind is Kind.ROWS else _open_element(call, 1)
+    axis = only_one(shape.counts) if shape.kind is Kind.ROWS else _open_element(call, 1)
     if axis is None:
         return None
     if placed.kind is Kind.PLACES:
@@ -1152,12 +1154,12 @@ def _open_element(call: Call, index: int) -> int | None:
 
 
 def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
-    if shape.kind is not Kind.ROWS or placed.of is None or _only(shape.counts) != placed.of.axis:
+    if shape.kind is not Kind.ROWS or placed.of is None or only_one(shape.counts) != placed.of.axis:
         return None
     return [placed.of]
 
 
-@_rule("Transpose", "ConjugateTranspose")
+@rule_for("Transpose", "ConjugateTranspose")
 def _transpose(call: Call) -> Sequence[Placement] | None:
     placed, order = call.inputs[0], call.constant(1)
     if order is None or placed.kind is not Kind.SHARD:
@@ -1165,7 +1167,7 @@ def _transpose(call: Call) -> Sequence[Placement] | None:
     return [placed.at(int(np.flatnonzero(order == placed.axis)[0]))]
 
 
-@_rule("ExpandDims")
+@rule_for("ExpandDims")
 def _expand(call: Call) -> Sequence[Placement] | None:
     placed, axis, rank = call.inputs[0], call.constant(1), call.op.outputs[0].shape.rank
     if axis is None or rank is None or placed.kind is not Kind.SHARD:
@@ -1174,9 +1176,9 @@ def _expand(call: Call) -> Sequence[Placement] | None:
     return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
-@_rule("Squeeze")
+@rule_for("Squeeze")
 def _squeeze(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], _rank(call, 0)
+    placed, rank = call.inputs[0], rank_of(call, 0)
     squeezed = call.op.get_attr("squeeze_dims")
     if rank is None or not squeezed or placed.kind is not Kind.SHARD:
         return None
@@ -1186,10 +1188,10 @@ def _squeeze(call: Call) -> Sequence[Placement] | None:
     return [placed.at(placed.axis - sum(axis < placed.axis for axis in squeezed))]
 
 
-@_rule("Split", "SplitV")
+@rule_for("Split", "SplitV")
 def _split(call: Call) -> Sequence[Placement] | None:
     given, along = (1, 0) if call.op.type == "Split" else (0, 2)
-    placed, axis, rank = call.inputs[given], call.constant(along), _rank(call, given)
+    placed, axis, rank = call.inputs[given], call.constant(along), rank_of(call, given)
     if axis is None or rank is None or placed.kind is not Kind.SHARD:
         return None
     if int(axis) % rank != placed.axis:
@@ -1200,7 +1202,7 @@ def _split(call: Call) -> Sequence[Placement] | None:
     return _all(call, shard(placed.axis, placed.blocks // count, placed.each))
 
 
-@_rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+@rule_for("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def _pad(call: Call) -> Sequence[Placement] | None:
     placed, widths = call.inputs[0], call.constant(1)
     if placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
@@ -1211,22 +1213,22 @@ def _pad(call: Call) -> Sequence[Placement] | None:
     return None if widths[placed.axis].any() else [placed]
 
 
-@_rule("Fill", "Empty", counting=True)
+@rule_for("Fill", "Empty", counting=True)
 def _fill(call: Call) -> Sequence[Placement] | None:
     dims = call.inputs[0]
-    axis = _only(dims.counts) if dims.kind is Kind.ROWS else None
+    axis = only_one(dims.counts) if dims.kind is Kind.ROWS else None
     if axis is None or not all(value.whole for value in call.inputs[1:]):
         return None
     return [shard(axis, 0, max(dims.counts[axis], 0))]
 
 
-@_rule("BroadcastTo", counting=True)
+@rule_for("BroadcastTo", counting=True)
 def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
-    before, rank = _shape(call.op.inputs[0]), call.op.outputs[0].shape.rank
+    before, rank = lengths_of(call.op.inputs[0]), call.op.outputs[0].shape.rank
     if before is None or rank is None:
         return None
-    axis = _only(shape.counts) if shape.kind is Kind.ROWS else None
+    axis = only_one(shape.counts) if shape.kind is Kind.ROWS else None
     if axis is None:
         return None
     here = axis - (rank - len(before))
@@ -1241,14 +1243,14 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     return [shard(axis, 0, count)]
 
 
-@_rule("Tile", counting=True)
+@rule_for("Tile", counting=True)
 def _tile(call: Call) -> Sequence[Placement] | None:
     placed, times = call.inputs
-    before = _shape(call.op.inputs[0])
+    before = lengths_of(call.op.inputs[0])
     if before is None:
         return None
     if times.kind is Kind.ROWS:
-        axis = _only(times.counts)
+        axis = only_one(times.counts)
         if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
             return None
         return [shard(axis, 0, max(times.counts[axis], 0))]
@@ -1258,11 +1260,11 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
-@_rule("GatherV2")
+@rule_for("GatherV2")
 def _gather(call: Call) -> Sequence[Placement] | None:
     params, indices, _ = call.inputs
     axis, skipped = call.constant(2), call.op.get_attr("batch_dims")
-    ranks = _rank(call, 0), _rank(call, 1)
+    ranks = rank_of(call, 0), rank_of(call, 1)
     if axis is None or None in ranks:
         return None
     axis = int(axis) % max(ranks[0], 1)
@@ -1289,28 +1291,28 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     return None
 
 
-@_rule("ResourceGather")
+@rule_for("ResourceGather")
 def _resource_gather(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[1]
     plain = call.inputs[0].whole and placed.kind is Kind.SHARD and not call.op.get_attr("batch_dims")
     return [placed] if plain else None
 
 
-@_rule("GatherNd", "ResourceGatherNd")
+@rule_for("GatherNd", "ResourceGatherNd")
 def _gather_nd(call: Call) -> Sequence[Placement] | None:
-    indices, rank = call.inputs[1], _rank(call, 1)
+    indices, rank = call.inputs[1], rank_of(call, 1)
     if rank is None or indices.kind is not Kind.SHARD or not call.inputs[0].whole or indices.axis == rank - 1:
         return None
     return [indices]
 
 
-@_rule("LookupTableFind", "LookupTableFindV2")
+@rule_for("LookupTableFind", "LookupTableFindV2")
 def _look_up(call: Call) -> Sequence[Placement] | None:
-    same = _rank(call, 1) == call.op.outputs[0].shape.rank or call.inputs[1].axis == 0
+    same = rank_of(call, 1) == call.op.outputs[0].shape.rank or call.inputs[1].axis == 0
     return [call.inputs[1]] if call.inputs[1].kind is Kind.SHARD and call.inputs[2].whole and same else None
 
 
-@_rule("Range", counting=True)
+@rule_for("Range", counting=True)
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
@@ -1318,20 +1320,20 @@ def _range(call: Call) -> Sequence[Placement] | None:
     return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
 
 
-@_rule("OneHot")
+@rule_for("OneHot")
 def _one_hot(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], _rank(call, 0)
+    placed, rank = call.inputs[0], rank_of(call, 0)
     if rank is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
         return None
     axis = call.op.get_attr("axis") % (rank + 1)
     return [placed.at(placed.axis + (axis <= placed.axis))]
 
 
-@_rule("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
+@rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor of which elements change that have the same indices for each row."""
     tensor, indices, updates = call.inputs
-    depth, rank, whole_rank = _shape(call.op.inputs[1]), _rank(call, 1), _rank(call, 0)
+    depth, rank, whole_rank = lengths_of(call.op.inputs[1]), rank_of(call, 1), rank_of(call, 0)
     if not indices.whole or not depth or depth[-1] is None or whole_rank is None:
         return None
     moved = depth[-1] - (rank - 1)  # the axes of the updates begin with those of the indices
@@ -1345,11 +1347,11 @@ def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     return [placed]
 
 
-_SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
-_SEGMENTS |= {"UnsortedSegmentProd": "prod"}
+SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
+SEGMENTS |= {"UnsortedSegmentProd": "prod"}
 
 
-@_rule(*_SEGMENTS, counting=True)
+@rule_for(*SEGMENTS, counting=True)
 def _segments(call: Call) -> Sequence[Placement] | None:
     data, ids, count = call.inputs
     if ids.kind is Kind.PLACES:  # each row, in its turn
@@ -1360,7 +1362,7 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     call.require(2, REPLICATE)
     if call.op.inputs[0].dtype.name not in native.DTYPES:
         return None
-    rank = _rank(call, 1)
+    rank = rank_of(call, 1)
     if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
         return None
     if ids.whole and data.axis >= rank:
@@ -1373,13 +1375,13 @@ def _segments(call: Call) -> Sequence[Placement] | None:
         return None
     call.require(0, placed)
     call.require(1, placed)
-    return [partial(_SEGMENTS[call.op.type])]
+    return [partial(SEGMENTS[call.op.type])]
 
 
-@_rule("ScatterNd", counting=True)
+@rule_for("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
     indices, updates = call.inputs[:2]
-    rank = _rank(call, 0)
+    rank = rank_of(call, 0)
     call.require(2, REPLICATE)
     if rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
         return None
@@ -1395,349 +1397,34 @@ def _scatter_nd(call: Call) -> Sequence[Placement] | None:
     return [SUM]
 
 
-@_rule("Bincount", "DenseBincount")
+@rule_for("Bincount", "DenseBincount")
 def _bincount(call: Call) -> Sequence[Placement] | None:
     values, size, _ = call.inputs
     if values.kind is not Kind.SHARD or not size.whole or values.axis:
         return None
-    empty = _shape(call.op.inputs[2]) == [0]
+    empty = lengths_of(call.op.inputs[2]) == [0]
     if not empty:
         call.require(2, values)
-    if _rank(call, 0) == 2:
+    if rank_of(call, 0) == 2:
         return [values] if call.op.type == "DenseBincount" else None
-    if _rank(call, 0) != 1 or call.op.outputs[0].dtype.name not in native.DTYPES:
+    if rank_of(call, 0) != 1 or call.op.outputs[0].dtype.name not in native.DTYPES:
         return None
     binary = call.op.type == "DenseBincount" and call.op.get_attr("binary_output")
     return [partial("max") if binary else SUM]
 
 
-@_rule("Bitcast")
+@rule_for("Bitcast")
 def _bitcast(call: Call) -> Sequence[Placement] | None:
     same = call.op.inputs[0].dtype.size == call.op.outputs[0].dtype.size
     return [call.inputs[0]] if same and call.inputs[0].kind is Kind.SHARD else None
 
 
-@_rule("EnsureShape")
+@rule_for("EnsureShape")
 def _ensure_shape(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     expected = tf.TensorShape(call.op.get_attr("shape"))
     open_rows = expected.rank is None or (placed.kind is Kind.SHARD and expected[placed.axis] is None)
     return [placed] if open_rows else None
-
-
-# Sparse and ragged tensors: of their values a tower has as many as its data say, in the order of its rows. So they are
-# the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples. A mean is none of them:
-# it weighs towers by their samples.
-
-OF_ANY_UNIT = (
-    (ELEMENTWISE - names("Select"))
-    | MOVING
-    | COUNTING
-    | names(
-        """
-        All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
-        SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
-        """
-    )
-)
-
-# Rules for what numbers the tower's own rows, or is made of row splits; see `Kind.PLACES`, `Kind.INDICES`, `PIECE`.
-NUMBERED: dict[str, Rule] = {}
-
-
-def _numbered(*types: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        NUMBERED.update(dict.fromkeys(names(" ".join(types)), rule))
-        return rule
-
-    return add
-
-
-def numbered(placed: Placement) -> Placement | None:
-    """Return how numbers of a tower's rows are placed once they are those of the batch's; None: it is none of these."""
-    if placed.kind is Kind.PLACES and placed.op in ("sum", "row"):
-        return shard(placed.axis, 1, max(placed.counts[0], 0))
-    return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
-
-
-def _places(like: Placement, by: Placement, op: str = "own", kind: Kind = Kind.PLACES) -> Placement:
-    """Return the placement of numbers of the same things as `like`, one for each of the rows that are placed `by`."""
-    return Placement(kind, by.axis, by.blocks, by.each, op, like.counts, unit=by.unit)
-
-
-def _numbers_of(placed: Placement) -> int:
-    """Return how many elements for each sample it is that numbers number; 0 if that is open."""
-    return max(placed.counts[0], 0) * placed.counts[1]
-
-
-@_numbered("Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
-def _moved_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place numbers, each of which stays what it is, as rows go."""
-    placed, kind = call.inputs[0], call.op.type
-    if placed.kind is Kind.PIECE:
-        return [placed] if kind in ("Cast", "Identity") else None
-    before = numbered(placed)
-    if before is None or not call.op.outputs[0].dtype.is_integer or placed.op == "map":
-        return None
-    if kind in ("Cast", "Identity"):
-        return [placed]
-    if placed.kind is Kind.INDICES and (kind != "Squeeze" or _shape(call.op.inputs[0])[1] != 1):
-        return None
-    call.inputs[0], call.unit = before.of_unit(""), before.unit
-    made = RULES[kind](call)
-    call.inputs[0], call.unit = placed, ""
-    if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
-        return None
-    op = placed.op if kind == "Squeeze" and placed.op == "every" else "own"
-    return [_places(placed, made[0].of_unit(before.unit), op)]
-
-
-@_numbered("StridedSlice")
-def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place columns of a sparse tensor's indices; or what row splits say of each row."""
-    placed, (begin, end, strides) = call.inputs[0], (call.constant(i) for i in (1, 2, 3))
-    if begin is None or end is None or strides is None or np.any(strides != 1):
-        return None
-    spec = _slice_spec(call)
-    if placed.kind is Kind.PIECE and placed.op == "length":
-        return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
-    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
-        if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
-            return [dataclasses.replace(PIECE, op="ends")]
-        from_first = call.op.get_attr("begin_mask") or begin[0] == 0
-        return [dataclasses.replace(PIECE, op="begins")] if from_first and end[0] == -1 and spec == ["some"] else None
-    if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
-        return None
-    by = shard(0, 1, placed.each, placed.unit)
-    if spec[1] == "one" and begin[1] == 0:
-        return [_places(placed, by, placed.op)]
-    return [by] if spec[1] in ("one", "some") and begin[1] > 0 else None
-
-
-@_numbered("Shape")
-def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
-    (placed,), rank = call.inputs, _rank(call, 0)
-    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
-        return [dataclasses.replace(placed, op="length")]
-    by = numbered(placed)
-    if by is None or rank is None:
-        return None
-    return [rows(tuple((by.each or -1) if axis == by.axis else 0 for axis in range(rank))).of_unit(by.unit)]
-
-
-@_numbered("Size")
-def _size_of_numbers(call: Call) -> Sequence[Placement] | None:
-    by = numbered(call.inputs[0])
-    return None if by is None or _rank(call, 0) != 1 else [rows((by.each or -1,)).of_unit(by.unit)]
-
-
-@_numbered("Sub")
-def _less_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place the lengths of a ragged tensor's rows; or how many rows there are: as many as splits, but for one."""
-    one, other = call.inputs
-    if (one.op, other.op) == ("ends", "begins"):
-        same = call.op.inputs[0].op.inputs[0] is call.op.inputs[1].op.inputs[0]
-        return [shard()] if one.kind is other.kind is Kind.PIECE and same else None
-    return [rows((1,))] if one == dataclasses.replace(PIECE, op="length") and call.constant(1) == 1 else None
-
-
-@_numbered("ZerosLike GreaterEqual Maximum")
-def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
-    placed, by = call.inputs[0], numbered(call.inputs[0])
-    if by is None or placed.kind is not Kind.PLACES or placed.op not in ("own", "every"):
-        return None
-    if call.op.type == "ZerosLike":
-        return [by]
-    zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
-    return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
-
-
-@_numbered("Pack")
-def _packed_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place the indices that a step makes of rows and columns."""
-    first, *others = call.inputs
-    by = numbered(first)
-    if by is None or first.axis or first.kind is not Kind.PLACES or _rank(call, 0) != 1:
-        return None
-    plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
-    if not plain or not others or first.counts[0] < 1 or call.op.get_attr("axis") % 2 != 1:
-        return None
-    every = first.op == "every" or (first.op == "sum" and first.counts[1] == 1)
-    return [_places(first, by, "every" if every else "own", Kind.INDICES)]
-
-
-@_numbered("GatherV2")
-def _gather_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place what each takes from one of the tower's rows, as the gradient of a sum over segments does."""
-    params, indices, _ = call.inputs
-    by, of = numbered(indices), counted(numbered(params) or params)
-    if by is None or call.constant(2) != 0 or call.op.get_attr("batch_dims") or by.axis or _rank(call, 1) != 1:
-        return None
-    if of.kind is not Kind.SHARD or of.axis or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
-        return None
-    known = of.each == _numbers_of(indices) > 0
-    if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
-        return None
-    return [by if params.kind is Kind.SHARD else _places(params, by)] if params.op != "map" else None
-
-
-@_numbered("GatherNd")
-def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
-    params, indices = call.inputs
-    fits = params == shard() and indices.kind is Kind.INDICES and params.each == _numbers_of(indices) > 0
-    return [shard(0, 1, indices.each, indices.unit)] if fits else None
-
-
-@_rule("Where")
-def _where(call: Call) -> Sequence[Placement] | None:
-    """Place the places of what is true, which number the tower's rows."""
-    placed, rank = call.inputs[0], _rank(call, 0)
-    if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.within:
-        return None
-    unit = _splits_of(call.op.outputs[0], call.row_splits) or call.op.outputs[0].name
-    return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
-
-
-def _behind(tensor: tf.Tensor, passed: str) -> tf.Operation:
-    """Return the op that a tensor comes from, by way of identities and ops of these types."""
-    while tensor.op.type in names(f"Identity {passed}"):
-        tensor = tensor.op.inputs[0]
-    return tensor.op
-
-
-def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
-    """Return how many columns a sequence mask has whose places of what is true these are; None: it is none."""
-    mask = _behind(places, "Squeeze Where Reshape")
-    columns = _behind(mask.inputs[0], "") if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
-    from_zero = columns.type == "Range" and [tf.get_static_value(columns.inputs[i]) for i in (0, 2)] == [0, 1]
-    return columns.inputs[1] if from_zero and _shape(mask.inputs[1])[1] == 1 else None
-
-
-def _is_as_long(call: Call) -> bool:
-    """Return whether a gather takes, of rows that are repeated, what a sequence mask of as many columns shows."""
-    tiled, places = call.op.inputs[:2]
-    tile, mask = _behind(tiled, "Reshape"), _behind(places, "Squeeze Where Reshape")
-    if tile.type != "Tile" or tiled.shape.rank != 1 or tile.inputs[1].op.type != "Pack":
-        return False
-    if (_shape(tile.inputs[0]) or [None])[1:] != [1] or tile.inputs[1].op.inputs[1] is not _columns_of(places):
-        return False
-    return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
-
-
-def _splits_of(places: tf.Tensor, row_splits: Collection[str]) -> str:
-    """Return the name of the row splits whose rows' lengths a sequence mask shows, in as many columns as it takes."""
-    limit = _columns_of(places)
-    if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
-        return ""
-    longest = limit.op.inputs[1].op.inputs[0]
-    column = _behind(_behind(places, "Squeeze Where Reshape").inputs[1], "Cast")
-    lengths = _behind(longest, "Cast BroadcastTo")
-    if column.type != "ExpandDims" or column.inputs[0] is not longest or lengths.type != "Sub":
-        return ""
-    ends, begins = (tensor.op for tensor in lengths.inputs)
-    if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
-        return ""
-    fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
-    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else ""
-
-
-_SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
-_GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum")
-
-
-@_numbered(*_SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
-def _segments_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place what comes of segments that are the tower's rows."""
-    gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in _SEGMENTS
-    data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
-    by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or _rank(call, 1) != 1 or not count or ids.op not in ("own", "every"):
-        return None
-    plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
-    ends = call.inputs[2] == rows((count,)) if unsorted else ids.op == "every"
-    return [shard(0, 1, count)] if plain and ends else None
-
-
-def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
-    """Return how the rows are placed of a sparse tensor that an op takes by these inputs; None: not by samples."""
-    placed = call.inputs[indices]
-    count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
-    fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.op in ("own", "every")
-    of = call.inputs[shape]
-    return shard(0, 1, count) if fits and _only(of.counts) == 0 and of == rows((count, *of.counts[1:])) else None
-
-
-@_numbered("SparseTensorDenseMatMul")
-def _sparse_product(call: Call) -> Sequence[Placement] | None:
-    placed, other = _sparse_rows(call, 0, 1, 2), call.inputs[3]
-    if placed is None or other.kind not in (Kind.SHARD, Kind.REPLICATE, Kind.PARTIAL):
-        return None
-    if not call.op.get_attr("adjoint_a"):
-        call.require(3, REPLICATE)
-        return [placed]
-    here = placed.at(int(call.op.get_attr("adjoint_b")))
-    if other.kind is not Kind.SHARD or other.axis != here.axis or not same_rows(other, here):
-        return None
-    call.require(3, here)
-    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
-
-
-@_numbered("SparseToDense")
-def _sparse_to_dense(call: Call) -> Sequence[Placement] | None:
-    placed = _sparse_rows(call, 0, 2, 1)
-    return None if placed is None or not call.inputs[3].whole else [placed]
-
-
-@_numbered("SparseReorder", "SparseSoftmax")
-def _sparse_values(call: Call) -> Sequence[Placement] | None:
-    placed = None if _sparse_rows(call, 0, 1, 2) is None else call.inputs[:2]
-    return placed if call.op.type == "SparseReorder" else placed and placed[1:]
-
-
-@_numbered("SparseFillEmptyRows")
-def _sparse_fill(call: Call) -> Sequence[Placement] | None:
-    """Place a sparse tensor with a value in each row, and where the values go that there were."""
-    placed, indices = _sparse_rows(call, 0, 1, 2), call.inputs[0]
-    if placed is None or not call.inputs[3].whole or call.within:
-        return None
-    filled = shard(unit=call.op.outputs[1].name)
-    return [
-        _places(indices, filled, "every", Kind.INDICES),
-        filled,
-        placed,
-        Placement(Kind.PLACES, op="map", counts=(0, 0), unit=indices.unit),
-    ]
-
-
-@_numbered("SparseFillEmptyRowsGrad")
-def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
-    moved, gradient = call.inputs
-    filled = shard(unit=call.op.inputs[0].op.outputs[1].name)
-    return [shard(unit=moved.unit), SUM] if moved.op == "map" and gradient == filled else None
-
-
-@_numbered("RaggedTensorToTensor")
-def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
-    """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
-    lengths, splits = call.constant(0), call.op.inputs[3].name
-    plain = len(call.inputs) == 4 and call.inputs[3] == PIECE and splits in call.row_splits and call.inputs[2].whole
-    open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
-    return [shard()] if plain and open_ and call.inputs[1] == shard(unit=splits) and not call.within else None
-
-
-@_rule("SparseCross")
-def _sparse_cross(call: Call) -> Sequence[Placement] | None:
-    """Place the crosses of dense columns, of which each row has as many."""
-    widths = [_shape(tensor) for tensor in call.op.inputs]
-    if any(one != shard() for one in call.inputs) or any(not one or len(one) != 2 or None in one[1:] for one in widths):
-        return None
-    each = call.inputs[0].each
-    made = shard(0, 1, each * math.prod(one[1] for one in widths))
-    return (
-        [Placement(Kind.INDICES, op="every", counts=(each, 1), each=made.each), made, rows((each, 0))] if each else None
-    )
 
 
 # Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
@@ -1768,7 +1455,7 @@ _SHAPED |= dict.fromkeys(names("StatefulUniform StatefulStandardNormalV2 Statefu
 _SHAPED |= dict.fromkeys(names("StatefulUniformInt StatefulUniformFullInt StatefulRandomBinomial"), (2, None))
 _SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "ScatterNd": (2, None)}
 _SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
-_SHAPED |= dict.fromkeys(_SEGMENTS, (2, 0))
+_SHAPED |= dict.fromkeys(SEGMENTS, (2, 0))
 # Where the first input has rows along that axis, the results have them along these.
 _SAME_ROWS: dict[str, tuple[int, tuple[int | None, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
 _SAME_ROWS |= dict.fromkeys(names("Unique UniqueWithCounts"), (0, (None, 0)))  # which of them each is
@@ -1816,7 +1503,7 @@ def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Plac
 # where the tensors have them.
 
 
-@_rule("TensorListFromTensor")
+@rule_for("TensorListFromTensor")
 def _list_from(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.SHARD or (placed.axis == 0 and placed.blocks != 1):
@@ -1825,7 +1512,7 @@ def _list_from(call: Call) -> Sequence[Placement] | None:
     return [items(placed.at(placed.axis - 1) if placed.axis else dataclasses.replace(EACH, each=placed.each))]
 
 
-@_rule("TensorListStack", counting=True)
+@rule_for("TensorListStack", counting=True)
 def _list_stack(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS:
@@ -1840,7 +1527,7 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
     return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
 
 
-@_rule("TensorListReserve", "EmptyTensorList", counting=True)
+@rule_for("TensorListReserve", "EmptyTensorList", counting=True)
 def _list_begin(call: Call) -> Sequence[Placement] | None:
     shape, length = call.inputs
     if shape.kind not in (Kind.ROWS, Kind.REPLICATE):
@@ -1858,12 +1545,12 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
     if of.kind is not Kind.SHARD:
         return shape.whole
     if shape.kind is Kind.ROWS:
-        return _only(shape.counts) == of.axis
+        return only_one(shape.counts) == of.axis
     known = call.constant(index)
     return known is not None and (known.ndim == 0 or known[of.axis] == -1)
 
 
-@_rule("TensorListGetItem", "TensorListPopBack", counting=True)
+@rule_for("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS or any(
@@ -1883,7 +1570,7 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     return [of]
 
 
-@_rule("TensorListSetItem", "TensorListPushBack", counting=True)
+@rule_for("TensorListSetItem", "TensorListPushBack", counting=True)
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
@@ -1906,7 +1593,7 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     return [placed]
 
 
-@_rule("TensorListLength", "TensorListElementShape", counting=True)
+@rule_for("TensorListLength", "TensorListElementShape", counting=True)
 def _list_length(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS:
@@ -1917,7 +1604,7 @@ def _list_length(call: Call) -> Sequence[Placement] | None:
     return [REPLICATE]
 
 
-@_rule("OptionalGetValue", "OptionalHasValue")
+@rule_for("OptionalGetValue", "OptionalHasValue")
 def _optional(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS or len(call.op.outputs) > 1:

@@ -1,0 +1,341 @@
+"""Rules for sparse and ragged tensors: of their values a tower has as many as its data say, in the order of its rows.
+
+So such values are the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples. Numbers
+of the tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`), have rules in `NUMBERED`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.semantics.placements import PIECE, REPLICATE, SUM, Kind, Placement, rows, shard
+from ncclsync.semantics.rules import (
+    COUNTING,
+    ELEMENTWISE,
+    MOVING,
+    NUMBERED,
+    RULES,
+    SEGMENTS,
+    Call,
+    Rule,
+    counted,
+    lengths_of,
+    names,
+    only_one,
+    rank_of,
+    rule_for,
+    same_rows,
+    slice_spec,
+)
+
+# A mean is none of these: it weighs towers by their samples.
+OF_ANY_UNIT = (
+    (ELEMENTWISE - names("Select"))
+    | MOVING
+    | COUNTING
+    | names(
+        """
+        All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
+        LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
+        SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
+        """
+    )
+)
+
+
+def _numbered(*types: str) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        NUMBERED.update(dict.fromkeys(names(" ".join(types)), rule))
+        return rule
+
+    return add
+
+
+def numbered(placed: Placement) -> Placement | None:
+    """Return how numbers of a tower's rows are placed once they are those of the batch's; None: it is none of these."""
+    if placed.kind is Kind.PLACES and placed.op in ("sum", "row"):
+        return shard(placed.axis, 1, max(placed.counts[0], 0))
+    return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
+
+
+def _places(like: Placement, by: Placement, op: str = "own", kind: Kind = Kind.PLACES) -> Placement:
+    """Return the placement of numbers of the same things as `like`, one for each of the rows that are placed `by`."""
+    return Placement(kind, by.axis, by.blocks, by.each, op, like.counts, unit=by.unit)
+
+
+def _numbers_of(placed: Placement) -> int:
+    """Return how many elements for each sample it is that numbers number; 0 if that is open."""
+    return max(placed.counts[0], 0) * placed.counts[1]
+
+
+@_numbered("Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
+def _moved_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place numbers, each of which stays what it is, as rows go."""
+    placed, kind = call.inputs[0], call.op.type
+    if placed.kind is Kind.PIECE:
+        return [placed] if kind in ("Cast", "Identity") else None
+    before = numbered(placed)
+    if before is None or not call.op.outputs[0].dtype.is_integer or placed.op == "map":
+        return None
+    if kind in ("Cast", "Identity"):
+        return [placed]
+    if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1] != 1):
+        return None
+    call.inputs[0], call.unit = before.of_unit(""), before.unit
+    made = RULES[kind](call)
+    call.inputs[0], call.unit = placed, ""
+    if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
+        return None
+    op = placed.op if kind == "Squeeze" and placed.op == "every" else "own"
+    return [_places(placed, made[0].of_unit(before.unit), op)]
+
+
+@_numbered("StridedSlice")
+def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place columns of a sparse tensor's indices; or what row splits say of each row."""
+    placed, (begin, end, strides) = call.inputs[0], (call.constant(i) for i in (1, 2, 3))
+    if begin is None or end is None or strides is None or np.any(strides != 1):
+        return None
+    spec = slice_spec(call)
+    if placed.kind is Kind.PIECE and placed.op == "length":
+        return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
+    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+        if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
+            return [dataclasses.replace(PIECE, op="ends")]
+        from_first = call.op.get_attr("begin_mask") or begin[0] == 0
+        return [dataclasses.replace(PIECE, op="begins")] if from_first and end[0] == -1 and spec == ["some"] else None
+    if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
+        return None
+    by = shard(0, 1, placed.each, placed.unit)
+    if spec[1] == "one" and begin[1] == 0:
+        return [_places(placed, by, placed.op)]
+    return [by] if spec[1] in ("one", "some") and begin[1] > 0 else None
+
+
+@_numbered("Shape")
+def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
+    (placed,), rank = call.inputs, rank_of(call, 0)
+    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+        return [dataclasses.replace(placed, op="length")]
+    by = numbered(placed)
+    if by is None or rank is None:
+        return None
+    return [rows(tuple((by.each or -1) if axis == by.axis else 0 for axis in range(rank))).of_unit(by.unit)]
+
+
+@_numbered("Size")
+def _size_of_numbers(call: Call) -> Sequence[Placement] | None:
+    by = numbered(call.inputs[0])
+    return None if by is None or rank_of(call, 0) != 1 else [rows((by.each or -1,)).of_unit(by.unit)]
+
+
+@_numbered("Sub")
+def _less_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place the lengths of a ragged tensor's rows; or how many rows there are: as many as splits, but for one."""
+    one, other = call.inputs
+    if (one.op, other.op) == ("ends", "begins"):
+        same = call.op.inputs[0].op.inputs[0] is call.op.inputs[1].op.inputs[0]
+        return [shard()] if one.kind is other.kind is Kind.PIECE and same else None
+    return [rows((1,))] if one == dataclasses.replace(PIECE, op="length") and call.constant(1) == 1 else None
+
+
+@_numbered("ZerosLike GreaterEqual Maximum")
+def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
+    placed, by = call.inputs[0], numbered(call.inputs[0])
+    if by is None or placed.kind is not Kind.PLACES or placed.op not in ("own", "every"):
+        return None
+    if call.op.type == "ZerosLike":
+        return [by]
+    zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
+    return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
+
+
+@_numbered("Pack")
+def _packed_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place the indices that a step makes of rows and columns."""
+    first, *others = call.inputs
+    by = numbered(first)
+    if by is None or first.axis or first.kind is not Kind.PLACES or rank_of(call, 0) != 1:
+        return None
+    plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
+    if not plain or not others or first.counts[0] < 1 or call.op.get_attr("axis") % 2 != 1:
+        return None
+    every = first.op == "every" or (first.op == "sum" and first.counts[1] == 1)
+    return [_places(first, by, "every" if every else "own", Kind.INDICES)]
+
+
+@_numbered("GatherV2")
+def _gather_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place what each takes from one of the tower's rows, as the gradient of a sum over segments does."""
+    params, indices, _ = call.inputs
+    by, of = numbered(indices), counted(numbered(params) or params)
+    if by is None or call.constant(2) != 0 or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
+        return None
+    if of.kind is not Kind.SHARD or of.axis or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
+        return None
+    known = of.each == _numbers_of(indices) > 0
+    if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
+        return None
+    return [by if params.kind is Kind.SHARD else _places(params, by)] if params.op != "map" else None
+
+
+@_numbered("GatherNd")
+def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
+    params, indices = call.inputs
+    fits = params == shard() and indices.kind is Kind.INDICES and params.each == _numbers_of(indices) > 0
+    return [shard(0, 1, indices.each, indices.unit)] if fits else None
+
+
+@rule_for("Where")
+def _where(call: Call) -> Sequence[Placement] | None:
+    """Place the places of what is true, which number the tower's rows."""
+    placed, rank = call.inputs[0], rank_of(call, 0)
+    if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.within:
+        return None
+    unit = _splits_of(call.op.outputs[0], call.row_splits) or call.op.outputs[0].name
+    return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
+
+
+def _behind(tensor: tf.Tensor, passed: str) -> tf.Operation:
+    """Return the op that a tensor comes from, by way of identities and ops of these types."""
+    while tensor.op.type in names(f"Identity {passed}"):
+        tensor = tensor.op.inputs[0]
+    return tensor.op
+
+
+def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
+    """Return how many columns a sequence mask has whose places of what is true these are; None: it is none."""
+    mask = _behind(places, "Squeeze Where Reshape")
+    columns = _behind(mask.inputs[0], "") if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
+    from_zero = columns.type == "Range" and [tf.get_static_value(columns.inputs[i]) for i in (0, 2)] == [0, 1]
+    return columns.inputs[1] if from_zero and lengths_of(mask.inputs[1])[1] == 1 else None
+
+
+def _is_as_long(call: Call) -> bool:
+    """Return whether a gather takes, of rows that are repeated, what a sequence mask of as many columns shows."""
+    tiled, places = call.op.inputs[:2]
+    tile, mask = _behind(tiled, "Reshape"), _behind(places, "Squeeze Where Reshape")
+    if tile.type != "Tile" or tiled.shape.rank != 1 or tile.inputs[1].op.type != "Pack":
+        return False
+    if (lengths_of(tile.inputs[0]) or [None])[1:] != [1] or tile.inputs[1].op.inputs[1] is not _columns_of(places):
+        return False
+    return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
+
+
+def _splits_of(places: tf.Tensor, row_splits: Collection[str]) -> str:
+    """Return the name of the row splits whose rows' lengths a sequence mask shows, in as many columns as it takes."""
+    limit = _columns_of(places)
+    if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
+        return ""
+    longest = limit.op.inputs[1].op.inputs[0]
+    column = _behind(_behind(places, "Squeeze Where Reshape").inputs[1], "Cast")
+    lengths = _behind(longest, "Cast BroadcastTo")
+    if column.type != "ExpandDims" or column.inputs[0] is not longest or lengths.type != "Sub":
+        return ""
+    ends, begins = (tensor.op for tensor in lengths.inputs)
+    if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
+        return ""
+    fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
+    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else ""
+
+
+_SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
+_GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum")
+
+
+@_numbered(*SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
+def _segments_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place what comes of segments that are the tower's rows."""
+    gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
+    data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
+    by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
+    if by is None or by.axis or rank_of(call, 1) != 1 or not count or ids.op not in ("own", "every"):
+        return None
+    plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
+    ends = call.inputs[2] == rows((count,)) if unsorted else ids.op == "every"
+    return [shard(0, 1, count)] if plain and ends else None
+
+
+def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
+    """Return how the rows are placed of a sparse tensor that an op takes by these inputs; None: not by samples."""
+    placed = call.inputs[indices]
+    count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
+    fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.op in ("own", "every")
+    of = call.inputs[shape]
+    return shard(0, 1, count) if fits and only_one(of.counts) == 0 and of == rows((count, *of.counts[1:])) else None
+
+
+@_numbered("SparseTensorDenseMatMul")
+def _sparse_product(call: Call) -> Sequence[Placement] | None:
+    placed, other = _sparse_rows(call, 0, 1, 2), call.inputs[3]
+    if placed is None or other.kind not in (Kind.SHARD, Kind.REPLICATE, Kind.PARTIAL):
+        return None
+    if not call.op.get_attr("adjoint_a"):
+        call.require(3, REPLICATE)
+        return [placed]
+    here = placed.at(int(call.op.get_attr("adjoint_b")))
+    if other.kind is not Kind.SHARD or other.axis != here.axis or not same_rows(other, here):
+        return None
+    call.require(3, here)
+    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
+
+
+@_numbered("SparseToDense")
+def _sparse_to_dense(call: Call) -> Sequence[Placement] | None:
+    placed = _sparse_rows(call, 0, 2, 1)
+    return None if placed is None or not call.inputs[3].whole else [placed]
+
+
+@_numbered("SparseReorder", "SparseSoftmax")
+def _sparse_values(call: Call) -> Sequence[Placement] | None:
+    placed = None if _sparse_rows(call, 0, 1, 2) is None else call.inputs[:2]
+    return placed if call.op.type == "SparseReorder" else placed and placed[1:]
+
+
+@_numbered("SparseFillEmptyRows")
+def _sparse_fill(call: Call) -> Sequence[Placement] | None:
+    """Place a sparse tensor with a value in each row, and where the values go that there were."""
+    placed, indices = _sparse_rows(call, 0, 1, 2), call.inputs[0]
+    if placed is None or not call.inputs[3].whole or call.within:
+        return None
+    filled = shard(unit=call.op.outputs[1].name)
+    return [
+        _places(indices, filled, "every", Kind.INDICES),
+        filled,
+        placed,
+        Placement(Kind.PLACES, op="map", counts=(0, 0), unit=indices.unit),
+    ]
+
+
+@_numbered("SparseFillEmptyRowsGrad")
+def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
+    moved, gradient = call.inputs
+    filled = shard(unit=call.op.inputs[0].op.outputs[1].name)
+    return [shard(unit=moved.unit), SUM] if moved.op == "map" and gradient == filled else None
+
+
+@_numbered("RaggedTensorToTensor")
+def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
+    """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
+    lengths, splits = call.constant(0), call.op.inputs[3].name
+    plain = len(call.inputs) == 4 and call.inputs[3] == PIECE and splits in call.row_splits and call.inputs[2].whole
+    open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
+    return [shard()] if plain and open_ and call.inputs[1] == shard(unit=splits) and not call.within else None
+
+
+@rule_for("SparseCross")
+def _sparse_cross(call: Call) -> Sequence[Placement] | None:
+    """Place the crosses of dense columns, of which each row has as many."""
+    widths = [lengths_of(tensor) for tensor in call.op.inputs]
+    if any(one != shard() for one in call.inputs) or any(not one or len(one) != 2 or None in one[1:] for one in widths):
+        return None
+    each = call.inputs[0].each
+    made = shard(0, 1, each * math.prod(one[1] for one in widths))
+    return (
+        [Placement(Kind.INDICES, op="every", counts=(each, 1), each=made.each), made, rows((each, 0))] if each else None
+    )

@@ -94,7 +94,7 @@ def has_rule(op_type: str) -> bool:
 
 
 def rule_for(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
-    """Enter the decorated rule in `RULES` for ops of these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
+    """Enter the decorated rule in `RULES` for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
 
     def add(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names(" ".join(types)), rule))

@@ -342,7 +342,7 @@ class Communicator(abc.ABC):
         while cause is not None:
             if isinstance(cause, ProcessError) or _TOLD in vars(cause):
                 return
-            cause = cause.__cause__
+            cause = cause.__cause__ or cause.__context__
         self.mark_told(error)
         self._tell(f"{type(error).__name__}: {error}")
 

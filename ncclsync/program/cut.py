@@ -83,6 +83,7 @@ def cut(
         declared=tuple(sorted({length // each for length, each in placed.declared})),
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
+        undone=_rollback(graph, scheduled, undone, False) if undone else (),
         updates=tuple(find_updates(graph).items()),
         jit_compile=jit_compile,
     )

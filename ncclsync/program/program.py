@@ -197,6 +197,7 @@ class Program:
         work: of the step's ops, and the rows that every tower gets of all.
         rollback: names of the handles of variables to restore if a step fails on the way: those that are
             written before the last segment, or all, if that one may fail or the step may be undone.
+        undone: those of them to restore if a gradient is not finite: metrics count the batch.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
             gradients are finite; None if nobody asks. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
@@ -218,6 +219,7 @@ class Program:
     declared: tuple[int, ...]
     work: StepWork
     rollback: tuple[str, ...]
+    undone: tuple[str, ...]
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None
     gradients: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import Axes, Rows
+from ncclsync.semantics.axes import BATCHES, Axes, Rows
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -193,7 +193,7 @@ MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which eac
 
 @rule_for(*UNARY)
 def _unary(call: Call) -> Sequence[Placement] | None:
-    if call.inputs[0].kind is Kind.PLACES and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+    if call.inputs[0].kind in (Kind.PLACES, Kind.INDICES) and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
     return _all(call, call.inputs[0])
 
@@ -207,6 +207,8 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
         return None if both is None else [both]
     if any(placed.kind is Kind.PLACES for placed in call.inputs):
         return _numbers(call)
+    if any(placed.kind is Kind.INDICES for placed in call.inputs):
+        return None
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
@@ -224,7 +226,8 @@ def _numbers(call: Call) -> Sequence[Placement] | None:
         return None
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
-        return [two] if one.whole and numbers == two and zero is not None and not np.any(zero) else None
+        clear = numbers == two and zero is not None and not np.any(zero)
+        return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
     if kind == "Mul" and numbers.op == "sum":
         factor = call.constant(0 if numbers is two else 1)
         count, width = numbers.counts
@@ -233,18 +236,35 @@ def _numbers(call: Call) -> Sequence[Placement] | None:
     if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
         ranks = rank_of(call, 0), rank_of(call, 1)
         aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
-        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call.op.inputs[0]):
+        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
             return [dataclasses.replace(two, axis=one.axis, op="row")]
     return None
 
 
-def _gathers_by_row(indices: tf.Tensor) -> bool:
-    """Return whether a gather has taken these indices within each row: so none leaves its row."""
-    while indices.op.type in ("AddV2", "Cast", "Identity"):
-        if any(op.type == "GatherV2" and op.get_attr("batch_dims") for op in indices.consumers()):
-            return True
+def _is_of_several(call: Call, each: int) -> bool:
+    """Return whether the condition is that there are several numbers of rows: a single number is 0 in any case."""
+    condition = call.op.inputs[0].op
+    if condition.type != "Greater" or rank_of(call, 0) != 0 or call.axes.constant(condition.inputs[1]) != 1:
+        return False
+    counts = call.axes.values(condition.inputs[0])
+    return counts is not None and [int(one) for one in counts] == [each * batch.rows for batch in BATCHES]
+
+
+def _gathers_by_row(call: Call, width: int) -> bool:
+    """Return whether a gather has taken the first input within each row, of that width: so no index leaves its row."""
+    indices = call.op.inputs[0]
+
+    def takes(op: tf.Operation) -> bool:
+        if op.type != "GatherV2" or not op.get_attr("batch_dims") or op.inputs[1] is not indices:
+            return False
+        lengths, axis = call.axes.lengths(op.inputs[0]), call.axes.constant(op.inputs[2])
+        return lengths is not None and axis is not None and lengths[int(axis)] == width
+
+    while not any(map(takes, indices.consumers())):
+        if indices.op.type not in ("Cast", "Identity"):
+            return False
         indices = indices.op.inputs[0]
-    return any(op.type == "GatherV2" and op.get_attr("batch_dims") for op in indices.consumers())
+    return True
 
 
 def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0) -> Placement | None:
@@ -1271,6 +1291,7 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     skipped += ranks[1] if skipped < 0 else 0
     if indices.kind is Kind.PLACES:  # each row, in its turn
         every = params == shard(axis) and indices.counts == (params.each, 1) and indices.op == "sum" and not skipped
+        every = every and ranks[1] == 1
         return [params] if every and params.axis == axis else None
     if params.kind is Kind.SHARD and params.axis < skipped:
         if indices.kind is Kind.SHARD and (indices.axis != params.axis or not same_rows(indices, params)):

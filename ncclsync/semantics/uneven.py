@@ -152,6 +152,7 @@ def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
     if call.op.type == "ZerosLike":
         return [by]
     zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
+    zero = zero and rank_of(call, 1) in (0, rank_of(call, 0))
     return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
 
 
@@ -181,6 +182,8 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     known = of.each == _numbers_of(indices) > 0
     if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
         return None
+    if params.kind is Kind.INDICES:
+        return [_places(params, by, kind=Kind.INDICES)]
     return [by if params.kind is Kind.SHARD else _places(params, by)] if params.op != "map" else None
 
 

@@ -84,7 +84,7 @@ class Rollback:
         self._report = report
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
-                (group[0], tf.Variable(group[0].value(), trainable=False), group)
+                (group[0], tf.Variable(group[0].value(), trainable=False), group, name in program.undone)
                 for name in program.rollback
                 for group in _restored(variables[name], towers)
             ]
@@ -106,7 +106,7 @@ class Rollback:
         """Save, in the graph of the step; the step must wait for what is returned."""
         if self._open is None:
             return []
-        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
+        saves = [saved.assign(variable.read_value()) for variable, saved, *_ in self._saved]
         saves += [saved.assign(variable.read_value()) for variable, saved in self._sums]
         with tf.control_dependencies(_ops(saves)):
             opened = _ops([self._open.assign(True)])
@@ -148,8 +148,8 @@ class Rollback:
             reported = tf.numpy_function(self._report, [finite, tf.stack(sizes)], [])
         writes = []
         with tf.control_dependencies([] if tf.executing_eagerly() else [reported]):
-            for _, saved, group in self._saved:
-                for copy in group:
+            for _, saved, group, is_undone in self._saved:
+                for copy in group if is_undone else ():
                     with tf.device(copy.device):
                         value = saved.read_value()
                         value = own_copy(value) if "CPU" in copy.device else value

@@ -143,7 +143,9 @@ def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers
 def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, towers: Towers) -> None:
     """See that all processes have callbacks of the same classes, but for those that only write."""
     # A save of state that towers hold parts of needs all processes.
-    divides = towers.sharding is not None or bool(getattr(model.optimizer, "gradient_accumulation_steps", None))
+    optimizers = [one for one in vars(model).values() if isinstance(one, keras.optimizers.Optimizer)]
+    accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers)
+    divides = towers.sharding is not None or accumulates
     writers = _WRITERS if divides else (*_WRITERS, keras.callbacks.ModelCheckpoint)
     compared = [one for one in callbacks if not isinstance(one, (_SHOWS, keras.callbacks.History))]
     own = [(type(one).__name__, isinstance(one, writers)) for one in compared]

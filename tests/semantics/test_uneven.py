@@ -191,3 +191,72 @@ def test_values_are_not_gathered(name):
     batch, w = batch_of(LENGTHS["7 rows"]), tf.Variable(WEIGHTS)
     cost = costs.cost_of(costs.runs(lambda: lambda batch: results_of(call, batch, w)[-1], batch))
     assert {op for op, *_ in cost.gathered} == {*needing.split()}, cost
+
+
+def at(b, column):
+    """The place of a column in each row."""
+    return tf.stack([tf.range(tf.shape(column)[0]), column], 1)
+
+
+def overlapped(b):
+    """Windows that are wider than the rows' stride, added up."""
+    rows = tf.shape(b["label"])[0]
+    columns = tf.tile(tf.constant([[1, 3]]), [rows, 1]) * tf.cast(b["label"] < 2, tf.int32)[:, None]
+    taken = tf.gather(b["x"], columns, batch_dims=1)
+    return tf.math.unsorted_segment_sum(taken, columns + tf.reshape(tf.range(rows) * 2, [-1, 1]), rows * 2)
+
+
+def numbered_if(b, condition):
+    """The number of each row, or 0, as a condition says that has nothing to do with rows."""
+    numbers = tf.reshape(tf.range(tf.shape(b["x"])[0]), [-1, 1])
+    return tf.cast(tf.where(condition, numbers, 0), tf.float64) * b["x"]
+
+
+# What is computed of a tower's own numbers, and is not the batch's: it must not pass as such.
+OF_NUMBERS = {
+    "times values": lambda b: tf.boolean_mask(b["x"], b["mask"])[:, None] * tf.cast(tf.where(b["mask"]), tf.float64),
+    "gradient": lambda b: gradient_of_scale(b["mask"]),
+    "selected": lambda b: tf.gather_nd(b["x"], tf.where(b["keep"][:, None], at(b, b["label"]), at(b, 2 - b["label"]))),
+    "moved": lambda b: tf.gather_nd(
+        b["x"], at(b, tf.zeros_like(b["label"])) + tf.stack([tf.zeros_like(b["label"]), b["label"]], 1)
+    ),
+    "as flags": lambda b: tf.cast(tf.cast(b["sparse"].indices, tf.bool), tf.float64),
+    "rows of places": lambda b: tf.gather(at(b, b["label"]), tf.where(b["keep"])[:, 0]),
+    "by a flag": lambda b: numbered_if(b, FLAG),
+    "by flags": lambda b: numbered_if(b, tf.constant([[True, False, True, True]])),
+    "overlapped": overlapped,
+    "in one row": lambda b: tf.gather(b["x"], tf.reshape(tf.range(tf.shape(b["x"])[0]), [1, -1])),
+    "clipped": lambda b: tf.maximum(tf.where(b["keep"])[:, 0], tf.zeros_like(tf.cast(b["label"], tf.int64)[:2, None])),
+}
+FLAG = tf.Variable(False)
+SCALE = tf.Variable(-1.0, dtype=tf.float64)
+
+
+def gradient_of_scale(mask):
+    """Of the places of what a mask leaves."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((tf.cast(tf.where(mask), tf.float64) * SCALE - 1.0) ** 2)
+    return tape.gradient(loss, SCALE)
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_what_is_computed_of_numbers(towers):
+    """Of rows and places: equal to one device."""
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(6, 4)), rng.random((6, 4)) > 0.4
+    batch = {
+        "x": tf.constant(x),
+        "mask": tf.constant(mask),
+        "keep": tf.constant([True, False, True, True, False, True]),
+        "label": tf.constant([0, 2, 1, 0, 1, 2]),
+        "sparse": tf.sparse.from_dense(tf.where(mask, x, 0.0)),
+    }
+
+    def step(batch):
+        return {name: call(batch) for name, call in OF_NUMBERS.items()}
+
+    expected = tf.function(step, autograph=False)(batch)
+    with ncclsync.Towers(towers) as joined:
+        found = joined.run(step, batch)
+    for name in OF_NUMBERS:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)

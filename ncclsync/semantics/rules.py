@@ -457,7 +457,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
         kept = operand.kind is Kind.SHARD
         return [pending(placed.at(operand.axis))] if kept else [SUM]
     placed, over = counted(placed), call.constant(1)
-    if rank is None or over is None:
+    # Of a single value all axes of length 1 count as broadcast, which no batch that is looked at has shown.
+    if rank is None or over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
         return None
     over = {int(axis) % rank for axis in np.ravel(over)}
     keeps = call.op.get_attr("keep_dims")

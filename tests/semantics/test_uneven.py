@@ -141,7 +141,7 @@ PROGRAMS = {
     "row splits": (lambda b, w: tf.cast(b["ragged"].row_splits, tf.float64)[:, None] * w[:1], ""),
     "crossed": (crossed, ""),
     "masked": (masked, ""),
-    "two units": (two_units, "Mul Reshape UnsortedSegmentSum"),
+    "two units": (two_units, "Mul UnsortedSegmentSum"),
     "other segments": (other_segments, "GatherV2 SegmentSum UnsortedSegmentSum"),
     "masked twice": (masked_twice, "Where GatherV2"),
     "made indices": (made_indices, ""),

@@ -578,8 +578,10 @@ def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: Any) -> tf.Tensor:
 def own_sentence(error: tf.errors.OpError) -> str | None:
     """Return the sentence of ncclsync's in an error of a failed op or Python function; None without one."""
     found = _OWN_SENTENCE.search(error.message)
-    # An assertion's message has each of its tensors in brackets.
-    return None if found is None else re.sub(r"\]+ \[+", " ", found[1]).rstrip("]' ")
+    if found is None:
+        return None
+    # An assertion's message has each of its tensors in brackets, and escapes quotes.
+    return re.sub(r"\]+ \[+", " ", found[1]).rstrip("]' ").replace("\\'", "'")
 
 
 def autograph_converted(function: Callable) -> Callable:

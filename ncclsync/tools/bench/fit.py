@@ -181,9 +181,9 @@ def peak_memory(
     requests.answer(**held, xla=bool(trained.jit_compile))
 
 
-def status_bytes(name: str) -> int:
-    """Read a size of this process from Linux: VmRSS, held now, or VmHWM, the peak."""
-    with open("/proc/self/status", encoding="utf-8") as file:
+def status_bytes(name: str, process: int | str = "self") -> int:
+    """Read a size of a process from Linux: VmRSS, held now, or VmHWM, the peak."""
+    with open(f"/proc/{process}/status", encoding="utf-8") as file:
         found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), flags=re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

@@ -372,6 +372,19 @@ def test_what_cannot_be_divided_further_is_the_error(caplog, rows, shards, batch
     model.towers.close()
 
 
+@pytest.mark.parametrize("options", [{"on_oom": "split"}, {"shards": 4}])
+def test_a_skipped_step_counts_in_metrics(options):
+    """Also where a step is undone as a whole if it does not fit the memory."""
+    x = X[:8].copy()
+    x[5] = np.nan
+    model, plain = (on_towers(mlp, 2, health=Health(on_nonfinite="skip"), **more) for more in (options, {}))
+    before = model.get_weights()
+    history, expected = (one.fit(x, Y[:8], batch_size=8, verbose=0).history for one in (model, plain))
+    assert_close(history, expected)
+    assert bits(model.get_weights()) == bits(before)
+    model.towers.close()
+
+
 def test_explain_tells_of_shards():
     """How many, on which tower, and whether they are kept while others are computed."""
     model = on_towers(mlp, 2, shards=4)

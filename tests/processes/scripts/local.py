@@ -70,6 +70,10 @@ train, held = data(SAMPLES), data([one // 4 for one in SAMPLES], 8)
 history = model.fit(train, epochs=3, validation_data=held, verbose=0).history
 found = {f"history {key}": np.array(values) for key, values in history.items()}
 found["evaluate"], found["predict"] = np.array(model.evaluate(held, verbose=0)), model.predict(train, verbose=0)
+# Of other parts than those before: of each set a graph has the sizes of its own batches.
+other = data([max(one // 2 - 3 * i * (one != SAMPLES[0]), 1) for i, one in enumerate(SAMPLES)], 8)
+found["evaluate other"] = np.array(model.evaluate(other, verbose=0))
+found["predict other"] = model.predict(other, verbose=0)
 found |= {f"weight {i}": value for i, value in enumerate(model.get_weights())}
 assert model.towers.divergence() == 0.0
 if COUNT > 1:

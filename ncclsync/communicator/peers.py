@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ncclsync.communicator import timeouts
@@ -240,21 +240,23 @@ class Peers(abc.ABC):
         self.files[self.rank] = self.begun, count + 1 if begun == self.begun else 1
         return self.files[self.rank]
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, given: Container[int] = ()) -> None:
         """Raise what makes it vain to wait for the others, if there is something; a failure once.
 
         Args:
             what: is waited for, for messages.
+            given: processes that have done their part of it: they may have ended since.
 
         Raises:
             ProcessError: another process has failed, ended or gone silent.
         """
         if self.failure is not None:
             raise self.failure
-        ended = [f"{self.name(i)} {words}" for i, words in enumerate(self._ended) if words and i != self.rank]
+        ended = [i for i in self._others_ended() if i not in given]
         if ended:
-            self.lost = {i for i, words in enumerate(self._ended) if words and i != self.rank}
-            self.fail(f"Expected {what} to end. Received: {', '.join(ended)}", by_notice=True)
+            self.lost = set(self._others_ended())
+            words = ", ".join(f"{self.name(i)} {self._ended[i]}" for i in ended)
+            self.fail(f"Expected {what} to end. Received: {words}", by_notice=True)
         self.check_silence(what)
         failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
@@ -264,6 +266,9 @@ class Peers(abc.ABC):
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
+
+    def _others_ended(self) -> list[int]:
+        return [i for i, words in enumerate(self._ended) if words and i != self.rank]
 
     def check_silence(self, what: str) -> None:
         """Raise ProcessError, for good, if a process is silent; see `check`."""
@@ -374,7 +379,7 @@ class ServicePeers(Peers):
                 late = [self.name(i) for i in range(len(received), self.size) if not self._is_there(number, i)]
                 return f"{', '.join(late)} not arrived" if late else "all have arrived"
 
-            waiting = self._waiting(run, text, heeds)
+            waiting = self._waiting(run, number, text, heeds)
             try:
                 timeouts.wait(
                     waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
@@ -394,8 +399,8 @@ class ServicePeers(Peers):
             return self._service.get(f"ncclsync/{number}/{rank}", _NAP_S * 40) is not None
         return False
 
-    def _waiting(self, run: Callable[[], None], text: str, heeds: bool) -> Callable[[float], bool]:
-        """Return a function that begins a task, or waits for it, for so many seconds, and heeds the others."""
+    def _waiting(self, run: Callable[[], None], number: int, text: str, heeds: bool) -> Callable[[float], bool]:
+        """Return a function that begins an exchange, or waits for it, for so many seconds, and heeds the others."""
         task: list[timeouts.Aside] = []
 
         def wait(slice_s: float) -> bool:
@@ -408,11 +413,12 @@ class ServicePeers(Peers):
                 raise
             except NcclSyncError as error:  # the service is not reached: process 0 reports why, or is silent
                 task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
+            given = {i for i in self._others_ended() if self._is_there(number, i)}
             if heeds:
-                self.check(text)
+                self.check(text, given)
             elif self.failure is not None or any(self._ended) or self._silent():
                 self.reported = list(self.failures)
-                self.check(text)
+                self.check(text, given)
             return False
 
         return wait
@@ -449,6 +455,9 @@ class ServicePeers(Peers):
                 continue
             self.hear(**notice)
             if notice["ended"] and notice["rank"] == 0 != self.rank:
+                # An exchange that is not over reads what process 0 holds: let it end first.
+                if self._lock.acquire(timeout=_END_S):
+                    self._lock.release()
                 with contextlib.suppress(NcclSyncError):
                     self._service.put(f"ncclsync/heard/{self.rank}", "")
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import ServicePeers
 from ncclsync.communicator.service import KeyService
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, ProcessError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -280,3 +281,39 @@ def test_a_process_that_is_stopped_or_killed_is_silent(child, way):
     process.send_signal(way)
     time.sleep(5)
     assert service.silence()[1] > 3
+
+
+class Late:
+    """A service that hands out what process 0 gives only after the notice that process 0 has ended was read."""
+
+    def __init__(self, service):
+        self._service, self._is_known = service, threading.Event()
+        self.put, self.delete, self.silence = service.put, service.delete, service.silence
+
+    def get(self, key, *args):
+        if key == "ncclsync/2/0" and threading.current_thread().name == "ncclsync exchange":
+            assert self._is_known.wait(20)
+            time.sleep(0.5)
+        found = self._service.get(key, *args)
+        if key == "ncclsync/notice/0":
+            self._is_known.set()
+        return found
+
+
+def test_process_0_may_end_once_it_has_given_its_part(address):
+    """An exchange that process 0 has left is read to its end by the others, whom process 0 waits for."""
+    with ThreadPoolExecutor(2) as pool:
+        services = [pool.submit(KeyService, address, rank, 2, join_s=10) for rank in range(2)]
+        both = [
+            pool.submit(ServicePeers, wrap(one.result()), rank, 2, timeout_s=20)
+            for rank, (one, wrap) in enumerate(zip(services, (lambda one: one, Late), strict=True))
+        ]
+        first, other = (one.result() for one in both)
+        received = pool.submit(other.exchange, "b", "the end of fit", 30)
+        assert first.exchange("a", "the end of fit", 30) == ["a", "b"]
+        began = time.monotonic()
+        first.end("has ended")
+        assert received.result() == ["a", "b"]
+        assert time.monotonic() - began < 4
+        with pytest.raises(ProcessError, match=r"process 0 .* has ended"):
+            other.exchange("b", "another", 30)

@@ -1,4 +1,4 @@
-"""Declare the collectives that all communicators have, and refuse bad arguments."""
+"""Declare the collectives of all communicators, and refuse bad arguments."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class AllGather(NamedTuple):
 
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
-_TOLD = "_ncclsync_told"  # of an error: the other processes know of it
+_TOLD = "_ncclsync_told"  # an attribute of errors that the other processes know of
 _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 
 
 def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_size: int) -> tuple[Buffers, Buffers]:
-    """Return the buffers that a collective reads and those that it writes; of a broadcast the same.
+    """Return the buffers that a collective reads, and those that it writes; a broadcast's are the same.
 
     Args:
         collective: its lists have one buffer per rank of this process.
@@ -78,14 +78,14 @@ def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_siz
 
 
 def _check_list(what: str, buffers: Any) -> None:
-    """Raise TypeError unless an argument can be a list of buffers; an array's rows are one."""
+    """Raise TypeError unless an argument can be a list of buffers, such as an array, whose rows are its buffers."""
     ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
     if not ordered or isinstance(buffers, (str, bytes, Mapping)):
         raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}")
 
 
 class Communicator(abc.ABC):
-    """Join N ranks of this process. Whoever creates it closes it, best as a context manager.
+    """Join N ranks of this process. Its creator closes it, best as a context manager.
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their
@@ -94,26 +94,26 @@ class Communicator(abc.ABC):
 
     Attributes:
         size: number of ranks of this process.
-        ranks: [size] their numbers among those of all processes.
+        ranks: [size] their numbers among the ranks of all processes.
         world_size: number of ranks in all processes.
         memory: the DLPack device types that its buffers may lie on.
         repeatable: whether sums have equal bits in every call and every run.
-        failure: what ended it, if a failed collective did.
-        waits: whether a collective may wait for another process or a GPU, and Ctrl-C is to end that.
+        failure: the failed collective's error that ended it; None if none did.
+        waits: whether a collective may wait for another process or a GPU, so that Ctrl-C must end the wait.
         peers: the other processes, if there are any.
         timeout_s: how long a collective may take; None for no limit.
-        compares_batches: whether all processes compare what each call of `on_batch` gives.
-        reads_same_rows: whether their batches are the same: not, where each reads its own rows alone.
-        enqueues: whether ops launch collectives on it without anybody waiting for their ends.
+        compares_batches: whether the processes compare the batches that `on_batch` names.
+        reads_same_rows: whether all processes read the same batches; False where each reads its own rows alone.
+        enqueues: whether ops launch collectives on it and nobody waits for their ends.
         failed_group: the number of the first launched group that the last failure has ended, from 1.
-        was_delivered: whether somebody may have computed with what such groups should have brought.
+        was_delivered: whether an op may have computed with the failed groups' results.
     """
 
     peers: Peers | None = None
     timeout_s: float | None = None
     compares_batches = False
     reads_same_rows = True
-    _batch = ""  # of the last call that has named it
+    _batch = ""  # of the last `on_batch` that named a batch
     size: int
     ranks: Sequence[int]
     memory: Mapping[int, str]
@@ -149,7 +149,7 @@ class Communicator(abc.ABC):
             sends: one buffer per rank.
             recvs: one writable buffer per rank. ``recvs[r]`` may be ``sends[r]`` (in place).
             op: "sum", "prod", "max", "min" or "avg".
-            label: what it is, for messages, such as "bucket 2 of 5".
+            label: its name in messages, such as "bucket 2 of 5".
 
         Raises:
             TypeError, ValueError: a bad argument; nothing was written.
@@ -179,8 +179,7 @@ class Communicator(abc.ABC):
             sends: one buffer per rank: ``world_size`` blocks.
             recvs: one writable buffer per rank: one block, ``1 / world_size`` of the elements of a send. It
                 may be the rank's own block of what the rank sends (in place).
-            op, label: as for ``all_reduce``, of whose result a rank receives its part, to the bit on the
-                host.
+            op, label: as for ``all_reduce``. On the host a rank receives its block of that result, to the bit.
 
         Raises:
             As ``all_reduce``.
@@ -255,12 +254,12 @@ class Communicator(abc.ABC):
         return 0, 0
 
     def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
-        """Return what each process gives, as `messages.written` takes it. Collective.
+        """Return [processes] the value that each process gives, as `messages.written` takes it. Collective.
 
         Args:
-            value: this process'.
-            what: it is, for messages.
-            most_bytes: that a process may give.
+            value: this process' value.
+            what: its name in messages.
+            most_bytes: the limit of a value.
 
         Raises:
             ProcessError, NcclTimeoutError: another process does something else, or nothing.
@@ -280,16 +279,16 @@ class Communicator(abc.ABC):
         return self.ranks[0] == 0
 
     def remark(self, words: str) -> None:
-        """Let messages in other processes say this of this one, too."""
+        """Add words to other processes' messages about this process."""
         if self.peers is not None:
             self.peers.remark = f"; {words}"
 
     def at(self, place: str, number: int = 0) -> tuple[str, int]:
-        """Let messages in other processes say that this one is in `place`; return the arguments of the call before.
+        """Tell messages in other processes where this one is; return the arguments of the previous call.
 
         Args:
             place: such as "`fit`, at epoch 3".
-            number: of the batch that it has come to there.
+            number: of its current batch there.
         """
         if self.peers is None:
             return "", 0
@@ -299,10 +298,10 @@ class Communicator(abc.ABC):
 
     @contextlib.contextmanager
     def on_batch(self, batch: str | None) -> Iterator[None]:
-        """Let collectives within be of a batch, which has to be the same in all processes.
+        """Run collectives for a batch, which must be the same in all processes.
 
         Args:
-            batch: its rows: how many, and a digest of some. None: the batch of the last call.
+            batch: its number of rows and a digest of some of them. None: the previous call's batch.
         """
         if self.peers is None:
             yield
@@ -316,7 +315,7 @@ class Communicator(abc.ABC):
             self.peers.batch = ""
 
     def report_file(self) -> None:
-        """Let other processes know that this one has written a file that they leave to it. Waits for nobody."""
+        """Tell the other processes that this one has written a file for them, without waiting for them."""
         if self.peers is not None:
             self.peers.report_file()
 
@@ -330,13 +329,13 @@ class Communicator(abc.ABC):
             self.peers.wait_for_file(self.timeout_s)
 
     def take_error(self) -> Exception | None:
-        """Return what another process has made the last collective raise, once; None if none has."""
+        """Return the error that another process has caused in the last collective, once; None if there is none."""
         return None
 
     def report_failure(self, error: BaseException) -> None:
-        """Let the other processes' next collective raise that something of this one's own has failed; once for each.
+        """Tell the other processes, at their next collective, that something has failed in this one; once for an error.
 
-        Not what another process has made this one raise.
+        Errors that another process has caused are not reported.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -348,11 +347,11 @@ class Communicator(abc.ABC):
 
     @staticmethod
     def mark_told(error: BaseException) -> None:
-        """Remember that the other processes know of an error: `report_failure` is not to report it."""
+        """Remember that the other processes know of an error, so that `report_failure` does not report it again."""
         vars(error)[_TOLD] = True
 
     def _tell(self, words: str) -> None:
-        """Let the other processes' next collective raise these words."""
+        """Have the other processes' next collective raise an error with these words."""
         return
 
     def interrupt(self) -> None:

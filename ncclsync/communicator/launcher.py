@@ -1,7 +1,7 @@
-"""Launch groups of collectives that are only enqueued: no host thread waits for a GPU.
+"""Launch groups of collectives without a host thread that waits for a GPU.
 
-Ops of TensorFlow use a launcher by its address, and this module knows neither them nor TensorFlow. The C library
-(``csrc/nccl/launcher.c``) polls what was launched; here its failure is read.
+TensorFlow ops use a launcher by its address; this module knows neither the ops nor TensorFlow. The C library
+(``csrc/nccl/launcher.c``) polls the launched groups; this module reads their failure.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ OWN_WORK, LAUNCHING, RUNNING = lib.NCS_OWN_WORK, lib.NCS_LAUNCHING, lib.NCS_RUNN
 
 @dataclasses.dataclass(frozen=True)
 class LaunchFailure:
-    """Hold what has failed; see ``ncs_launch_failure``.
+    """Describe a failed group; see ``ncs_launch_failure``.
 
     Attributes:
-        status: NCCL's; `native.TIMEOUT` if it did not end in time, `native.IN_PROGRESS` if somebody wanted out.
-        call: that failed, "" if none did.
-        words: its own.
-        stage: OWN_WORK, LAUNCHING or RUNNING: what it was waiting for.
-        waited_s: for how long.
+        status: NCCL's; `native.TIMEOUT` if the group did not end in time, `native.IN_PROGRESS` if it was cancelled.
+        call: the call that failed; "" if none did.
+        words: the call's own.
+        stage: what the group was waiting for: OWN_WORK, LAUNCHING or RUNNING.
+        waited_s: for how many seconds.
         group: the number of the first group that has failed, from 1.
-        label: as it was given when it was launched.
+        label: as given at its launch.
         first: the number of its first collective, from 1.
-        sizes: (elements, NCCL's number of the dtype) of each of its collectives, the first ones at least.
-        count: of its collectives.
-        was_delivered: whether somebody may have computed with what has failed.
-        progress: [N] how far each rank had come; ABSENT, where its own work was waited for, if that had not ended.
+        sizes: (elements, NCCL's number of the dtype) of its collectives; of the first few, if there are many.
+        count: the number of its collectives.
+        was_delivered: whether an op may have computed with the failed group's results.
+        progress: [N] how far each rank had come; ABSENT if the GPU's own work before the group had not ended.
     """
 
     status: int
@@ -57,13 +57,13 @@ class Launcher:
     """Launch groups on a communicator, one after another, and know whether they have ended.
 
     Attributes:
-        address: where C finds it, for an input of an op. Good for as long as the process lives.
-        blocks: whether the host waits for groups, since the driver cannot let a GPU wait for them, or since the
-            buffers are in host memory. Known once it is open.
+        address: of the C object, for an input of an op; valid as long as the process lives.
+        blocks: whether the host waits for groups: buffers are in host memory, or the driver cannot let a GPU wait
+            for them. Known once the launcher is open.
     """
 
     def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
-        """Make one that is closed.
+        """Make a closed launcher.
 
         Args:
             size: number of ranks.
@@ -90,7 +90,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[bool]:
-        """Keep launches away from the communicator meanwhile; yield whether it is open."""
+        """Hold launches back while the caller uses the communicator; yield whether it is open."""
         status = lib.ncs_launcher_reserve(self._handle)
         try:
             yield status == 0
@@ -119,15 +119,15 @@ class Launcher:
         return lib.ncs_launcher_wait_for_abort(self._handle, slice_s) != native.IN_PROGRESS
 
     def interrupt(self) -> None:
-        """Give up what is under way unless a group ends within a second."""
+        """Give up the groups under way unless one of them ends within a second."""
         lib.ncs_launcher_interrupt(self._handle)
 
     def failure(self) -> LaunchFailure | None:
-        """Return what has failed since the launcher was opened, None if nothing has."""
+        """Return the failure since the launcher was opened, None if there is none."""
         return self._read(lib.ncs_launcher_get_failure, "ncs_launcher_get_failure")
 
     def pending(self) -> LaunchFailure | None:
-        """Return the first group that has not ended, None if all have. `waited_s` is of the stage that it is in."""
+        """Return the first group that has not ended, None if all have. `waited_s` counts from its stage."""
         return self._read(lib.ncs_launcher_get_pending, "ncs_launcher_get_pending")
 
     def _read(self, get: Any, name: str) -> LaunchFailure | None:
@@ -153,7 +153,7 @@ class Launcher:
 
 
 def alive() -> dict[str, int]:
-    """Return how many arrivals, launched groups and events there are in the process; for tests."""
+    """Return the process' numbers of arrivals, launched groups and events; for tests."""
     counts = [ffi.new("int64_t*") for _ in range(3)]
     native.check(lib.ncs_launcher_alive(*counts), "ncs_launcher_alive")
     return dict(zip(("arrivals", "groups", "events"), (count[0] for count in counts), strict=True))

@@ -1,7 +1,7 @@
-"""Write values for other processes, and read theirs: JSON and raw numbers, of limited size, with a keyed digest.
+"""Encode values for other processes, and decode theirs: JSON and raw numbers, of limited size, with a keyed digest.
 
-Nothing is unpickled: whoever reaches a port can run no code. Whoever does not know the job's secret cannot change,
-repeat or reorder what the processes tell each other either.
+Nothing is unpickled, so a stranger who reaches a port cannot run code. Without the job's secret nobody can change,
+repeat or reorder the processes' messages.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ MOST_BYTES = 1 << 20  # of a message, where its reader expects no arrays
 SEAL_BYTES = 16
 _LEAST_SECRET = 16  # characters
 _LENGTH = struct.Struct("<I")  # of the JSON, in bytes; raw bytes follow it
-# The last ones exist where somebody has imported ml_dtypes, as TensorFlow does.
+# NumPy knows the last three once ml_dtypes is imported, as TensorFlow does.
 _DTYPES = {*(np.dtype(kind).name for kind in "?bhilqBHILQefdFD"), "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
 class MessageError(ProcessError):
-    """Report bytes of another process that are no message of this job's."""
+    """Bytes from another process are not a message of this job."""
 
 
 def written(value: Any) -> bytes:
-    """Return a value as bytes.
+    """Encode a value as bytes.
 
     Args:
         value: None, bool, int, float, str, bytes, a NumPy array or scalar; lists, tuples, and dicts by str, of these.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is something else.
     """
     raw: list[bytes] = []
     text = json.dumps(_plain(value, raw)).encode()
@@ -48,14 +48,14 @@ def written(value: Any) -> bytes:
 
 
 def read(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value that `written` has made bytes of.
+    """Decode a value that `written` has encoded.
 
     Args:
         data: from another process.
-        most_bytes: how many may come.
+        most_bytes: the limit of `data`.
 
     Raises:
-        MessageError: there are more, or they are nothing that `written` returns.
+        MessageError: there are more bytes, or `written` has not made them.
     """
     if len(data) > most_bytes:
         raise MessageError(f"Expected at most {most_bytes} bytes. Received: {len(data)}")
@@ -73,7 +73,7 @@ def read(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def _plain(value: Any, raw: list[bytes]) -> Any:
-    """Return it as what JSON has: a list for each value that is no scalar, which begins with its kind."""
+    """Return a value as JSON has it. A value that is not a scalar becomes a list that begins with its kind."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (bytes, bytearray)):
@@ -155,10 +155,10 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def given_secret() -> bytes | None:
-    """Return the job's secret, where whoever has started it gives one; else None.
+    """Return the job's secret from the environment; None if it is not set.
 
     Raises:
-        NcclSyncError: it is too short to be one.
+        NcclSyncError: it is too short.
     """
     given = os.environ.get(VARIABLE, "")
     if given and len(given) < _LEAST_SECRET:
@@ -173,18 +173,18 @@ OFFER_BYTES = 32
 
 
 def new_offer() -> bytes:
-    """Return what process 0 gives to the others for `Seal`: random, and whether the secret is in the environment."""
+    """Return process 0's part of the key, for `Seal`: whether it has a secret, and random bytes."""
     return bytes([given_secret() is not None]) + secrets.token_bytes(OFFER_BYTES - 1)
 
 
 class Seal:
-    """Begin messages with digests that only who knows the secret can make."""
+    """Put a digest before each message; making it takes the job's secret."""
 
     def __init__(self, offer: bytes) -> None:
-        """Take the secret from the environment, if process 0 does, or else what process 0 has made.
+        """Derive the key from process 0's offer, and from the secret if the environment has one.
 
         Args:
-            offer: as of `new_offer`, the same in all processes of a job.
+            offer: of `new_offer`, the same in all processes of a job.
 
         Raises:
             NcclSyncError: only some of the processes have a secret in their environment.
@@ -202,8 +202,8 @@ class Seal:
         """Return a message.
 
         Args:
-            about: whose it is, and which; other than that of any other message.
-            data: of it.
+            about: names the sender and the message; unique among all messages.
+            data: its bytes.
         """
         return self._digest(about, data) + data
 
@@ -211,7 +211,7 @@ class Seal:
         """Return the data of a message; see `sealed`.
 
         Raises:
-            MessageError: it has another digest.
+            MessageError: its digest is another one.
         """
         data = bytes(message[SEAL_BYTES:])
         if not hmac.compare_digest(self._digest(about, data), bytes(message[:SEAL_BYTES])):
@@ -222,7 +222,7 @@ class Seal:
         return data
 
     def _digest(self, about: str, data: bytes) -> bytes:
-        # The length keeps what it is about apart from the data.
+        # The length separates `about` from the data.
         keyed = hashlib.blake2b(f"{len(about)} {about}".encode(), key=self._key, digest_size=SEAL_BYTES)
         keyed.update(data)
         return keyed.digest()

@@ -1,12 +1,12 @@
 """Join the ranks of several processes in host memory: MPI carries bytes, the C library adds them up in rank order.
 
-Every process receives, of its part of a buffer, what all ranks have there, adds it up in the order of the ranks, and
-gives the sum to all: bit for bit what `CpuCommunicator` computes for as many ranks in one process. Of a small buffer
-it receives all of it, and adds all of it up: the same bits, by one message less to wait for.
+Each process owns one part of a buffer. It receives that part from all ranks, adds the parts up in the order of the
+ranks, and sends the sum to all: bit for bit what `CpuCommunicator` computes for as many ranks in one process. A small
+buffer is sent whole to every process, and each adds it up: the same bits, with one message less to wait for.
 
-All processes report to each other what they are about to do, and send what it begins with along with that; nobody takes
-it before all have agreed. So one that does something else, has failed or has ended is an error in all, which names it;
-and a thread hears that the others are alive.
+Before a collective all processes tell each other what they are about to do; the first messages of data travel along,
+and are used only when all have agreed. So a process that does something else, has failed or has ended is an error in
+all processes, which names it. A thread hears that the others are alive.
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ _logger = logging.getLogger("ncclsync")
 _FOLDER, _RANK, _HERE = "PMIX_SERVER_TMPDIR", "OMPI_COMM_WORLD_RANK", "ncclsync.here."
 _BEAT_S = 1.0
 _END_S = 60.0  # that an ended process waits for the others to hear of it
-_LEAVE_S = 8.0  # that an ended process gives the others to end, too, where one is silent
-_LEFT = -1  # a number of collectives, of a process that ends
+_LEAVE_S = 8.0  # that an ended process gives the others to end as well, if a process is silent
+_LEFT = -1  # stands for the number of collectives of a process that ends
 _PIECE_BYTES = 1 << 30  # MPI counts bytes by an int
-_SMALL = 1 << 18  # bytes of all ranks, up to which each process adds up all of them
-_LONGEST_NAP_S = 1e-3  # between two looks at what is waited for
+_SMALL = 1 << 18  # bytes of all ranks; up to here each process adds up the whole buffer
+_LONGEST_NAP_S = 1e-3  # between two tests of a request
 _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
-_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # and how many pieces of messages follow it, of how many bytes at most
-_HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; those of one kind arrive in the order in which they were sent
+_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # with the number of pieces that follow, and the bytes of the largest
+_HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; messages of one kind arrive in the order in which they were sent
 _LENGTH = struct.Struct("<q")  # of a value, in bytes
 _HELLO_BYTES = 2048  # a name and a set of cores
 
-# [size] lists of what each process is sent; what this one would send itself is left out.
+# [size] what is sent to each process; the entry of this process is not used.
 Messages: TypeAlias = list[list[np.ndarray]]
-# A collective yields first what it sends, then, when all processes have agreed, requests for what it receives, and when
-# that is there, requests for the rest. It is complete when it ends.
+# A collective as a generator: it yields what it sends; when all processes have agreed, requests for what it receives;
+# when these have ended, requests for the rest. When the generator ends, the collective is complete.
 Stages: TypeAlias = Iterator[Any]
-# A number that grows, collectives begun, `Peers.files`, failures, whether it has ended, words.
+# A growing number, collectives begun, `Peers.files` (two numbers), failures, whether it has ended, words.
 _BEAT = struct.Struct(f"<qqqqqq{MOST_TEXT}s")
 
 
 class MpiPeers(Peers):
     """Know the processes of an `mpirun`, agree with them on each collective, and hear whether they are alive.
 
-    There is one in a Python process; see `peers`.
+    A Python process has one such object; see `peers`.
 
     Attributes:
         others: the numbers of all processes but this one.
@@ -97,8 +97,10 @@ class MpiPeers(Peers):
         self.comm, self._beats = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self.lock = threading.RLock()
         self.others = [i for i in range(self.size) if i != self.rank]
-        self._awake_s = 0.0  # seconds in which this process could hear the others
-        self._heard = [(0.0, 0)] * self.size  # when, by these, and how many collectives had begun there
+        self._awake_s = 0.0  # seconds in which this process was able to hear the others
+        self._heard = [
+            (0.0, 0)
+        ] * self.size  # when each was last heard, in `_awake_s`, and how many collectives it had begun
         self._ticks = [0] * self.size
         self._reporting = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
@@ -108,7 +110,7 @@ class MpiPeers(Peers):
             self._thread.start()
 
     def _finish(self, request: Any, timeout_s: float | None) -> None:
-        """Wait for a request that all processes take part in when they join."""
+        """Wait for a collective request of the joining."""
 
         def wait(slice_s: float) -> bool:
             until = time.monotonic() + slice_s
@@ -142,7 +144,7 @@ class MpiPeers(Peers):
         return self._seal.sealed(f"{kind} {self._sealed[to, kind]} of process {self.rank} to {to}", data)
 
     def _number_from(self, source: int, kind: str) -> str:
-        """Return what the next sealed message of a kind from a process is about; they arrive in order."""
+        """Return the `about` of the next sealed message of a kind from a process; messages arrive in order."""
         self._sealed[source, f"from {kind}"] += 1
         return f"{kind} {self._sealed[source, f'from {kind}']} of process {source} to {self.rank}"
 
@@ -156,14 +158,14 @@ class MpiPeers(Peers):
         data: Messages | None = None,
         heeds: bool = False,
     ) -> list[Any]:
-        """Tell the others what is done next, and see that they do the same. Collective; holds `lock`.
+        """Tell the others what is done next, and check that they do the same. Collective; holds `lock`.
 
         Args:
             text: what it is, for messages.
-            what: all that must be equal in all processes.
+            what: must be equal in all processes.
             timeout_s: see `timeouts.wait`.
             kind: one of the numbers above.
-            data: is sent at once, to be received when all have agreed.
+            data: is sent at once; its receivers take it when all have agreed.
             heeds: see `wait`.
 
         Returns:
@@ -173,7 +175,7 @@ class MpiPeers(Peers):
             ProcessError: another process fails, ends, or does something else.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
-        # At its end a process meets the others whatever it has heard, unless a call has failed that all were in.
+        # A process that ends meets the others whatever it has heard, unless a call that all had entered has failed.
         if self.failure is not None and not (kind == _ENDED and self.by_notice):
             raise self.failure
         self.begun += 1
@@ -198,7 +200,7 @@ class MpiPeers(Peers):
             headers[i] = _HEADER.unpack(self._opened(numbers[i], received[i]))
         if all(header[:2] == headers[0][:2] for header in headers):
             return sent
-        # Nobody takes what came along: each process waits until its own has arrived, and so goes on in step.
+        # The data is received and dropped, and each process waits until its own was taken: all stay in step.
         sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
         dropped = [one for i, most in sizes for one in self.receive(bytearray(most), i)]
         self.wait([*sent, *dropped], text, timeout_s)
@@ -206,7 +208,7 @@ class MpiPeers(Peers):
         said = [f"{self.name(i)}: {one.text}" for i, one in enumerate(each)]
         failed = [one for one, header in zip(said, headers, strict=True) if header[0] == _FAILED]
         if failed and all(header[0] != _ENDED for header in headers):
-            # All come to know of it here: they may go on together.
+            # All processes learn of it here: they may go on together.
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {'; '.join(failed)}")
             raise self.raised
         self.lost = {i for i, header in enumerate(headers) if header[0] == _ENDED}
@@ -214,11 +216,11 @@ class MpiPeers(Peers):
         self.fail(f"Expected all processes to go on. Received: {'; '.join(ended)}" if ended else self.difference(each))
 
     def send(self, message: Any, to: int, kind: int = _DATA) -> list[Any]:
-        """Return requests of a message to a process: bytes, which nobody changes until they have ended."""
+        """Return requests that send a message; its bytes must not change until they have ended."""
         return [self.comm.Isend([piece, self._mpi.BYTE], to, kind) for piece in _pieces(message)]
 
     def receive(self, message: Any, source: int, kind: int = _DATA) -> list[Any]:
-        """Return requests of the next message of a kind from a process; one of a single piece may be shorter."""
+        """Return requests that receive the next message of a kind; a message of one piece may be shorter."""
         return [self.comm.Irecv([piece, self._mpi.BYTE], source, kind) for piece in _pieces(message)]
 
     def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
@@ -228,7 +230,7 @@ class MpiPeers(Peers):
             requests: what to wait for.
             what: it is, for messages.
             timeout_s: see `timeouts.wait`.
-            heeds: whether a process that reports a failure of its own ends this.
+            heeds: whether another process' report of a failure ends the wait.
 
         Raises:
             ProcessError: another process is silent.
@@ -272,7 +274,7 @@ class MpiPeers(Peers):
     def _swap(
         self, begun: list[Any], own: bytes, sizes: Sequence[int], text: str, timeout_s: float | None
     ) -> list[bytes]:
-        """Return [size] messages of so many bytes from all processes, each of which is sent this one's; see `wait`."""
+        """Send `own` to all processes, and return [size] their messages, of `sizes` bytes; see `wait`."""
         found = [bytearray(messages.SEAL_BYTES + size) for size in sizes]
         requests = [
             *begun,
@@ -287,10 +289,10 @@ class MpiPeers(Peers):
         return received
 
     def _opened(self, about: str, message: bytearray) -> bytes:
-        """Return what a process has sealed.
+        """Return the data of a sealed message.
 
         Raises:
-            ProcessError: it is another message; for good.
+            ProcessError: it has another seal; the agreement ends for good.
         """
         try:
             return self._seal.opened(about, message)
@@ -298,7 +300,7 @@ class MpiPeers(Peers):
             self.fail(str(error))
 
     def report_failure(self, words: str, timeout_s: float | None) -> None:
-        """Tell the others that something of this process' own has failed, at their next collective."""
+        """Tell the others, at their next collective, that something has failed in this process."""
         with self.lock, contextlib.suppress(NcclSyncError):
             self.agree(words, timeout_s=timeout_s, kind=_FAILED)
         self.raised = None
@@ -310,7 +312,7 @@ class MpiPeers(Peers):
             with contextlib.suppress(NcclSyncError):
                 self.agree(words, timeout_s=_END_S, kind=_ENDED)
             silent = self._silent()
-            if silent:  # MPI ends when it aborts, and with it the others, who may save what they have
+            if silent:  # an abort of MPI ends the others too: give them time to save
                 self.begun = _LEFT
                 end = time.monotonic() + _LEAVE_S
                 while time.monotonic() < end and not self._have_others_left():
@@ -348,7 +350,7 @@ class MpiPeers(Peers):
         return all(begun == _LEFT for i, (_, begun) in enumerate(self._heard) if i not in silent)
 
     def _listen(self) -> None:
-        """Hear that the others are alive, and let C tell them of this process: a thread's work."""
+        """Hear that the others are alive, and have C tell them of this process. Runs in a thread."""
         byte, status, received = self._mpi.BYTE, self._mpi.Status(), bytearray(messages.SEAL_BYTES + _BEAT.size)
         beat, calls = native.Beat(_BEAT_S), self._calls()
         last, ticks = time.monotonic(), 0
@@ -363,17 +365,17 @@ class MpiPeers(Peers):
             for other in self.others:
                 message = self._seal.sealed(f"beat of {self.rank} to {other}", state)
                 beat.tell(calls, other, message, tells_now or ticks == 1)
-            # Where one call keeps Python from running, what the others send waits.
+            # While a call keeps Python from running, beats of the others wait unread.
             now = time.monotonic()
             self._awake_s += min(now - last, _BEAT_S / 2)
             last = now
         beat.close()
 
     def _calls(self) -> Any:
-        """Return what C needs of MPI."""
+        """Return the addresses of the MPI functions that C calls."""
         mpi, library = self._mpi, ctypes.CDLL(self._mpi.__file__)
         isend, test = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
-        # A communicator that was made is a number of 32 bits, or a pointer.
+        # The handle of a communicator is a number of 32 bits (MPICH) or a pointer (Open MPI).
         is_number = self._beats.handle >> 32 in (0, 0xFFFFFFFF)
         return native.mpi_calls(isend, test, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8)
 
@@ -384,7 +386,7 @@ class MpiPeers(Peers):
             _logger.warning("A beat is ignored: %s", error)
             return
         tick, begun, *files, failures, ended, text = _BEAT.unpack(data)
-        if tick < self._ticks[source]:  # somebody repeats it
+        if tick < self._ticks[source]:  # an old beat was sent again
             return
         self._ticks[source] = tick
         words = text.rstrip(bytes(1)).decode(errors="replace")
@@ -424,7 +426,7 @@ def _mpi(timeout_s: float | None) -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # of no effect where it is imported already
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # has no effect if mpi4py was imported before
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise NcclUnavailableError(
@@ -433,7 +435,7 @@ def _mpi(timeout_s: float | None) -> Any:
         ) from None
     _come()
     if not MPI.Is_initialized():
-        # By ctypes: mpi4py's own call lets no other thread run Python.
+        # By ctypes, which releases the GIL; mpi4py's own call does not.
         initialize, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
         arguments = None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(provided)
         task = timeouts.Aside(lambda: initialize(*arguments), "ncclsync MPI")
@@ -442,7 +444,7 @@ def _mpi(timeout_s: float | None) -> Any:
 
 
 def _come() -> None:
-    """Let the processes on this host know that this one is here; whoever waits in vain names the others."""
+    """Leave a sign, for the processes on this host, that this one has come; a timeout names those without one."""
     folder, rank = os.environ.get(_FOLDER, ""), os.environ.get(_RANK, "")
     if os.path.isdir(folder) and rank.isdecimal():
         with contextlib.suppress(OSError), open(os.path.join(folder, f"{_HERE}{rank}"), "w"):
@@ -467,7 +469,7 @@ def _not_come() -> str:
 
 
 def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> None:
-    """Wait for what all processes take part in when they join; `wait` does so for so many seconds."""
+    """Wait for a step of the joining; `wait(slice_s)` returns whether it has ended."""
     timeouts.wait(
         wait,
         wait,
@@ -479,7 +481,7 @@ def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> Non
 
 
 def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
-    """Return what this process knows of the others; joins them when it is first called, which is collective.
+    """Return this process' `MpiPeers`. The first call joins the others, and is collective.
 
     Args:
         timeout_s: how long to wait for the others; None for no limit.
@@ -493,14 +495,14 @@ def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
     claim()
     if _peers is None:
         _peers = MpiPeers(timeout_s)
-        end_with_process(_peers.end)  # before mpi4py's own end, which is older
+        end_with_process(_peers.end)  # runs before mpi4py's own exit handler, which was registered earlier
     return _peers
 
 
 class MpiCommunicator(Communicator):
-    """Join ranks of several processes in host memory. Processes' ranks follow each other: 0 and 1 of the first.
+    """Join ranks of several processes in host memory. Ranks are numbered process by process.
 
-    Collectives of all communicators of a process happen one after another, in the same order in all processes.
+    A process runs the collectives of all its communicators one after another, in the same order in all processes.
 
     Attributes:
         ranks: this process', a range.
@@ -546,7 +548,7 @@ class MpiCommunicator(Communicator):
 
     @property
     def failure(self) -> BaseException | None:  # type: ignore[override]
-        """Return what has ended the agreement of the processes."""
+        """Return the error that has ended the agreement of the processes."""
         return self.peers.failure
 
     def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
@@ -561,7 +563,7 @@ class MpiCommunicator(Communicator):
         return self.peers.lost.issuperset(range(self.peers.rank))
 
     def take_error(self) -> ProcessError | None:
-        """Return what another process has made a collective raise, once; see `Communicator.take_error`."""
+        """Return the error that another process has caused, once; see `Communicator.take_error`."""
         error, self.peers.raised = self.peers.raised, None
         return error
 
@@ -574,10 +576,10 @@ class MpiCommunicator(Communicator):
         self._closed = True
 
     def reopen(self) -> None:
-        """Raise what has failed: processes cannot be joined again.
+        """Do nothing, or raise the failure: processes cannot be joined again.
 
         Raises:
-            ProcessError: it.
+            ProcessError: the agreement has ended.
         """
         if self.peers.failure is not None:
             raise self.peers.failure
@@ -588,7 +590,7 @@ class MpiCommunicator(Communicator):
         super().raise_closed()
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        """Run collectives side by side: all send at once, and sums as soon as they are made."""
+        """Run collectives side by side: all send their data at once, and each its sum as soon as it is made."""
         runs = [read_buffers(collective, HOST, self.world_size) for collective in collectives]
         what = [_described(collective, writes) for collective, (_, writes) in zip(collectives, runs, strict=True)]
         text = what[0] if len(what) == 1 else f"{what[0]}, and {len(what) - 1} more"
@@ -667,7 +669,7 @@ class MpiCommunicator(Communicator):
         block = writes.count * _width(writes)
         parts = [slice(ranks.start * block, ranks.stop * block) for ranks in self._ranges]
         yield self._cut(sends, parts)
-        # Of its own part a copy: each rank may receive its block in place of it.
+        # A copy of its own part: a rank may receive its block in place.
         received, requests = self._receive_all([send[parts[self.peers.rank]].copy() for send in sends])
         yield requests
         for i, pointer in enumerate(writes.pointers):
@@ -676,11 +678,11 @@ class MpiCommunicator(Communicator):
         yield []
 
     def _cut(self, sends: Sequence[np.ndarray], parts: Sequence[slice]) -> Messages:
-        """Return what each process is to be sent: its part of each of this process' buffers."""
+        """Return [size] what to send: each process' part of each of this process' buffers."""
         return [[send[part] for send in sends] for part in parts]
 
     def _receive_all(self, own: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
-        """Return [world_size] buffers, one for each rank, those of this process as given; and requests for the rest."""
+        """Return [world_size] buffers, one for each rank (of this process `own`), and requests for the others."""
         received: list[np.ndarray] = []
         requests: list[Any] = []
         for i, ranks in enumerate(self._ranges):
@@ -694,7 +696,7 @@ class MpiCommunicator(Communicator):
 
 
 def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) -> None:
-    """Reduce what all ranks have sent, in the order of the ranks."""
+    """Reduce the ranks' buffers, in the order of the ranks."""
     if not into.size:
         return
     pointers = [ffi.from_buffer("char*", send) for send in sends]
@@ -705,12 +707,12 @@ def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) 
 
 
 def _apart(sends: list[np.ndarray], written: np.ndarray) -> list[np.ndarray]:
-    """Return copies of those that are written while they may still be on their way."""
+    """Copy the buffers that the collective writes while they may still be in flight."""
     return [send.copy() if np.shares_memory(send, written) else send for send in sends]
 
 
 def _doing(words: bytes) -> Doing:
-    """Return what `MpiPeers.agree` has sent."""
+    """Return the `Doing` that `MpiPeers.agree` has encoded."""
     place, number, batch, text = words.rstrip(bytes(1)).decode(errors="replace").split("\n", 3)
     return Doing(place, int(number), batch, text)
 

@@ -1,8 +1,8 @@
-"""Keep NVLS out of NCCL's communicators where sums must be repeatable: equal bits in every call and every run.
+"""Turn NVLS off in NCCL where sums must be repeatable: equal bits in every call and every run.
 
 NVLS lets the NVSwitch add up, in an order that differs from call to call (NVIDIA/nccl#1497). NCCL reads
-``NCCL_NVLS_ENABLE`` once per process, when it makes its first communicator. ``NCCL_ALGO=^NVLS`` would do too, but
-takes the place of what the user has set there; NCCL_NVLS_ENABLE=0 goes with any algorithms that leave another.
+``NCCL_NVLS_ENABLE`` once per process, when it makes its first communicator. ``NCCL_ALGO=^NVLS`` would do
+too, but would replace the user's own value; NCCL_NVLS_ENABLE=0 goes with any NCCL_ALGO that allows another algorithm.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ VARIABLE = "NCCL_NVLS_ENABLE"
 
 _logger = logging.getLogger("ncclsync")
 
-# The value that NCCL found when it made this process' first communicator; [] before. It is NCCL that has one for the
-# whole process.
+# The value that NCCL has read for the whole process, with its first communicator; [] before.
 _read: list[str | None] = []
 
 
@@ -29,7 +28,7 @@ class Nvls:
     Attributes:
         allowed: whether it may. It does only where the GPUs and the NVSwitch can.
         reason: why, as a clause.
-        variable: the one, as "NAME=value", by which the user asks for NVLS although sums must be repeatable.
+        variable: "NAME=value" of the variable that asks for NVLS although sums must be repeatable; None if none does.
     """
 
     allowed: bool
@@ -38,7 +37,7 @@ class Nvls:
 
 
 def in_force(variable: Callable[[str], str | None], repeatable: bool) -> Nvls:
-    """Return what becomes of NVLS.
+    """Return whether NCCL may use NVLS.
 
     Args:
         variable: returns the value of an environment variable, None if it is not set.
@@ -56,9 +55,9 @@ def in_force(variable: Callable[[str], str | None], repeatable: bool) -> Nvls:
 
 
 def apply(repeatable: bool) -> None:
-    """Keep NVLS out of the communicator that is about to be made, and of all later ones, if sums must be repeatable.
+    """Turn NVLS off for this and all later communicators of the process, if sums must be repeatable.
 
-    A variable that the user has set stays: a warning names it, if it asks for NVLS.
+    A variable that the user has set stays; if it asks for NVLS, a warning names it.
     """
     if repeatable:
         found = in_force(os.environ.get, repeatable)
@@ -91,7 +90,7 @@ def _warn(message: str) -> None:
 
 
 def _number(value: str) -> int:
-    """Return what NCCL makes of a number: its default, 2, of what is none."""
+    """Return the number that NCCL reads; its default, 2, if the text is not a number."""
     try:
         return int(value, 0)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Know the other processes: exchange Python objects with them, and hear of those that fail, end or go silent.
+"""Exchange values with the other processes, and hear which of them fail, end or go silent.
 
-`Peers` is what communicators use; `MpiPeers` of `mpi` has MPI below it, `ServicePeers` a service of keys and values.
+Communicators use `Peers`. `mpi.MpiPeers` builds it on MPI, `ServicePeers` on a service of keys and values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from ncclsync.communicator.messages import MOST_BYTES, MessageError
 from ncclsync.errors import NcclSyncError, ProcessError
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
-HEARTBEAT_S = 10.0  # the same, where a service reports
+HEARTBEAT_S = 10.0  # the same, where process 0's service reports silence
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
 _NAP_S = 0.005
-_LONG_S = 3600.0  # that a thread waits for news: a service keeps in memory what is given up
+_LONG_S = 3600.0  # that a thread waits for news: the service keeps requests that were given up in memory
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
-_END_S = 5.0  # that a process waits for the service to take its report, and process 0 for each other to hear its end
+_END_S = (
+    5.0  # that a process waits for the service to take its report, and process 0 for each of the others to hear its end
+)
 
 
 _SAME_CALLS = (
@@ -45,13 +47,13 @@ SAME_ROWS = (
 
 
 class Doing(NamedTuple):
-    """Say what a process does, for messages in others.
+    """Describe what a process is doing, for messages in other processes.
 
     Attributes:
-        place: what it is in, in a user's words, such as "`fit`, at epoch 3"; "" where nobody has said.
-        number: of the batch that it is at, from 1, in that place.
-        batch: how many rows that has, and a digest of some; equal in all processes. "" where it is at none.
-        text: the call.
+        place: where it is, in a user's words, such as "`fit`, at epoch 3"; "" if unknown.
+        number: of its current batch in that place, from 1.
+        batch: that batch's number of rows and a digest of some of them, equal in all processes; "" without a batch.
+        text: its call.
     """
 
     place: str
@@ -60,7 +62,7 @@ class Doing(NamedTuple):
     text: str
 
     def words(self, *, with_text: bool) -> str:
-        """Return where it is, and what it does there, if that is asked for or all that is known."""
+        """Return where it is; and its call, if `with_text` or if nothing else is known."""
         words = [f"in {self.place}"] if self.place else []
         words += [f"batch {self.number}"] if self.batch else []
         if with_text or not words:
@@ -71,25 +73,25 @@ class Doing(NamedTuple):
 class Peers(abc.ABC):
     """Know the processes that train together.
 
-    A process that has failed reports it to the others, who raise that once; then all may join anew. One that has
-    ended, or is silent, ends the agreement for good.
+    A process that fails reports it to the others, which raise an error once; then all may go on together. A process
+    that ends or goes silent ends the agreement for good.
 
     Attributes:
         rank: this process' number.
         size: how many there are.
         hosts: [size] their names.
         failure: what has ended the agreement, for good.
-        raised: an error of another process that nobody may have seen yet.
+        raised: an error of another process that may not have reached the user yet.
         lost: numbers of the processes that have ended or are silent.
-        remark: what else a message about this process is to say.
+        remark: is added to messages about this process.
         place, number, batch: as of `Doing`.
         failures: [size] how often each process is known to have failed.
         reported: [size] how many of these have been raised here.
         begun: how often this process has begun to meet the others.
-        files: [size] the last file of each process that is known: how often it had begun to meet the others, and how
-            many files it has written since, or left to process 0.
+        files: [size] the last known file of each process, as two counts: how often the process had begun to meet
+            the others, and how many files it has written since, or left to process 0.
         silence_s: after which a process that says nothing counts as dead.
-        by_notice: whether a notice has ended the agreement, and not a call that all processes were in.
+        by_notice: True if the agreement was ended by a notice rather than in a call that all processes had entered.
     """
 
     silence_s = SILENCE_S
@@ -106,7 +108,10 @@ class Peers(abc.ABC):
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
-        self._agreed, self._generations = [0] * size, 0  # `failures`, and `generation`, when they last agreed on them
+        self._agreed, self._generations = (
+            [0] * size,
+            0,
+        )  # `failures` and `generation` when the processes last agreed on them
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
 
@@ -120,11 +125,11 @@ class Peers(abc.ABC):
             value: this process'.
             text: what it is, for messages; equal in all processes.
             timeout_s: see `timeouts.wait`.
-            heeds: whether a process that has failed ends this.
+            heeds: whether a failure of another process ends the exchange.
             most_bytes: that a process may give.
 
         Raises:
-            ProcessError: another process fails, ends, is silent, does something else, or gives what is no value.
+            ProcessError: another process fails, ends, is silent, does something else, or gives an invalid value.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
 
@@ -134,14 +139,14 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def _report(self, words: str, ended: bool) -> None:
-        """Let the others hear that this process has failed, or ended. Waits for nobody."""
+        """Tell the others that this process has failed or ended, without waiting for them."""
 
     @abc.abstractmethod
     def _silent(self) -> list[int]:
         """Return the processes that have not been heard of for too long."""
 
     def _listen_now(self) -> None:
-        """Hear soon what others have reported."""
+        """Ask for the others' reports soon."""
         return
 
     def _has_passed(self, begun: int) -> bool:
@@ -149,21 +154,21 @@ class Peers(abc.ABC):
         return False
 
     def fail(self, words: str, *, by_notice: bool = False) -> NoReturn:
-        """Raise what ends the agreement."""
+        """End the agreement for good, and raise a ProcessError that says why."""
         self.raised = self.failure = ProcessError(words)
         self.by_notice = by_notice
         raise self.failure
 
     def name(self, rank: int) -> str:
-        """Return what messages call a process."""
+        """Return a process' name in messages."""
         return f"process {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"process {rank}"
 
     def doing(self, text: str) -> Doing:
-        """Return what this process does, whose call is `text`."""
+        """Return what this process is doing in the call `text`."""
         return Doing(self.place, self.number, self.batch, text + self.remark)
 
     def difference(self, each: Sequence[Doing]) -> str:
-        """Return the words of an error, of [size] processes that do different things."""
+        """Return an error's words for [size] processes that do different things."""
         first, places = each[0], {(one.place, bool(one.batch)) for one in each}
         other = next((i for i, one in enumerate(each) if one.batch != first.batch), None)
         if len(places) == 1 and other is not None:
@@ -185,7 +190,7 @@ class Peers(abc.ABC):
         return f"Expected all processes to do the same. Received: {'; '.join(said)}. {remedy}"
 
     def report(self, words: str) -> None:
-        """Let the others raise, whatever they wait for, that something of this process' own has failed."""
+        """Tell the others that something has failed in this process; whatever they wait for raises it."""
         self.failures[self.rank] += 1
         self.reported[self.rank] += 1
         self._words[self.rank] = words
@@ -193,7 +198,7 @@ class Peers(abc.ABC):
             self._report(words, False)
 
     def report_file(self) -> None:
-        """Let the others know that this process has written a file, or has failed to. Waits for nobody."""
+        """Tell the others that this process has written a file, or failed to, without waiting for them."""
         self._count_file()
         with contextlib.suppress(NcclSyncError):
             self._report(self._words[self.rank], False)
@@ -205,7 +210,7 @@ class Peers(abc.ABC):
             ProcessError, NcclTimeoutError, NcclSyncError: as `exchange`.
         """
         wanted = self._count_file()
-        if self.failure is not None:  # it writes no more
+        if self.failure is not None:  # process 0 writes no more files
             return
 
         def is_there() -> bool:
@@ -241,11 +246,11 @@ class Peers(abc.ABC):
         return self.files[self.rank]
 
     def check(self, what: str, given: Container[int] = ()) -> None:
-        """Raise what makes it vain to wait for the others, if there is something; a failure once.
+        """Raise ProcessError if waiting for the others has become futile; for each failure once.
 
         Args:
             what: is waited for, for messages.
-            given: processes that have done their part of it: they may have ended since.
+            given: processes that have done their part already, and may have ended since.
 
         Raises:
             ProcessError: another process has failed, ended or gone silent.
@@ -283,17 +288,17 @@ class Peers(abc.ABC):
 
     @property
     def generation(self) -> int:
-        """Return how often all have begun anew, since one or several have failed."""
+        """Return how often all processes have started over after failures."""
         return self._generations + max(map(operator.sub, self.reported, self._agreed))
 
     def agree_on_failures(self, each: Sequence[Sequence[int]]) -> None:
-        """Take over [size][size] what each process knows of failures: all of them have been raised."""
+        """Take over [size][size] what each process knows of failures; all of these count as raised."""
         self.failures = [max(column) for column in zip(*each, strict=True)]
         self.reported = list(self.failures)
         self._agreed, self._generations = list(self.failures), self.generation
 
     def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
-        """Take over what a process has reported."""
+        """Take over a process' report."""
         begun, count = files
         self.files[rank] = max(self.files[rank], (begun, count))
         if ended:
@@ -304,7 +309,7 @@ class Peers(abc.ABC):
 
 
 class Service(Protocol):
-    """Declare a service of keys and values; see `service`."""
+    """A service of keys and values; see `service`."""
 
     def put(self, key: str, value: Any) -> bool:
         """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
@@ -316,13 +321,13 @@ class Service(Protocol):
         """Forget a key."""
 
     def silence(self) -> list[float]:
-        """Return [size] for how many seconds each process was silent; the others than process 0 know of it alone."""
+        """Return [size] seconds of each process' silence; processes other than 0 know that of process 0 alone."""
 
 
 class ServicePeers(Peers):
     """Know the other processes by a service that process 0 runs.
 
-    Reports have one order for all: the n-th notice has the key n, which only one of them can set.
+    All processes hear notices in one order: the n-th notice has the key n, which only one process can set.
     """
 
     silence_s = HEARTBEAT_S
@@ -357,7 +362,7 @@ class ServicePeers(Peers):
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            # After a failure, which some may have met within an exchange, all count anew.
+            # After a failure, which may have ended an exchange in some processes alone, all count anew.
             number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
             given = (*self.doing(text), text, value)
             received: list[Any] = []
@@ -372,7 +377,7 @@ class ServicePeers(Peers):
                     if kinds != [str, int, str, str, str]:
                         raise MessageError(f"Expected six values from {self.name(i)}. Received: others")
                     received.append(found)
-                if number > 1:  # whoever has come here has read that
+                if number > 1:  # a process that has come this far has read the previous exchange
                     self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
 
             def missing() -> str:
@@ -385,7 +390,7 @@ class ServicePeers(Peers):
                     waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
                 )
             except NcclSyncError as error:
-                # Unless all begin anew, its number of exchanges is another than that of the rest.
+                # This process has lost count of the exchanges; only a new start of all processes mends that.
                 if self.failure is None and error is not self.raised:
                     self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
                 raise
@@ -394,7 +399,7 @@ class ServicePeers(Peers):
             return [one[5] for one in received]
 
     def _is_there(self, number: int, rank: int) -> bool:
-        """Return whether a process has given what this one waits for."""
+        """Return whether a process has given its value of an exchange."""
         with contextlib.suppress(NcclSyncError):
             return self._service.get(f"ncclsync/{number}/{rank}", _NAP_S * 40) is not None
         return False
@@ -424,14 +429,14 @@ class ServicePeers(Peers):
         return wait
 
     def _lost(self, error: NcclSyncError) -> None:
-        """Raise an error when there has been time to hear of a better one."""
+        """Raise an error, after the time in which a more telling one may arrive."""
         if not self._stop.wait(self.silence_s + 2 * _PULSE_S):
             raise error
 
     def _report(self, words: str, ended: bool) -> None:
         state = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
         notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **state}
-        # A process 0 that is stopped takes nothing: nobody waits for that.
+        # A stopped process 0 takes no notice: do not wait for it.
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
 
     def _post(self, notice: dict[str, Any]) -> None:
@@ -440,7 +445,7 @@ class ServicePeers(Peers):
             number += 1
 
     def _listen(self) -> None:
-        """Hear what processes report: a thread's task."""
+        """Hear the processes' notices. Runs in a thread."""
         while not self._stop.is_set():
             try:
                 notice = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
@@ -462,7 +467,7 @@ class ServicePeers(Peers):
                     self._service.put(f"ncclsync/heard/{self.rank}", "")
 
     def _watch(self) -> None:
-        """Report who is silent, in process 0: a thread's task."""
+        """Report silent processes. Runs in a thread of process 0."""
         while not self._stop.wait(_PULSE_S):
             dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > self.silence_s}
             if not dead <= self._dead:

@@ -36,12 +36,11 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) 
         comm: a communicator's handle; it holds the device memory that is used, also after a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
-        run: runs a task (what says what it is, NCCL's function, what begins it) after the GPUs' own work,
-            and waits for its end.
+        run: `run(what, call, begin)` begins a task after the GPUs' own work, and waits for its end.
 
     Raises:
         NcclPreflightError: a rank received something else. Names the pair.
-        NcclTimeoutError: nothing came. As all that `run` raises.
+        NcclTimeoutError: nothing came; and whatever `run` raises.
     """
     size_bytes = world_size * COUNT * 4
     memory = [nccl_calls.scratch(comm, i, 2 * size_bytes) for i in range(len(ranks))]
@@ -60,7 +59,7 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) 
         try:
             run(lambda: during, group.call, begin)
         except NcclTimeoutError as error:
-            if error.during != during:  # but the GPUs' own work before it
+            if error.during != during:  # the GPUs' own work before it has not ended
                 raise
             words = f"{error.last_error}. {_CAUSES}"
             raise NcclTimeoutError(error.status, error.call, words, error.status_name, during) from None

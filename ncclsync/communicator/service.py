@@ -1,8 +1,8 @@
-"""Hold keys and values of several processes, in process 0, for all of them; and know which processes are silent.
+"""Store keys and values for several processes, in process 0, and know which processes are silent.
 
-Each other process has two connections to process 0. One takes its requests. On the other one both sides' C threads say
-that they are alive: no call that keeps Python from running can hold that up. Process 0 listens at the address that the
-launcher names, and nobody else listens. All that is sent is of `messages`, and sealed.
+Each other process has two connections to process 0. The first carries its requests. On the second, C threads of both
+sides send beats, which go on while a call keeps Python from running. Only process 0 listens, at the address that the
+launcher names. `messages` encodes and seals everything that is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IDENT_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 _MOST_HELLO = 256  # bytes of the first message of a connection
 _MOST_PUT = 1 << 36
-_MOST_STRANGERS = 256  # connections that have not said yet who they are
+_MOST_STRANGERS = 256  # connections whose first message has not come yet
 _HELLO_S = 10.0
 _BEAT_S = 1.0
 _RETRY_S = 0.2
@@ -79,7 +79,7 @@ def read_exactly(raw: socket.socket, count: int) -> bytearray:
 
 
 class _Store:
-    """Hold values; call whoever waits for them."""
+    """Store values, and call back those who wait for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,9 +110,9 @@ class _Store:
 
 
 class _Pulse:
-    """Beat on connections, and know how long those that beat there have been silent.
+    """Send beats on connections, and measure how long the other sides have been silent.
 
-    Time in which this process could not hear them, since one call kept Python from running, is not counted.
+    Time in which a call kept this process' Python from running is not counted: it could not hear them.
     """
 
     def __init__(self, size: int) -> None:
@@ -152,7 +152,7 @@ class _Pulse:
             return
         except OSError:
             rest.clear()
-        if not rest:  # it has ended, and so is silent from now on
+        if not rest:  # the connection has ended: the process is silent from now on
             self._selector.unregister(raw)
             return
         while len(rest) >= len(hears):
@@ -263,7 +263,7 @@ class KeyService:
                 raw.close()
 
     def _greet(self, raw: socket.socket) -> None:
-        """Let a process in that knows the job's secret: a thread's task."""
+        """Admit a process if it knows the job's secret. Runs in a thread."""
         try:
             raw.settimeout(_HELLO_S)
             ident = secrets.token_bytes(_IDENT_BYTES)
@@ -303,7 +303,7 @@ class KeyService:
         return ""
 
     def _serve(self, connection: _Connection) -> None:
-        """Answer requests: a thread's task. Answers have a thread of their own: a reader may have stopped."""
+        """Answer requests. Runs in a thread; answers are sent by a second one, since a reader may have stopped."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def answer() -> None:
@@ -396,7 +396,7 @@ class KeyService:
             raise NcclSyncError(f"Expected process 0 to be reached at {self.address}. Received: {self._lost}")
 
     def _receive(self) -> None:
-        """Hand out answers: a thread's task."""
+        """Hand out answers. Runs in a thread."""
         try:
             while True:
                 number, found = self._requests.receive(self._most)
@@ -419,7 +419,7 @@ def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
     """Return a socket that listens at an address.
 
     Raises:
-        NcclSyncError: it is none of this host's, or taken.
+        NcclSyncError: the address is not this host's, or the port is taken.
     """
     chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
     try:
@@ -437,14 +437,16 @@ def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
 
 
 def _bound(host: str, on_one_host: bool) -> str:
-    """Return the address to listen at: of a host's name that means this host alone, here, that of its network."""
+    """Return the address to listen at; where this host resolves its own name to a loopback address, its network's."""
     if on_one_host or host == "localhost" or _is_number(host):
         return host
     with contextlib.suppress(OSError):
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect(("192.0.2.1", 9))  # nothing is sent: the address of documents, by the usual route
+                probe.connect(
+                    ("192.0.2.1", 9)
+                )  # sends nothing: an address reserved for documentation, by the usual route
                 own = str(probe.getsockname()[0])
             _logger.warning(
                 "%s is %s on its own host: process 0 listens at %s. Set %s if the others use another network",

@@ -57,7 +57,7 @@ def wait(
         what: says what it is, for messages.
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived.
-        check: raises what makes it vain to wait, given what it is.
+        check: raises if waiting has become futile; its argument is `what()`.
 
     Raises:
         NcclTimeoutError: it has not ended within the limit.
@@ -92,7 +92,7 @@ def warn_of_pending(what: str, arrived: str, waited_s: float, timeout_s: float |
 
 
 class Aside:
-    """Run a task in a thread of its own, which goes on when nobody waits for it any more."""
+    """Run a task in a thread of its own, which goes on even if its caller stops waiting."""
 
     def __init__(self, task: Callable[[], None], name: str) -> None:
         """Begin it. An NcclSyncError that it raises is raised where it is waited for."""
@@ -135,12 +135,12 @@ class _Interrupts:
         return signal.SIGINT in self.received
 
     def _watch(self) -> None:
-        """Pass a Ctrl-C on to whoever has no thread that waits in slices."""
+        """Pass a Ctrl-C on to native code that does not wait in slices."""
         while True:
             select.select([self._read_end], [], [])
             if self.has_come() and _active is self and _on_interrupt is not None:
                 _on_interrupt()
-            time.sleep(SLICE_S)  # whoever waits in slices may want to read it
+            time.sleep(SLICE_S)  # code that waits in slices reads it first
 
 
 _active: _Interrupts | None = None  # while the main thread is in `interruptible`
@@ -163,7 +163,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         yield
         return
     _kept = _kept or _Interrupts()
-    _kept.has_come()  # what came between
+    _kept.has_come()  # signals that came in between
     _kept.received.clear()
     before = signal.set_wakeup_fd(_kept.write_end, warn_on_full_buffer=False)
     _active, _on_interrupt = _kept, on_interrupt
@@ -179,7 +179,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         _active = _on_interrupt = None
         signal.set_wakeup_fd(before)
         _kept.has_come()
-        if before != -1 and _kept.received:  # whoever was to be woken, such as an event loop, still is
+        if before != -1 and _kept.received:  # wake the previous owner of the descriptor, such as an event loop
             os.write(before, bytes(_kept.received))
 
 

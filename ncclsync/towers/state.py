@@ -70,9 +70,8 @@ class TowerState:
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
         shared: ids of the variables that other towers of the process hold copies of, too.
-        checks_first_step: whether steps are checked before they are relied upon; see `program.check`.
+        traces: of the training steps that are traced from now on, if somebody wants them; else None.
         options: as they were given.
-        found_by_check: what differed, `program.check.Found`.
         sizes_of_given: `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
     """
 
@@ -86,8 +85,7 @@ class TowerState:
             NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         """
         self.options, health = options, options.health
-        self.checks_first_step = False
-        self.found_by_check: list[Any] = []
+        self.traces: list[Any] | None = None
         self._sentinel = Sentinel(health.check_every, health.on_divergence, health.audit_every)
         self.audits = health.audit_every is not None
         self.on_nonfinite = OnNonFinite(health.on_nonfinite)

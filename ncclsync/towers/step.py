@@ -27,11 +27,10 @@ from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
-from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
 from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program, Results
-from ncclsync.program.trace import Trace, trace
+from ncclsync.program.trace import trace
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
@@ -118,7 +117,6 @@ class TowerStep(abc.ABC):
         self.towers = towers
         self._trains = trains
         self._meter: Meter | None = None  # of all graphs that are watched
-        self._unchecked: dict[int, Trace] = {}  # by the id of a program that has not run yet
         self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
         self._number = 0  # of the last of these
         self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
@@ -203,8 +201,10 @@ class TowerStep(abc.ABC):
                 traceless=self.towers.options.on_oom is not None,
                 meter=meter,
             )
+        if self._trains and self.towers.traces is not None:
+            self.towers.traces.append(traced)
         if observer is None:
-            return self._to_be_checked(program, traced)
+            return program
         if "finite" in readers and observer.scale is not None:
             self.towers.warn_once(
                 "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
@@ -222,12 +222,6 @@ class TowerStep(abc.ABC):
             finite=outputs.get("finite"),
             noise=outputs.get("noise"),
         )
-        return self._to_be_checked(program, traced)
-
-    def _to_be_checked(self, program: Program, traced: Trace) -> Program:
-        """Keep what a program was made of until it has run, if it is to be checked then."""
-        if self._trains and self.towers.checks_first_step and self.towers.shards.total > 1:
-            self._unchecked[id(program)] = traced
         return program
 
     def warn_of(self, part: Inexact) -> None:
@@ -409,7 +403,7 @@ class TowerStep(abc.ABC):
             if self._meter is not None:
                 self._meter.forget()
             graph, setup = self._graph_of(batch_specs, source, None, audits=audits)
-            results = self._run_checked(functools.partial(run, graph, setup), setup)
+            results = self.guarded(functools.partial(run, graph, setup), setup)
             self._audited = setup.audit
             self._compare_batches(setup)
             if len(self._graphs) > known and self._trains and len(self.towers) > 1:
@@ -459,31 +453,6 @@ class TowerStep(abc.ABC):
             results = graph(*parts)
             done += 1
         return done, results
-
-    def _run_checked(self, run: Callable[[], Any], setup: _Setup) -> Any:
-        """Run a step; if it is the program's first, check it on rows of its batch, from what it started from.
-
-        After it has run, since only then the batch is there: a graph takes it from the iterator.
-        """
-        program = setup.program
-        traced = self._unchecked.get(id(program))
-        if traced is None or not tf.executing_eagerly():
-            return self.guarded(run, setup)
-        variables = [variable for _, variable in program.variables]
-        check = StepCheck(traced, self.towers.devices[0], program.results, variables, len(program.outputs))
-        results = self.guarded(run, setup)
-        del self._unchecked[id(program)]
-        try:
-            found = check.run(setup.kept.batch(), self.towers.names_of, self.towers.shards.total)
-        except Unchecked as reason:
-            self.towers.warn_once(f"The first step on towers was not checked: {reason}")
-        except Exception as error:  # whatever it is: training goes on
-            logger.warning("The first step on towers was not checked: %s", error, exc_info=True)
-        else:
-            if found is not None:
-                self.towers.found_by_check.append(found)
-                self.towers.warn_once(str(found))
-        return results
 
     def _graph_of(
         self, batch_specs: Any, source: str, meter: Meter | None, *, audits: bool = False

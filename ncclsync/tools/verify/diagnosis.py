@@ -1,14 +1,19 @@
 """Find why towers and one device may differ, from the differences of a run; `exactness` needs no run."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
 from ncclsync.compat import keras as keras_compat
-from ncclsync.program.check import Found
+from ncclsync.program.check import Unchecked, first_difference
+from ncclsync.program.program import Results
 from ncclsync.semantics.exactness import Inexact
+from ncclsync.tools.verify.batches import Batch
 from ncclsync.tools.verify.report import Difference
+from ncclsync.towers.step import to_tensor
+from ncclsync.training.loop import Towers
 
 
 def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
@@ -23,14 +28,19 @@ def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
             return
 
 
-def false_step(found: Sequence[Found]) -> Iterator[Inexact]:
-    """Report differences that the check of a step on a few rows has found."""
-    for one in found:
-        yield Inexact(
-            f"the step, from {one.line} on",
-            "is not partitioned into what one device computes: a fault of ncclsync's",
-            "report this line, with what Towers.explain() prints",
-        )
+def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
+    """Report the first tensor of a training step that towers compute otherwise than one device."""
+    given = keras.tree.map_structure(to_tensor, batch)
+    for trace in towers.traces or ():
+        with contextlib.suppress(Unchecked):
+            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.shards.total)
+            if line:
+                yield Inexact(
+                    f"the step, from {line} on",
+                    "is not partitioned into what one device computes: a fault of ncclsync's",
+                    "report this line, with what Towers.explain() prints",
+                )
+                return
 
 
 def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:

@@ -2,7 +2,7 @@
 
 This is a net below the rules. Both are run op by op, outside any graph, by `_Run`: variables are values in a
 dictionary, and an exchange is some arithmetic. So nothing of the towers' takes part, and no state can be left
-changed. The check covers what `Partition` made of the trace; `cut`, `segment` and `layout`, which run it, are
+changed. The check covers what `Partition` made of the trace; `cut`, `segment` and `laying_out`, which run it, are
 for `verify`.
 
 Numbers are computed in float64, whatever the step's dtypes: rounding is then far below a wrong factor or a

@@ -1,6 +1,6 @@
 """Name the parts of a step that is cut: exchanges, buckets, segments, and the program they make.
 
-`cut.py` makes a program, `towers/layout.py` runs it on every tower. This module knows no device.
+`cut.py` makes a program, `towers/laying_out.py` runs it on every tower. This module knows no device.
 """
 
 import dataclasses

@@ -84,8 +84,8 @@ class Rollback:
         self._report = report
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
-                (group[0], tf.Variable(group[0].value(), trainable=False), group, name in program.undone)
-                for name in program.rollback
+                (group[0], tf.Variable(group[0].value(), trainable=False), group, undone)
+                for name, undone in program.rollback
                 for group in _restored(variables[name], towers)
             ]
             # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.

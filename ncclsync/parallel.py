@@ -116,7 +116,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             replicas.close()
             raise
         attach(model, replicas)
-        if replicas.meets_processes:
+        if replicas.layout.meets_processes:
             keep_in_step(model, replicas)
         if options.recipe is not None:
             follow(model, options.recipe)

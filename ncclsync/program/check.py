@@ -2,7 +2,7 @@
 
 Both programs are run op by op, outside any graph: variables are values in a dictionary, and an exchange is some
 arithmetic. So nothing of the towers takes part, and no state can be left changed. The partitioned trace is checked;
-`cut`, `segment` and `layout`, which run it, are not: training beside one device checks these.
+`cut`, `segment` and `laying_out`, which run it, are not: training beside one device checks these.
 
 What the towers hold of a tensor is compared as soon as it is made. If it agrees, the towers go on with one device's
 value: rounding does not add up, and what an optimizer makes of last bits does not count.

@@ -83,7 +83,6 @@ def cut(
         declared=tuple(sorted({length // each for length, each in placed.declared})),
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
-        undone=_rollback(graph, scheduled, undone, False) if undone else (),
         updates=tuple(find_updates(graph).items()),
         jit_compile=jit_compile,
     )
@@ -109,10 +108,8 @@ def place(
                 tf_compat.set_flag(graph.variable_of[handle], "shared")
 
 
-def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool) -> tuple[str, ...]:
-    if traceless:
-        folded = {fold.handle for fold in graph.folds}
-        return tuple(sorted(folded.union(*(graph.writes[name] for name in scheduled.segments))))
+def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool) -> tuple[tuple[str, bool], ...]:
+    """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
     # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
@@ -120,7 +117,9 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bo
         number == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
         for name, number in segments.items()
     )
-    return tuple(sorted({handle for handle, number in written if undone or exposed or number < last}))
+    restored = {handle for handle, number in written if undone or exposed or number < last}
+    every = restored.union((fold.handle for fold in graph.folds), *(graph.writes[name] for name in segments))
+    return tuple((handle, undone and handle in restored) for handle in sorted(every if traceless else restored))
 
 
 def _computes_locally(graph: StepGraph, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Name the parts of a step that is cut: exchanges, buckets, segments, and the program they make.
 
-`cut.py` makes a program, `towers/layout.py` runs it on every tower. This module knows no device.
+`cut.py` makes a program, `towers/laying_out.py` runs it on every tower. This module knows no device.
 """
 
 import dataclasses
@@ -195,9 +195,9 @@ class Program:
         normalized: lines that normalise by a tower's rows alone.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
         work: of the step's ops, and the rows that every tower gets of all.
-        rollback: names of the handles of variables to restore if a step fails on the way: those that are
-            written before the last segment, or all, if that one may fail or the step may be undone.
-        undone: those of them to restore if a gradient is not finite: metrics count the batch.
+        rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count
+            the batch) of what is restored if a step fails on the way: what is written before the last segment, or
+            all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
             gradients are finite; None if nobody asks. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
@@ -218,8 +218,7 @@ class Program:
     normalized: tuple[str, ...]
     declared: tuple[int, ...]
     work: StepWork
-    rollback: tuple[str, ...]
-    undone: tuple[str, ...]
+    rollback: tuple[tuple[str, bool], ...]
     updates: tuple[tuple[str, str], ...]
     finite: str | None = None
     gradients: tuple[str, ...] = ()

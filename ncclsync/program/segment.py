@@ -1,6 +1,6 @@
 """Make a function of a segment, which unpacks what it receives, runs its ops, and packs what it sends.
 
-`cut.py` decides what belongs to a segment, `towers/layout.py` calls the function on every tower.
+`cut.py` decides what belongs to a segment, `towers/laying_out.py` calls the function on every tower.
 """
 
 import dataclasses

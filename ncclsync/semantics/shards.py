@@ -124,7 +124,7 @@ def shard_batch(
     if held is not None:
         sizes, rows, begin = held, tf.reduce_sum(held), tf.reduce_sum(held[: made[0]])
     else:
-        sizes = _sizes(rows, towers, weights)
+        sizes = sizes_in_graph(rows, towers, weights)
     if weights is not None or held is not None:
         unstacked, shares = divide_rows(rows, sizes)
         slices = [[_slice(leaf, shares[index], begin) for leaf in leaves] for index in made]
@@ -161,14 +161,14 @@ def divide_rows(rows: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], lis
     return tf.unstack(sizes, towers), shares
 
 
-def _sizes(rows: tf.Tensor, towers: int, weights: tf.Tensor | None) -> tf.Tensor:
-    """Return what `shard_sizes` does, in a graph: [towers], int32."""
+def sizes_in_graph(rows: tf.Tensor, towers: int, weights: tf.Tensor | None = None) -> tf.Tensor:
+    """Return what `shard_sizes` does, in a graph: [towers], of the dtype of `rows`; by weights int32."""
     if weights is not None:
         cumulated = tf.cumsum(tf.cast(weights, tf.int64))  # times rows, beyond int32
         ends = tf.cast(-(-tf.cast(rows, tf.int64) * cumulated // cumulated[-1]), tf.int32)
         return ends - tf.concat([[0], ends[:-1]], 0)
     share, rest = rows // towers, rows % towers
-    return share + tf.cast(tf.range(towers) < rest, tf.int32)
+    return share + tf.cast(tf.range(towers, dtype=rows.dtype) < rest, rows.dtype)
 
 
 def rowed_leaves(batch: Any) -> list[Any]:

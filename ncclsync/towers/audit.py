@@ -42,7 +42,7 @@ class Audit:
             program: whose variables have copies on the towers.
             towers: two at least in this process, each with a shard or more.
         """
-        count, owned = len(towers.devices), towers.places_of_shards
+        count, owned = len(towers.devices), towers.layout.places
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
         self._times = min(_MOST_COMPUTED, count)
@@ -52,7 +52,7 @@ class Audit:
             for shard in own
             for i in range(1, self._times)
         ]
-        self._owners = [owner for owner, own in enumerate(owned) for _ in own]
+        self._owners = towers.layout.tower_places
         self._first = [own[0] for own in owned]  # [n] a place in `values` with the tower's handles
         self._pairs = list(itertools.combinations(range(self._times), 2))
         self.left_out = self._find_left_out()
@@ -157,7 +157,7 @@ class Audit:
         culprits: set[int] = set()
         pairs: set[tuple[int, int]] = set()
         names: dict[str, None] = {}
-        ranks = self._towers.places.ranks
+        ranks = self._towers.layout.ranks
         for k, shard in np.argwhere((found != _EQUAL).any(axis=2)):
             by = [ranks[(self._owners[shard] + i) % len(ranks)] for i in range(self._times)]
             differ = [pair for pair, first in zip(self._pairs, found[k, shard], strict=True) if first != _EQUAL]

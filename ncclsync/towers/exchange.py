@@ -62,13 +62,14 @@ class Exchanges:
             meter: records when calls begin and end, if there is one.
         """
         self._towers, self._shards, self._meter = towers, shards, meter
+        self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self._launches: list[tf.Operation] = []  # the last one
         self.recorded: list[tf.Operation] = []
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
         # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
-        self._received: list[dict[str, Any]] = [{} for _ in towers.shards.devices]
+        self._received: list[dict[str, Any]] = [{} for _ in towers.layout.own_shards]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
         """Return what each tower waits for, so that it goes on when all have come here.
@@ -103,14 +104,14 @@ class Exchanges:
             return self.meet(done)
         rows = [_by_bucket(buckets, row) for row in sent]  # [s][B]
         after = None
-        for indices in together(buckets) if self._towers.shards.total > 1 else []:
+        for indices in together(buckets) if self._layout.shards > 1 else []:
             given = [[row[i] for i in indices] for row in rows]
             labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
             call = _Call(number, indices, [buckets[i] for i in indices], given, labels, done)
             if (
                 self._enqueues
                 and _is_one_group(call.buckets[0])
-                and not (self._towers.has_shards and any(bucket.wire.kind != "all_reduce" for bucket in call.buckets))
+                and not (self._divided and any(bucket.wire.kind != "all_reduce" for bucket in call.buckets))
             ):
                 after = self._enqueue(call)
                 continue
@@ -144,8 +145,8 @@ class Exchanges:
             if isinstance(received, tuple):
                 tower, launched, column = received
                 received = [launched.deliver(tower, after, waits=waits)[column]]
-                if self._towers.has_shards and not self._towers.adds_up:
-                    received = [total_of_gathered(received[0], bucket.wire.op, self._towers, tower)]
+                if self._divided and not self._layout.adds_up:
+                    received = [total_of_gathered(received[0], bucket.wire.op, self._layout, tower)]
             tensors += received
         return tensors
 
@@ -154,21 +155,20 @@ class Exchanges:
         columns = [[tensors[0] for tensors in column] for column in zip(*call.given, strict=True)]
         pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
-        if self._towers.adds_up:
-            columns = [sums_of_towers(column, self._towers) for column in columns]
-        elif self._towers.has_shards:
+        if self._layout.adds_up:
+            columns = [sums_of_towers(column, self._layout) for column in columns]
+        elif self._divided:
             columns = [
-                nodes_of_towers(column, bucket.wire.op, self._towers)
+                nodes_of_towers(column, bucket.wire.op, self._layout)
                 for column, bucket in zip(columns, call.buckets, strict=True)
             ]
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
-        launched = self._launch(columns, collectives, call.done, in_place=self._towers.adds_up)
+        launched = self._launch(columns, collectives, call.done, in_place=self._layout.adds_up)
         if span.ops:  # only then is anybody waited for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
-        of_shard = [tower for tower, own in enumerate(self._towers.shards_of) for _ in own]
-        for tower, received in zip(of_shard, self._received, strict=True):
+        for tower, received in zip(self._layout.tower_places, self._received, strict=True):
             received.update({bucket.result: (tower, launched, column) for column, bucket in enumerate(call.buckets)})
         return self._passed(launched)
 
@@ -195,8 +195,8 @@ class Exchanges:
         span = self._begin(call)
         held = hold(call.given, span.ops)
         join = call.buckets[0].join
-        if self._towers.has_shards:
-            joined = join_shards(call.buckets, held, self._towers)
+        if self._divided:
+            joined = join_shards(call.buckets, held, self._layout)
         elif join is not None:
             joined = join(call.buckets, held, [share.fraction for share in self._shards.shares])
         else:
@@ -294,7 +294,7 @@ def _join_one(call: _Call, tensors: Sequence[tf.Tensor], towers: TowerState, tur
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
     if wire.kind == "broadcast":
         return group_broadcast(tensors, towers.communicator, wire.root, label, turns)
-    if wire.concatenates and towers.meets_processes:
+    if wire.concatenates and towers.layout.meets_processes:
         return gather_rows(tensors, towers.communicator, label, turns)
     if wire.concatenates:
         return _gather(tensors, towers)

@@ -167,17 +167,16 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
         if exchange.collective.divides:
             subjects[key] = "gradients" if exchange.collective.differs else "weights"
     names = towers.names_of([variable for _, variable in program.variables])
-    variables = []
+    variables, count = [], towers.layout.shards
     for name, (handle, variable) in zip(names, program.variables, strict=True):
         role = role_of(variable, towers.options.exact_random)
         result = updates.get(handle)
-        whose = "shard" if towers.has_shards else "tower"
+        whose = "shard" if towers.layout.divided else "tower"
         rule = _RULES[role].format(one=whose) if result is None else _words(exchanges[result])
-        if towers.shards.total == 1:
+        if count == 1:
             rule, result = "one tower: nothing is exchanged", None
         size = int(variable.shape.num_elements() or 0) * variable.dtype.size
         variables.append(VariableRow(name, size, role.value, rule, calls[result] if result else None))
-    count = towers.shards.total
     cuts = tuple(_cuts(program.segments, subjects, count, rows))
     wholes = _wholes(program, rows) if count > 1 else ()
     shards = _shards(towers, rows)
@@ -187,9 +186,9 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
 
 def _order(program: Program, towers: TowerState) -> str:
     """Say what a tower with several shards keeps of each, while it computes the others; or how towers share a batch."""
-    if towers.shares is not None:
-        return f"Towers share each batch {' : '.join(map(str, towers.shares))}."
-    count, most = towers.shards.total, max(map(len, towers.shards_of))
+    shares, count, most = towers.layout.shares, towers.layout.shards, max(map(len, towers.layout.places))
+    if shares is not None:
+        return f"Towers share each batch {' : '.join(map(str, shares))}."
     if most == 1:
         return ""
     of_shards = [segment for segment in program.segments if not segment.once]
@@ -248,15 +247,11 @@ def _cuts(segments: Sequence[Segment], subjects: Mapping[str, str], towers: int,
 
 
 def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
-    owners = {
-        shard: (rank, device)
-        for rank, device, own in zip(towers.places.ranks, towers.devices, towers.shards_of, strict=True)
-        for shard in own
-    }
+    layout = towers.layout
+    devices = dict(zip(layout.ranks, layout.devices, strict=True))
     found, begin = [], 0
-    for shard, size in enumerate(towers.sizes_of(rows) if rows else ()):
-        tower, device = owners.get(shard, (shard, "of another process"))
-        found.append(ShardRow(tower, device, begin, begin + size))
+    for tower, size in zip(layout.owners, layout.sizes_of(rows) if rows else (), strict=False):
+        found.append(ShardRow(tower, devices.get(tower, "of another process"), begin, begin + size))
         begin += size
     return tuple(found)
 

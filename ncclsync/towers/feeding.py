@@ -24,6 +24,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Share
 from ncclsync.ops.spans import COPY, SHARD, Meter, begin, hold
 from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
+from ncclsync.towers.layout import Layout
 
 AHEAD = 2  # batches, besides the one that is trained
 
@@ -36,32 +37,9 @@ def feeds(devices: Sequence[str]) -> bool:
     return any("GPU" in device for device in devices)
 
 
-class Places(NamedTuple):
-    """Say where the towers of this process stand, among those of all processes; or their shards.
-
-    Attributes:
-        devices: [n] of this process' towers.
-        ranks: [n] their numbers.
-        total: how many there are in all processes.
-        weights: [total] int32, by which they share a batch; see `shard_sizes`.
-        held: [total] int32, their rows in the batch that was handed out last, where each process reads its own alone.
-    """
-
-    devices: Sequence[str]
-    ranks: Sequence[int]
-    total: int
-    weights: tf.Variable | None = None
-    held: tf.Variable | None = None
-
-    def read(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return what there is of `weights` and `held`, for a batch of these components."""
-        with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing it out may write them
-            return [one.read_value() for one in (self.weights, self.held) if one is not None]
-
-
 def split_batch(
     batch: Any,
-    places: Places,
+    layout: Layout,
     meter: Meter | None,
     after: Sequence[Any] = (),
     *,
@@ -72,21 +50,21 @@ def split_batch(
 
     Args:
         batch: see `shard_batch`.
-        places: of the towers.
+        layout: says which shards are made, and where.
         meter: records how long that takes, and the copying.
         after: what it waits for.
         copies: whether each tower's part is copied to its device here; with a meter it is in any case. Otherwise
             TensorFlow copies it when it is used.
-        divided: what `places.read` has returned for this batch; None: it is read now.
+        divided: what `layout.read` has returned for this batch; None: it is read now.
     """
-    spans = [begin(meter, rank, SHARD, after) for rank in places.ranks]
+    spans = [begin(meter, rank, SHARD, after) for rank in layout.own_shards]
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
-        (value,) = (places.read(components_of(given)) if divided is None else divided) or [None]
-        weights, held = (value, None) if places.held is None else (None, value)
-        shards = shard_batch(given, places.total, places.ranks, weights, held)
+        (value,) = (layout.read(components_of(given)) if divided is None else divided) or [None]
+        weights, held = (value, None) if layout.held is None else (None, value)
+        shards = shard_batch(given, layout.shards, layout.own_shards, weights, held)
     batches, shares = [], list(shards.shares)
-    for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
+    for i, (rank, device) in enumerate(zip(layout.own_shards, layout.shard_devices, strict=True)):
         batch, share = shards.batches[i], shares[rank]
         with tf.device("/CPU:0"):
             batch = hold(batch, spans[i].end(components_of(batch)))
@@ -119,28 +97,27 @@ class Staging:
         total: how many shards it divides a batch into.
     """
 
-    def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, places: Places, meter: Meter | None) -> None:
+    def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, layout: Layout, meter: Meter | None) -> None:
         """Make the graph functions.
 
         Args:
             fetch: returns the next batch of the iterator of that handle, in a graph.
             specs: of such a batch.
-            places: of the towers.
-            meter: see `split_batch`.
+            layout, meter: see `split_batch`.
         """
-        self._specs, self._places = specs, places
-        self.total = places.total
+        self._specs, self._layout = specs, layout
+        self.total = layout.shards
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
             components = components_of(fetch(handle))
-            return [*components, *places.read(components)]  # the next batch may have others
+            return [*components, *layout.read(components)]  # the next batch may have others
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:
             divided = components[len(components_of(specs)) :]
-            shards = split_batch(packed(specs, components), places, meter, copies=True, divided=divided)
+            shards = split_batch(packed(specs, components), layout, meter, copies=True, divided=divided)
             with tf.device("/CPU:0"):
                 parts = [tf.stack(shards.sizes)]
-            for shard, rank in zip(shards.batches, places.ranks, strict=True):
+            for shard, rank in zip(shards.batches, layout.own_shards, strict=True):
                 parts += [shards.shares[rank].fraction, *components_of(shard)]
             return parts
 
@@ -172,8 +149,8 @@ class Staging:
         held, *rest = parts
         with tf.device("/CPU:0"):
             sizes, shares = divide_rows(tf.reduce_sum(held), held)
-        batches, width = [], len(rest) // len(self._places.ranks)
-        for i, rank in enumerate(self._places.ranks):
+        batches, width = [], len(rest) // len(self._layout.own_shards)
+        for i, rank in enumerate(self._layout.own_shards):
             fraction, *components = rest[i * width : (i + 1) * width]
             shares[rank] = Share(fraction, *shares[rank][1:])
             batches.append(packed(self._specs, components))

@@ -1,213 +1,100 @@
-"""Lay a program out on every tower: the body of the one graph that is a step.
-
-Called while a graph is built, or outside one to run the same parts one after another. `program.py` says what
-is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` what the step returns.
-"""
+"""Say which shard of a batch belongs to which tower and process, and which rows it has: one frozen object."""
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops.group_ops import Turns
-from ncclsync.ops.spans import STEP, STEPS, Meter, begin
-from ncclsync.program.program import Program, Segment
-from ncclsync.semantics.shards import Shards, components_of
-from ncclsync.towers.audit import Audit
-from ncclsync.towers.exchange import After, Exchanges
-from ncclsync.towers.feeding import split_batch
-from ncclsync.towers.recovery import Rollback
-from ncclsync.towers.results import combine
-from ncclsync.towers.shard_sums import add_up
-from ncclsync.towers.state import TowerState
+from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
 
 
-def lay_out(
-    program: Program,
-    towers: TowerState,
-    batch: Any,
-    rollback: Rollback,
-    meter: Meter | None = None,
-    audit: Audit | None = None,
-) -> Any:
-    """Run `program` on all towers, in the graph that is being built if there is one.
-
-    Args:
-        program: a traced step, cut.
-        towers: of which n are this process', with s shards; copies of the program's variables are made as needed.
-        batch: is split; or `Shards`, which lie on the towers' devices.
-        rollback: made for the same program.
-        meter: records when the parts of the step begin and end; None: nothing is added to the graph.
-        audit: lets towers compute each other's shards again; None: nothing is added, either.
-
-    Returns:
-        The step's results as one tower's would be: its structure, tensors combined as the program says.
-        They depend on every side effect of every tower.
-    """
-    if isinstance(batch, Shards):
-        step, shards = begin(meter, STEPS, STEP), batch
-    else:
-        step = begin(meter, STEPS, STEP, components_of(batch))
-        shards = split_batch(batch, towers.shards, meter, step.ops)
-        if towers.communicator.compares_batches:
-            shards = dataclasses.replace(shards, whole=components_of(batch))
-    run = _Run(program, towers, shards, meter, audit)
-    after = [[*step.ops, *each] for each in run.begin(rollback)]
-    for number, segment in enumerate(program.segments, start=1):
-        sent, done = run.compute(number, segment, after)
-        after = run.exchange(number, segment, sent, done)
-    done = run.apply(rollback, after)
-    recorded = run.recorded
-    ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
-    with tf.control_dependencies([done, *ends]):
-        return combine(program, run.values, shards, towers, run.turns)
-
-
-class _Run:
-    """Hold what the parts of one laid out step pass on to each other.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Say where a batch's shards are computed. A step that is divided further gets another layout.
 
     Attributes:
-        values: [s] tensors and handles by their names in the program, of the shards of this process' towers.
+        devices: [n] of this process' towers, such as "GPU:0".
+        ranks: [n] the numbers of these towers.
+        towers: N, in all processes.
+        divided: how many shards a batch has, if their number was given, or a step was split; all towers are then in
+            one process. None: each tower has one.
+        adds_up: whether a tower adds up its shards as they come, since a step was split for lack of memory. No bits
+            belong to the number of shards then.
+        weights: [N] int32, by which towers share a batch; None: evenly.
+        held: [N] int32, the rows of each tower in the batch that was handed out last, where each process reads its own
+            rows alone; None: they follow from the number of rows.
     """
 
-    def __init__(
-        self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
-    ) -> None:
-        self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
-        self._exchanges = Exchanges(towers, shards, meter)
-        with tf.device("/CPU:0"):
-            # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
-            samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
-            self._has_samples = [tf.minimum(count, 1) for count in samples]
-        handles = {name: towers.copies_of_shards(variable) for name, variable in program.variables}
-        self._places = towers.places_of_shards
-        self.values: list[dict[str, tf.Tensor]] = []
-        for i, rank in enumerate(towers.shards.ranks):
-            arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]
-            values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
-            self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
-        self._repeats = None if audit is None else audit.begin(self.values)
+    devices: tuple[str, ...] = ("CPU:0",)
+    ranks: range = range(1)
+    towers: int = 1
+    divided: int | None = None
+    adds_up: bool = False
+    weights: tf.Variable | None = None
+    held: tf.Variable | None = None
 
     @property
-    def turns(self) -> Turns:
-        """Return the order in which several processes meet."""
-        return self._exchanges.turns
+    def shards(self) -> int:
+        """Return S, how many shards a batch has in all processes."""
+        return self.towers if self.divided is None else self.divided
 
     @property
-    def recorded(self) -> list[tf.Operation]:
-        """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
-        kept = [] if self._repeats is None else self._repeats.end()
-        return [*self._exchanges.recorded, *kept]
+    def is_chief(self) -> bool:
+        """Return whether tower 0 is this process'."""
+        return self.ranks[0] == 0
 
-    def begin(self, rollback: Rollback) -> After:
-        """Check the batch and save what a failed step would need; return what every tower waits for."""
-        checks = _checked_rows(self._program, self._shards)
-        # An iterator that has no batch left ends the graph: then nothing has begun. The saved state says
-        # that the step is under way, with this batch.
-        with tf.control_dependencies(components_of(self._shards.batches[0])):
-            saved = rollback.begin()
-        if self._repeats is not None:
-            saved = [*saved, *self._repeats.begun]
-        others: After = [[] for _ in self._towers.devices[1:]]
-        if not checks and not saved:
-            return [[], *others]
-        return self._exchanges.meet([saved, *others], checks)
+    @property
+    def meets_processes(self) -> bool:
+        """Return whether other processes have towers, too."""
+        return self.towers > len(self.devices)
 
-    def compute(self, number: int, segment: Segment, after: After) -> tuple[list[list[tf.Tensor]], After]:
-        """Run a segment on every tower.
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Return `weights` as they are now."""
+        return None if self.weights is None else tuple(self.weights.numpy().tolist())
 
-        Args:
-            number: of the segment, from 1.
-            segment: of the program.
-            after: [n] what each tower waits for.
+    @functools.cached_property
+    def places(self) -> tuple[range, ...]:
+        """Return [n] the places of each tower's shards among the s shards of this process."""
+        ends = itertools.accumulate(shard_sizes(self.divided or len(self.devices), len(self.devices)), initial=0)
+        return tuple(range(*pair) for pair in itertools.pairwise(ends))
 
-        Returns:
-            [s] what each shard sends, flat, or, if towers add up, what a tower's shards up to it send together; and
-            [n] the tower's ops of the segment, and what else ends it.
-        """
-        # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
-        # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
-        waits = self._towers.keeps_weights and bool(segment.written)
-        sent: list[list[tf.Tensor]] = []
-        of_shards: list[list[tf.Tensor]] = []
-        arguments: list[list[Any]] = []
-        done: After = []
-        places = self._towers.places
-        for i, (rank, device) in enumerate(zip(places.ranks, places.devices, strict=True)):
-            own = self._places[i]
-            ends: list[Any] = []
-            tokens: list[Any] = []
-            for place in own[:1] if segment.once else own:
-                # One after another: only what the shards before give takes memory meanwhile.
-                before = [*after[i], *tokens]
-                incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
-                given = incoming if number > 1 else components_of(self._shards.batches[place])
-                name, meets = segment_name(self._program, number), bool(segment.incoming)
-                span = begin(self._meter, rank, name, [*before, *given], meets=meets)
-                shard = self._towers.shards.ranks[place]
-                with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
-                    tower = [tf.constant(place == 0), *([tf.constant(rank)] if segment.metered else [])]
-                    share = [self._shards.shares[shard].fraction, self._has_samples[shard]]
-                    arguments.append([*incoming, *share, *tower])
-                    outcome = segment.run(self.values[place], arguments[-1])
-                for one in own if segment.once else [place]:
-                    self.values[one].update(zip(segment.fetches, outcome, strict=False))
-                of_shards.append(outcome[len(segment.fetches) : -1])
-                tokens, sends = [outcome[-1]], of_shards[-1]
-                if self._towers.adds_up:
-                    with tf.device(f"/{device}"):
-                        sends = sends if place == own[0] else add_up(segment.outgoing, sent[-1], sends)
-                    tokens += sends  # the next shard waits for the sum
-                sent.append(sends)
-                ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
-            done.append(ends)
-        if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(
-                number, segment, arguments, of_shards, list(zip(places.devices, after, done, strict=True))
-            )
-        return sent, done
+    @functools.cached_property
+    def tower_places(self) -> tuple[int, ...]:
+        """Return [s] the place, among the n towers of this process, of the tower that computes each of its shards."""
+        return tuple(tower for tower, own in enumerate(self.places) for _ in own)
 
-    def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:
-        """Join what the towers send after a segment; see `compute`.
+    @property
+    def own_shards(self) -> range:
+        """Return [s] the numbers of this process' shards."""
+        return self.ranks if self.divided is None else range(self.divided)
 
-        Returns:
-            [n] what each tower waits for: all of this segment, on every tower, so that an error anywhere stops
-            all of them.
-        """
-        return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])
+    @property
+    def shard_devices(self) -> list[str]:
+        """Return [s] the device of each shard of this process."""
+        return [self.devices[tower] for tower in self.tower_places]
 
-    def apply(self, rollback: Rollback, after: After) -> tf.Operation:
-        """Let the step be complete, or undone if a gradient is not finite."""
-        values = self.values[0]
-        if self._program.noise is not None:
-            self._towers.noise.update(values[self._program.noise])
-        finite = None if self._program.finite is None else values[self._program.finite]
-        with tf.device(f"/{self._towers.devices[0]}"):
-            return rollback.end(tf.group(*after[0]), finite, self._shards.sizes)
+    @property
+    def owners(self) -> Sequence[int]:
+        """Return [S] the number of the tower that computes each shard, of all processes."""
+        return range(self.towers) if self.divided is None else self.tower_places
 
+    def sizes_of(self, rows: int) -> tuple[int, ...]:
+        """Return [S] how many rows of a batch each shard has."""
+        return shard_sizes(rows, self.shards, self.shares)
 
-def _checked_rows(program: Program, shards: Shards) -> list[Any]:
-    """Check that the batch has as many rows as a state or a constant of the step that is divided like it."""
-    total = shards.shares[0].total
-    if len(shards.shares) == 1:
-        return []
-    with tf.device("/CPU:0"):
-        checks = [
-            tf.debugging.Assert(
-                tf.equal(total, rows),
-                [
-                    f"{tf_compat.OWN_WORDS}Expected the global batch size that the step declares, {rows}, by a "
-                    "stateful RNN or by a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit "
-                    "(for Horovod, each process has its own). Received:",
-                    total,
-                ],
-            )
-            for rows in program.declared
-        ]
-    return [check for check in checks if check is not None]
+    def own_rows(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return, in a graph, the first row of this process' in a batch that is divided evenly, and the one after."""
+        first, last, sizes = self.own_shards[0], self.own_shards[-1] + 1, sizes_in_graph(rows, self.shards)
+        return tf.reduce_sum(sizes[:first]), tf.reduce_sum(sizes[:last])
 
+    def split(self) -> "Layout":
+        """Return a layout of twice as many shards."""
+        return dataclasses.replace(self, divided=2 * self.shards, adds_up=True)
 
-def segment_name(program: Program, number: int) -> str:
-    """Return what a segment is called in a timeline; the last one, which writes the weights, "apply"."""
-    return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
+    def read(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return, in a graph, what there is of `weights` and `held`, for a batch of these components."""
+        with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing it out may write them
+            return [one.read_value() for one in (self.weights, self.held) if one is not None]

@@ -20,6 +20,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.program.program import Program, Target
+from ncclsync.towers.layout import Layout
 
 _logger = logging.getLogger("ncclsync")
 
@@ -255,33 +256,27 @@ def check_xla_captures_nothing() -> None:
         )
 
 
-def make_target(
-    devices: Sequence[str],
-    backend: str,
-    bucket_bytes: int,
-    same_seeds: bool = False,
-    *,
-    joins: bool = True,
-    shards: int | None = None,
-) -> Target:
-    """Return the target that a program for towers on these devices is cut for.
+def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: bool) -> Target:
+    """Return the target that a program for towers is cut for.
 
     Args:
-        devices: of the towers.
+        layout: of the towers. If the number of shards was given, nothing depends on the number of towers.
         backend: "nccl" or "cpu".
         bucket_bytes: see `buckets.fill_buckets`.
         same_seeds: whether random state is equal on all towers.
-        joins: whether all towers are of this process, so that TensorFlow's ops can join their tensors.
-        shards: how many the towers compute, if that was given. Then nothing depends on the number of towers.
     """
-    crowd, joins = (len(devices), joins) if shards is None else (shards, False)
+    # TensorFlow's ops can join the tensors of towers that are all of this process.
+    joins = layout.divided is None and not layout.meets_processes
     return Target(
-        home_device=devices[0],
-        bucket_bytes=bucket_bytes,
+        home_device=layout.devices[0],
+        # Where memory is short, none is taken for the copies that buckets are packed of.
+        bucket_bytes=1 if layout.adds_up else bucket_bytes,
         same_seeds=same_seeds,
-        many_shards=shards is not None,
-        shares_memory=any("CPU" in device for device in devices),
-        passes=host_passes(crowd, joins=joins) if reduced_on_host(devices, backend) else (),
+        many_shards=layout.divided is not None,
+        shares_memory=any("CPU" in device for device in layout.devices),
+        passes=host_passes(layout.divided or len(layout.devices), joins=joins)
+        if reduced_on_host(layout.devices, backend)
+        else (),
     )
 
 

@@ -1,6 +1,6 @@
 """Keep what a step needs if it fails: its batch, to be run again, and old values, to undo its writes.
 
-Called by `layout.py` and `step.py` while the graph of the step is built, and when it has failed.
+Called by `laying_out.py` and `step.py` while the graph of the step is built, and when it has failed.
 """
 
 import functools
@@ -84,12 +84,12 @@ class Rollback:
         self._report = report
         with tf.device(f"/{towers.devices[0]}"):
             self._saved = [
-                (group[0], tf.Variable(group[0].value(), trainable=False), group, name in program.undone)
-                for name in program.rollback
+                (group[0], tf.Variable(group[0].value(), trainable=False), group, undone)
+                for name, undone in program.rollback
                 for group in _restored(variables[name], towers)
             ]
             # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.
-            others = towers.places.ranks[0] > 0
+            others = not towers.is_chief
             sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
             self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
             # Says that a step is under way; also of one that writes nothing, if it may run again, or takes its batch

@@ -24,8 +24,8 @@ def combine(
         towers: that have run it.
         turns: of processes that join their rows.
     """
-    every = towers.shards
-    sizes = [shards.sizes[rank] for rank in every.ranks]
+    layout = towers.layout
+    sizes = [shards.sizes[shard] for shard in layout.own_shards]
     outputs = iter(program.outputs)
     rows: list[list[Any]] = []  # [results][s]
     combined: list[Any] = []
@@ -40,10 +40,10 @@ def combine(
             for tower in values
         ]
         rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
-        joins = [how == "concat" and every.total > 1 for _, how in parts]
+        joins = [how == "concat" and layout.shards > 1 for _, how in parts]
 
         def joined_rows(column: Sequence[Any]) -> Any:
-            if len(column) == every.total:
+            if len(column) == layout.shards:
                 return concat_rows(column, sizes)
             return _gather_rows(column, sizes, towers, turns)[0]
 

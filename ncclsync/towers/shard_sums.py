@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket
-from ncclsync.towers.state import TowerState
+from ncclsync.towers.layout import Layout
 
 _COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "sum": tf.add,
@@ -22,21 +22,21 @@ _COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 
 
 def join_shards(
-    buckets: Sequence[Bucket], given: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState
+    buckets: Sequence[Bucket], given: Sequence[Sequence[Sequence[tf.Tensor]]], layout: Layout
 ) -> list[list[list[tf.Tensor]]]:
     """Join buckets by TensorFlow's ops, which copy between devices where they must.
 
     Args:
         buckets: [B].
         given: [s][B] the shards' tensors, as many as `Bucket.specs`.
-        towers: all in this process.
+        layout: of towers that are all in this process.
 
     Returns:
         [s][B] what each shard receives.
     """
     joined: list[list[list[tf.Tensor]]] = [[] for _ in given]
     for bucket, rows in zip(buckets, zip(*given, strict=True), strict=True):  # [s] lists of tensors
-        columns = [_join(bucket, column, towers) for column in zip(*rows, strict=True)]
+        columns = [_join(bucket, column, layout) for column in zip(*rows, strict=True)]
         for received, tensors in zip(joined, zip(*columns, strict=True), strict=True):
             received.append(list(tensors))
     return joined
@@ -61,17 +61,17 @@ def _adds_up(bucket: Bucket) -> bool:
     return not bucket.wire.concatenates and bucket.wire.kind != "broadcast" and bucket.when is None
 
 
-def sums_of_towers(values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+def sums_of_towers(values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
     """Return [n] what each tower has of all of its shards, of [s] what `add_up` has returned."""
-    return [values[own[-1]] for own in towers.shards_of]
+    return [values[own[-1]] for own in layout.places]
 
 
-def nodes_of_towers(values: Sequence[tf.Tensor], op: str, towers: TowerState) -> list[tf.Tensor]:
+def nodes_of_towers(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list[tf.Tensor]:
     """Reduce each tower's shards as far as the tree does; return [n] tensors [m, ...] of as many nodes each."""
-    shards, owned = len(values), towers.shards_of
+    shards, owned = len(values), layout.places
     most = max(len(nodes_within(shards, own[0], own[-1] + 1)) for own in owned)
     stacked = []
-    for device, own in zip(towers.devices, owned, strict=True):
+    for device, own in zip(layout.devices, owned, strict=True):
         with tf.device(f"/{device}"):
             nodes = list(reduce_nodes(_COMBINE[op], shards, own[0], [values[shard] for shard in own]).values())
             nodes += [tf.zeros_like(nodes[0])] * (most - len(nodes))
@@ -79,39 +79,39 @@ def nodes_of_towers(values: Sequence[tf.Tensor], op: str, towers: TowerState) ->
     return stacked
 
 
-def total_of_gathered(gathered: tf.Tensor, op: str, towers: TowerState, tower: int) -> tf.Tensor:
+def total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) -> tf.Tensor:
     """Return, on a tower's device, the reduction of what `nodes_of_towers` has made, gathered: [n * m, ...]."""
-    shards, owned = towers.shards.total, towers.shards_of
-    each = [nodes_within(shards, own[0], own[-1] + 1) for own in owned]
+    shards = layout.shards
+    each = [nodes_within(shards, own[0], own[-1] + 1) for own in layout.places]
     most = max(map(len, each))
-    with tf.device(f"/{towers.devices[tower]}"):
+    with tf.device(f"/{layout.devices[tower]}"):
         values = {node: gathered[most * place + i] for place, nodes in enumerate(each) for i, node in enumerate(nodes)}
         return reduce_tree(_COMBINE[op], shards, values)
 
 
-def _join(bucket: Bucket, values: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
+def _join(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
     """Join one tensor of each shard; [s] in, [s] out."""
-    wire, shards, owned = bucket.wire, len(values), towers.shards_of
+    wire, shards = bucket.wire, len(values)
     if wire.root >= shards:
         raise ValueError(f"Expected root to be below the number of shards, {shards}. Received: {wire.root}")
     if wire.kind == "broadcast":
         return [values[wire.root]] * shards
     nodes: dict[Node, tf.Tensor] = {}
     leaves = shards
-    if towers.adds_up and _adds_up(bucket):
-        leaves, combine = len(owned), _COMBINE[wire.op]
-        nodes = {Node(0, tower): value for tower, value in enumerate(sums_of_towers(values, towers))}
+    if layout.adds_up and _adds_up(bucket):
+        leaves, combine = len(layout.devices), _COMBINE[wire.op]
+        nodes = {Node(0, tower): value for tower, value in enumerate(sums_of_towers(values, layout))}
     elif not wire.concatenates:
         combine = _COMBINE[wire.op]
-        for device, own in zip(towers.devices, owned, strict=True):
+        for device, own in zip(layout.devices, layout.places, strict=True):
             with tf.device(f"/{device}"):
                 nodes |= reduce_nodes(combine, shards, own[0], [values[shard] for shard in own])
     received: dict[str, tf.Tensor] = {}
-    for device in towers.devices:
+    for device in layout.devices:
         if device not in received:
             with tf.device(f"/{device}"):
                 received[device] = tf.concat(values, 0) if wire.concatenates else reduce_tree(combine, leaves, nodes)
-    results = [received[device] for device, own in zip(towers.devices, owned, strict=True) for _ in own]
+    results = [received[device] for device in layout.shard_devices]
     if wire.kind != "reduce_scatter":
         return results
     return [tf.split(result, shards)[shard] for shard, result in enumerate(results)]

@@ -30,10 +30,10 @@ from ncclsync.ops.group_ops import group_all_reduce
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
-from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
-from ncclsync.towers.feeding import Feeder, Places
+from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
+from ncclsync.towers.layout import Layout
 from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
 from ncclsync.towers.placement import (
     choose_placement,
@@ -72,6 +72,8 @@ class TowerState:
         shared: ids of the variables that other towers of the process hold copies of, too.
         traces: of the training steps that are traced from now on, if somebody wants them; else None.
         options: as they were given.
+        layout: which shard of a batch is whose.
+        target: what programs for these towers are cut for.
         sizes_of_given: `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
     """
 
@@ -107,8 +109,6 @@ class TowerState:
         placement = choose_placement(options.towers, options.devices, options.backend, process)
         self.noise = NoiseAverages()
         self.devices = placement.devices
-        self._shards = options.shards
-        self._shards_given = options.shards is not None
         if options.shards is not None and options.shards < len(self.devices):
             raise ValueError(
                 f"Expected at least a shard for each of {len(self.devices)} towers. Received: "
@@ -123,8 +123,16 @@ class TowerState:
         self.backend = placement.backend
         self.compression = None if options.compression is None else ErrorFeedback()
         self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.layout = Layout(
+            self.devices,
+            range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1),
+            self.communicator.world_size,
+            options.shards,
+            weights=None if self._shares is None else self._shares.variable,
+        )
+        self.target = self._make_target()
         divides = options.shard_optimizer and len(self) > 1
-        joined = Processes(self.places.ranks, self._rows_of_all) if self.meets_processes else None
+        joined = Processes(self.layout.ranks, self._rows_of_all) if self.layout.meets_processes else None
         self.sharding = OptimizerSharding(len(self), options.bucket_bytes, joined) if divides else None
         self.in_flight = InFlight(self.communicator)
         self._closed = False
@@ -142,51 +150,7 @@ class TowerState:
 
     def __len__(self) -> int:
         """Return the number of towers in all processes."""
-        return self.places.total
-
-    @property
-    def places(self) -> Places:
-        """Return where these towers stand, among those of all processes."""
-        weights = None if self._shares is None else self._shares.variable
-        return Places(self.devices, tuple(self.communicator.ranks), self.communicator.world_size, weights)
-
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """Return by what weights towers share a batch, if not evenly; while they are measured, those of now."""
-        return None if self._shares is None else self._shares.weights
-
-    def sizes_of(self, rows: int) -> tuple[int, ...]:
-        """Return how many rows of a batch each shard has."""
-        return shard_sizes(rows, self.shards.total, self.shares)
-
-    @property
-    def shards_of(self) -> list[range]:
-        """Return [n] the numbers of each tower's shards, for this process' towers."""
-        if self._shards is None:
-            return [range(rank, rank + 1) for rank in self.places.ranks]
-        ends = list(itertools.accumulate(shard_sizes(self._shards, len(self)), initial=0))
-        return [range(*pair) for pair in itertools.pairwise(ends)]
-
-    @property
-    def places_of_shards(self) -> list[range]:
-        """Return [n] the places of each tower's shards among those of this process."""
-        owned = self.shards_of
-        return [range(own[0] - owned[0][0], own[-1] + 1 - owned[0][0]) for own in owned]
-
-    @property
-    def shards(self) -> Places:
-        """Return where the shards of these towers are computed, in their order; without `shards=`, the towers."""
-        if self._shards is None:
-            return self.places
-        devices = [device for device, own in zip(self.devices, self.shards_of, strict=True) for _ in own]
-        return Places(devices, range(self._shards), self._shards)
-
-    @property
-    def owners(self) -> list[int]:
-        """Return the number of the tower that computes each shard, of all processes."""
-        if self._shards is None:
-            return list(range(len(self)))
-        return [rank for rank, own in zip(self.places.ranks, self.shards_of, strict=True) for _ in own]
+        return self.layout.towers
 
     def split_further(self, rows: int) -> bool:
         """Let steps take less memory from now on, in twice as many shards.
@@ -208,41 +172,31 @@ class TowerState:
         for key, replicas in list(self._replicas.items()):
             if replicas.role is not Role.SAME:  # each shard's own
                 self._forget_copies(key)
-        self._shards = 2 * self.shards.total
-        self.__dict__.pop("target", None)  # programs are cut for it
+        self.layout = self.layout.split()
+        self.target = self._make_target()
         logger.warning(
             "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, up to %d of them on "
             "each tower, one after another. A smaller batch, or shards=%d from the start, saves the attempt",
             rows,
-            self._shards,
-            max(map(len, self.shards_of)),
-            self._shards,
+            self.layout.shards,
+            max(map(len, self.layout.places)),
+            self.layout.shards,
         )
         return True
 
     def _why_undivided(self, rows: int) -> str:
         """Return why there cannot be twice as many shards; "" if there can."""
-        count = self.shards.total
+        count = self.layout.shards
         if count >= rows:
             return "each shard has one row"
-        if self._shards_given:
+        if self.options.shards is not None:
             return f"the bits belong to shards={count}. Choose more shards, or a smaller batch"
         return f"{count} shards are the most" if 2 * count > MOST_TOWERS else ""
 
     @property
-    def has_shards(self) -> bool:
-        """Return whether a tower may have several shards: their number was given, or a step was split."""
-        return self._shards is not None
-
-    @property
-    def adds_up(self) -> bool:
-        """Return whether a tower adds up its shards as they come, and no bits belong to the number of shards."""
-        return self.has_shards and not self._shards_given
-
-    @property
     def is_chief(self) -> bool:
         """Return whether this process is to write files, and to print: the first, or the only one."""
-        return self.places.ranks[0] == 0
+        return self.layout.is_chief
 
     @property
     def process(self) -> int:
@@ -301,7 +255,7 @@ class TowerState:
         if self.sharding is not None:
             self.sharding.release()
         # Other processes may have ended, or may not close theirs now.
-        with contextlib.suppress(ProcessError) if self.meets_processes else contextlib.nullcontext():
+        with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
             self.add_up_parts()
         for replicas in list(self._replicas.values()):
             replicas.untrack()
@@ -318,12 +272,12 @@ class TowerState:
         Raises:
             ValueError: if there is no such tower in this process.
         """
-        ranks = self.places.ranks
+        ranks = self.layout.ranks
         if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or tower not in ranks:
             raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
         self.sync()
         self.in_flight.settle()
-        first = self.shards_of[ranks.index(tower)][0] - self.shards_of[0][0]
+        first = self.layout.places[ranks.index(tower)][0]
         return [self.copies_of_shards(tf_compat.backend_variable(v))[first].numpy() for v in self._weights()]
 
     def broadcast(self) -> None:
@@ -451,9 +405,10 @@ class TowerState:
     def check_repeatable(self) -> None:
         """Warn if bits that are asked for may differ: op determinism is off, or NCCL had joined the towers before."""
         if not tf_compat.is_op_determinism_enabled():
-            if self._shards_given and any("GPU" in device for device in self.devices):
+            shards = self.options.shards
+            if shards is not None and any("GPU" in device for device in self.devices):
                 self.warn_once(
-                    f"shards={self._shards} gives equal bits on any number of GPUs only with deterministic ops. If you "
+                    f"shards={shards} gives equal bits on any number of GPUs only with deterministic ops. If you "
                     "want them, call tf.config.experimental.enable_op_determinism() and "
                     "keras.utils.set_random_seed(...) before the model is made"
                 )
@@ -463,11 +418,6 @@ class TowerState:
                 "tf.config.experimental.enable_op_determinism() was called after the towers were joined, with NVLS. "
                 "Call it before the first model on towers is made"
             )
-
-    @property
-    def meets_processes(self) -> bool:
-        """Return whether other processes have towers, too."""
-        return len(self) > len(self.devices)
 
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
@@ -501,7 +451,7 @@ class TowerState:
         self.require_open()
         replicas = self._replicas.get(id(variable))
         role = role_of(variable, self.options.exact_random)
-        if replicas is not None and len(replicas.copies) + 1 != len(self._holders(role).devices):
+        if replicas is not None and len(replicas.copies) + 1 != len(self._holders(role)[0]):
             self._forget_copies(id(variable))
             replicas = None
         if replicas is None:
@@ -515,7 +465,7 @@ class TowerState:
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
             replicas = Replicas(variable, role, copies, self._pending, self.shared, self.in_flight, forget)
-            if self.meets_processes:
+            if self.layout.meets_processes:
                 replicas.add_up_by(self._total)
             self._replicas[id(variable)] = replicas
             if tf_compat.has_flag(variable, "written_by_graph"):
@@ -532,15 +482,14 @@ class TowerState:
         self._pending.discard(key)
 
     def copies_of_shards(self, variable: tf.Variable) -> list[tf.Variable]:
-        """Return the variable that each of `shards` uses, a tower's weights or the shard's own; see `copies`."""
-        copies = self.copies(variable)
-        if len(copies) == len(self.shards.devices):
-            return copies
-        return [copy for copy, own in zip(copies, self.shards_of, strict=True) for _ in own]
+        """Return [s] the variable that each shard uses, a tower's weights or the shard's own; see `copies`."""
+        copies, towers = self.copies(variable), self.layout.tower_places
+        return copies if len(copies) == len(towers) else [copies[tower] for tower in towers]
 
-    def _holders(self, role: Role) -> Places:
-        """Return who has a copy of a variable of this role."""
-        return self.places if role is Role.SAME else self.shards
+    def _holders(self, role: Role) -> tuple[Sequence[str], range]:
+        """Return the devices and numbers of who has a copy of a variable of this role: of towers, or of shards."""
+        layout = self.layout
+        return (layout.devices, layout.ranks) if role is Role.SAME else (layout.shard_devices, layout.own_shards)
 
     def sync(self) -> None:
         """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
@@ -579,18 +528,17 @@ class TowerState:
 
     def mark_stale(self) -> None:
         """Send every variable again before the next step, since one has failed, or what was loaded is tower 0's."""
-        if not self.meets_processes:  # else they are added up when they are sent, by all processes
+        if not self.layout.meets_processes:  # else they are added up when they are sent, by all processes
             self.add_up_parts()
         self._pending.update(self._replicas)
 
     def send_unused(self, variables: Sequence[tf.Variable]) -> None:
         """Let variables of which no step has made copies hold tower 0's values in all processes. Collective."""
         unused = [variable for variable in variables if id(variable) not in self._replicas]
-        is_root = self.places.ranks[0] == 0
-        own = [variable.numpy() for variable in unused] if is_root else None
+        own = [variable.numpy() for variable in unused] if self.is_chief else None
         room = sum(map(_most_bytes, unused))
         values = self._of_all_processes(own, "variables that no step has used", room)[0]
-        if not is_root:
+        if not self.is_chief:
             for variable, value in zip(unused, values, strict=True):
                 variable.assign(value)
 
@@ -598,7 +546,7 @@ class TowerState:
         """Let the first tower of each process hold what is divided among all towers. Collective, if there are such."""
         for replicas in list(self._replicas.values()):
             replicas.gather_parts()
-        if self.meets_processes and self.sharding is not None:
+        if self.layout.meets_processes and self.sharding is not None:
             self.sharding.make_whole()
 
     def save_after_failure_by(self, save: Callable[[], None]) -> None:
@@ -643,13 +591,9 @@ class TowerState:
         """Return whether a failed collective must leave the weights as they were, at the cost of a wait."""
         return self._save is not None
 
-    @functools.cached_property
-    def target(self) -> Target:
-        """Return the target that programs for these towers are cut for."""
-        joins, same_seeds = not self.meets_processes, self.options.exact_random
-        # Where memory is short, none is taken for the copies that buckets are packed of.
-        bucket_bytes = 1 if self.adds_up else self.options.bucket_bytes
-        return make_target(self.devices, self.backend, bucket_bytes, same_seeds, joins=joins, shards=self._shards)
+    def _make_target(self) -> Target:
+        options = self.options
+        return make_target(self.layout, self.backend, options.bucket_bytes, same_seeds=options.exact_random)
 
     def _of_all_processes(self, value: Any, what: str, array_bytes: int = 0) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`. Collective."""
@@ -658,7 +602,7 @@ class TowerState:
     def _of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it. Collective, if another process has."""
         value = variable.value()
-        if not self.meets_processes:
+        if not self.layout.meets_processes:
             return value
         numbers = self._of_all_processes(value.numpy() if self.is_chief else None, what, _most_bytes(value))[0]
         return tf.convert_to_tensor(numbers, value.dtype)
@@ -674,7 +618,7 @@ class TowerState:
         """Return [N, length] rows of all towers; `rows` are this process'. Collective."""
         if self.communicator.failure is not None:  # as in `_total`
             self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
-            before = self.places.ranks[0]
+            before = self.layout.ranks[0]
             return tf.pad(rows, [[before, len(self) - before - len(rows)], [0, 0]])
         row_bytes = _most_bytes(rows) // max(1, len(rows))
         return tf.concat(self._of_all_processes(rows.numpy(), what, len(self) * row_bytes), 0)
@@ -683,7 +627,7 @@ class TowerState:
         """Send tower 0's values. One that has not arrived stays pending, or that a graph may write."""
         for key in keys:
             replicas = self._replicas[key]
-            alone = not replicas.copies and not self.meets_processes
+            alone = not replicas.copies and not self.layout.meets_processes
             if alone or replicas.role in (Role.PARTIAL, Role.PARTITION):
                 # Whoever holds parts of it, these towers or others, adds them up when it is read.
                 replicas.variable.value()
@@ -706,13 +650,12 @@ class TowerState:
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
         """
-        holders = self._holders(role)
-        value, ranks = variable.value(), holders.ranks
-        if holders.total == 1:
+        value, (_, ranks) = variable.value(), self._holders(role)
+        if len(ranks) == 1 and not self.layout.meets_processes:
             return
         placed = [self._device_of(variable, place, role) for place in range(len(ranks))]
         self.communicator.reopen()
-        name = variable.name if self.meets_processes else ""
+        name = variable.name if self.layout.meets_processes else ""
         if (
             role is not Role.SAME
             or value.dtype.name not in native.DTYPES
@@ -774,7 +717,7 @@ class TowerState:
 
     def _device_of(self, variable: tf.Variable, place: int, role: Role = Role.SAME) -> str:
         """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
-        device = self._holders(role).devices[place]
+        device = self._holders(role)[0][place]
         return variable.device if "CPU" in variable.device and "CPU" not in device else f"/{device}"
 
 

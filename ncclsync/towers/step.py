@@ -46,8 +46,9 @@ from ncclsync.semantics.shards import (
     ungrouped,
 )
 from ncclsync.towers.audit import Audit
-from ncclsync.towers.feeding import CountingDataset, Feeder, Places, Staging, feeds, split_batch
-from ncclsync.towers.layout import lay_out
+from ncclsync.towers.feeding import CountingDataset, Feeder, Staging, feeds, split_batch
+from ncclsync.towers.laying_out import lay_out
+from ncclsync.towers.layout import Layout
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
@@ -129,7 +130,7 @@ class TowerStep(abc.ABC):
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
-        self._shards = towers.shards.total  # for which these are
+        self._layout = towers.layout  # that these are for
         self._ran: _Setup | None = None  # what was run last
         self._audited: Audit | None = None  # by the steps that have run and are not counted
 
@@ -189,7 +190,7 @@ class TowerStep(abc.ABC):
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile)
         self._traced = True
-        divides = self.towers.has_shards or self.towers.options.on_oom is not None
+        divides = self.towers.layout.divided is not None or self.towers.options.on_oom is not None
         repeats = self.towers.options.exact_random or self.towers.audits or divides
         check_draws(traced.function, refuses=repeats)
         with tf_compat.unobserved():
@@ -226,13 +227,13 @@ class TowerStep(abc.ABC):
 
     def warn_of(self, part: Inexact) -> None:
         """Warn of a reason why the step is not one device's."""
-        count = self.towers.shards.total
-        what = f"{count} shards" if self.towers.has_shards else f"{count} towers"
-        self.towers.warn_once(f"{what} do not train as one device: {part}")
+        layout = self.towers.layout
+        what = "shards" if layout.divided else "towers"
+        self.towers.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
 
     def warn_of_choices(self, program: Program, known: set[str]) -> None:
         """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
-        if self.towers.shards.total == 1 or not self._trains:
+        if self.towers.layout.shards == 1 or not self._trains:
             return
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
@@ -284,7 +285,7 @@ class TowerStep(abc.ABC):
             DivergenceError: towers hold different values; see `TowerState`.
             NonFiniteError: a gradient is not finite; see `TowerState`.
         """
-        if self.towers.meets_processes:
+        if self.towers.layout.meets_processes:
             if self._compared is None or self._compared() is not iterator:
                 self._compared, self._number = weakref.ref(iterator), 0
                 counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
@@ -336,7 +337,7 @@ class TowerStep(abc.ABC):
             self.towers.communicator.reads_same_rows = self._sizes is None
             results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         except Exception as error:  # also of a step that cannot be traced, which other processes would wait for
-            if self.towers.meets_processes:
+            if self.towers.layout.meets_processes:
                 self.towers.mark_stale()
                 self.towers.communicator.report_failure(error)
             raise
@@ -362,7 +363,7 @@ class TowerStep(abc.ABC):
         """Run the graph function for batches of these specs; divided further if it does not fit the memory."""
         if self.towers.options.on_oom is None:
             return self._run_watched(batch_specs, source, run)
-        self._forget_programs_of_other_shards()
+        self._forget_programs_of_other_layouts()
         try:
             return self._run_watched(batch_specs, source, run)
         except tf.errors.ResourceExhaustedError:
@@ -375,9 +376,9 @@ class TowerStep(abc.ABC):
         results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         return results if source == _GIVEN else (None, results)
 
-    def _forget_programs_of_other_shards(self) -> None:
-        if self.towers.shards.total != self._shards:
-            self._shards = self.towers.shards.total
+    def _forget_programs_of_other_layouts(self) -> None:
+        if self._layout is not self.towers.layout:
+            self._layout = self.towers.layout
             self._programs.clear()
             self._graphs.clear()
             self._ran = None
@@ -423,7 +424,7 @@ class TowerStep(abc.ABC):
             ProcessError: they have not.
         """
         communicator = self.towers.communicator
-        if not self.towers.meets_processes or (communicator.compares_batches and communicator.reads_same_rows):
+        if not self.towers.layout.meets_processes or (communicator.compares_batches and communicator.reads_same_rows):
             return
         self._number += 1
         if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
@@ -507,7 +508,7 @@ class TowerStep(abc.ABC):
             setup = dataclasses.replace(setup, audit=Audit(program, self.towers))
         if source == _FED:
             fetch = functools.partial(_next_batch, batch_specs)
-            staging = Staging(fetch, specs, self._places, meter)
+            staging = Staging(fetch, specs, self._layout_of_batches, meter)
             setup = dataclasses.replace(setup, staging=staging)
             on_parts = functools.partial(self._on_parts, setup)
             graph = self._graph_function(on_parts, staging.signature)
@@ -615,7 +616,7 @@ class TowerStep(abc.ABC):
             failure = self.towers.failed_collective(written) if isinstance(error, Exception) else None
             if failure is not None and not isinstance(error, NcclSyncError):
                 raise failure from error
-            if self.towers.meets_processes:
+            if self.towers.layout.meets_processes:
                 self.towers.communicator.report_failure(error)
             elif setup is not None and isinstance(error, tf.errors.CancelledError):
                 self._raise_what_cancelled(setup)
@@ -673,10 +674,10 @@ class TowerStep(abc.ABC):
         return done, tf.nest.pack_sequence_as(logs, flat)
 
     @property
-    def _places(self) -> Places:
-        """Return where the shards of the batches that come are computed."""
-        places = self.towers.shards
-        return places if self._sizes is None else places._replace(held=self._sizes)
+    def _layout_of_batches(self) -> Layout:
+        """Return the layout of the batches that come."""
+        layout = self.towers.layout
+        return layout if self._sizes is None else dataclasses.replace(layout, held=self._sizes)
 
     def _on_parts(self, setup: "_Setup", *parts: tf.Tensor) -> Any:
         """Run one step, in a graph, on a batch that a `Staging` has brought to the towers."""
@@ -688,7 +689,7 @@ class TowerStep(abc.ABC):
         """Run one step on all towers, in a graph."""
         batch = setup.kept.keep(grouped(without_optionals(batch)))
         if self._sizes is not None:
-            batch = split_batch(batch, self._places, setup.meter)
+            batch = split_batch(batch, self._layout_of_batches, setup.meter)
         return lay_out(setup.program, self.towers, batch, setup.rollback, setup.meter, setup.audit)
 
 
@@ -740,10 +741,10 @@ def _report_nonfinite(
     assert state is not None and batch is not None  # the step that calls it is theirs
     given, total = batch.batch(), int(sizes.sum())
     if rows_of(given) != total:  # it has this process' rows alone: copies stand in the others' places
-        rows = tf.range(total) - int(sizes[: state.shards.ranks[0]].sum())
+        rows = tf.range(total) - int(sizes[: state.layout.own_shards[0]].sum())
         rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
         given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
-    state.on_nonfinite.report(finite, sizes, names, given, state.owners)
+    state.on_nonfinite.report(finite, sizes, names, given, state.layout.owners)
 
 
 def python_step(step: Callable) -> Callable:

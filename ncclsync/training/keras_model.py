@@ -62,7 +62,7 @@ def attach(model: keras.Model, towers: Towers) -> None:
 
 def is_plain(towers: Towers) -> bool:
     """Return whether Keras' own functions train: on one tower, on Keras' default device, without options."""
-    plain = towers.on_nonfinite.mode is None and towers.options.on_oom is None and not towers.has_shards
+    plain = towers.on_nonfinite.mode is None and towers.options.on_oom is None and towers.layout.divided is None
     return plain and len(towers) == 1 and towers.devices[0] == default_device()
 
 

@@ -127,8 +127,8 @@ class Towers(TowerState):
         outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = self.sizes_of(rows or 1)  # a batch without rows is tower 0's
-        own = dict(zip(self.shards.ranks, outcome, strict=True))
+        sizes = self.layout.sizes_of(rows or 1)  # a batch without rows is tower 0's
+        own = dict(zip(self.layout.own_shards, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 
     def explain(self, batch: Any = None) -> Explanation:

@@ -108,8 +108,7 @@ def _told(towers: Towers) -> Iterator[None]:
 
 def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
     """Return the same batches, of which this process reads what its towers get."""
-    ranks = towers.places.ranks
-    return data.of_towers(ranks[0], ranks[-1] + 1, len(towers))
+    return data.of_process(towers.layout)
 
 
 def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, given: Mapping[str, Any]) -> LocalRows:
@@ -314,7 +313,7 @@ def _leave_file(towers: Towers) -> None:
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
     """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
     towers = towers_of(model)
-    if towers is not None and towers.meets_processes:
+    if towers is not None and towers.layout.meets_processes:
         return _file(towers)
     return contextlib.nullcontext(True)
 

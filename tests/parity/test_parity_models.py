@@ -102,7 +102,7 @@ def test_trains_like_one_device(name, towers, alone):
     model = on_towers(factory, towers)
     result = train(model, x, y)
     for key, expected in alone[name].items():
-        if towers == 1 and not model.towers.has_shards:
+        if towers == 1 and not model.towers.layout.divided:
             for one, other in zip(keras.tree.flatten(result[key]), keras.tree.flatten(expected), strict=True):
                 np.testing.assert_array_equal(one, other)
         assert_close(result[key], expected, what=key)

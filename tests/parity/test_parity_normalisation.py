@@ -250,7 +250,7 @@ def test_plain_batch_normalisation(batch, towers):
 
     model = on_towers(factory, towers)
     outputs = model.train_on_batch(X[:batch], X[:batch], return_dict=True)["outputs"]
-    sizes = [size for size in model.towers.sizes_of(batch) if size]
+    sizes = [size for size in model.towers.layout.sizes_of(batch) if size]
     shards = np.split(X[:batch].astype("float64"), np.cumsum(sizes)[:-1])
     means, variances = [s.mean(0) for s in shards], [s.var(0) for s in shards]
     expected = [(s - m) / np.sqrt(v + 1e-3) for s, m, v in zip(shards, means, variances, strict=True)]

@@ -131,7 +131,7 @@ def test_early_writes_are_undone():
     program = program_of(trained(gan))
     early = {id(variable) for segment in writes(program)[:-1] for variable in segment}
     variables = dict(program.variables)
-    assert early and {id(variables[name]) for name in program.rollback} == early
+    assert early and {id(variables[name]) for name, _ in program.rollback} == early
 
 
 def test_evaluation_writes_no_weight():

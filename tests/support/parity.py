@@ -53,7 +53,7 @@ def check(case: Case, towers: int) -> None:
         return
     assert_close(found, case.run(case.build()), case.tolerance)
     assert_towers_agree(model)
-    has_shards = model.towers.has_shards
+    has_shards = model.towers.layout.divided is not None
     model.towers.close()
     if has_shards and towers > 1:
         alone = on_towers(case.build, 1, **case.options)

@@ -185,7 +185,7 @@ def break_calls(deterministic, monkeypatch):
 
     def break_them(is_wrong, element=0):
         def wrongly(program, towers, batch, rollback, meter=None, audit=None):
-            by = [(tower, shard) for tower, own in enumerate(towers.places_of_shards) for shard in own]
+            by = [(tower, shard) for tower, own in enumerate(towers.layout.places) for shard in own]
             by += [] if audit is None else [(place.tower, place.shard) for place in audit.places]
             calls = {call for call, (tower, shard) in enumerate(by) if is_wrong(tower, shard)}
             *audited, last = program.segments
@@ -265,7 +265,7 @@ def test_an_audited_step_that_does_not_fit(deterministic):
     for every in (1, None):
         model = on_towers(build, 2, health=Health(audit_every=every), on_oom="split")
         seen.append((fit(model), state(model)))
-        assert model.towers.shards.total == 4
+        assert model.towers.layout.shards == 4
         model.towers.close()
     assert [leaf.tobytes() for leaf in leaves_of(seen[0])] == [leaf.tobytes() for leaf in leaves_of(seen[1])]
 

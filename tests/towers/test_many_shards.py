@@ -294,7 +294,7 @@ def test_any_step_that_does_not_fit_is_divided():
             assert_close(model.predict_on_batch(X[:24]), expected[:24])
         else:
             model.evaluate(X, Y, batch_size=24, verbose=0)
-        assert model.towers.shards.total == 4, method
+        assert model.towers.layout.shards == 4, method
         model.towers.close()
     large, count = out_of_memory_above(6), tf.Variable(0.0)
 
@@ -319,7 +319,7 @@ def test_a_validation_batch_that_does_not_fit_is_divided():
 
     model = on_towers(lambda: build(6), 2, on_oom="split")
     model.fit(X, Y, batch_size=8, validation_data=(X, Y), validation_batch_size=40, epochs=2, verbose=0)
-    assert model.towers.shards.total == 8
+    assert model.towers.layout.shards == 8
     found = model.evaluate(X, Y, batch_size=40, verbose=0)
     assert_towers_agree(model)
     plain = build()
@@ -345,7 +345,7 @@ def test_one_of_many_batches_that_does_not_fit_is_divided(monkeypatch, is_fed, o
     fit |= {"validation_data": (X, Y), "validation_batch_size": 30}
     found = model.fit(X, Y, callbacks=[Throughput()] if "watched" in options else [], **fit).history
     expected = alone.fit(X, Y, **fit).history
-    assert model.towers.shards.total == 8
+    assert model.towers.layout.shards == 8
     assert_close({name: found[name] for name in expected}, expected)
     assert_close(model.get_weights(), alone.get_weights())
     assert_towers_agree(model)

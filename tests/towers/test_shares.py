@@ -77,7 +77,7 @@ def test_explained():
     model = on_towers(mlp, 3, shares=[1, 2, 5])
     explained = model.towers.explain(16)
     assert [(one.begin, one.end) for one in explained.shards] == [(0, 2), (2, 6), (6, 16)]
-    assert "share each batch 1 : 2 : 5." in str(explained) and model.towers.shares == (1, 2, 5)
+    assert "share each batch 1 : 2 : 5." in str(explained) and model.towers.layout.shares == (1, 2, 5)
     model.towers.close()
 
 
@@ -134,7 +134,7 @@ def test_a_share_for_each_tower():
 def test_one_tower_measures_nothing():
     """It has all rows."""
     with Towers(1, shares="auto") as towers:
-        assert towers.shares is None and not towers.next_watchers()
+        assert towers.layout.shares is None and not towers.next_watchers()
 
 
 def measured_step(times, samples=64, parts=(1.0,)):
@@ -226,7 +226,7 @@ def modelled(monkeypatch):
     models = []
 
     def times(step, towers):
-        sizes = shard_sizes(step.samples, towers, models[0].towers.shares)
+        sizes = shard_sizes(step.samples, towers, models[0].towers.layout.shares)
         return [int(1e6) * rows * tower for tower, rows in enumerate(sizes, start=1)]
 
     monkeypatch.setattr(module, "tower_times", times)
@@ -253,7 +253,7 @@ def test_auto_trains_as_one_device(modelled, steps, caplog):
         found = run(model)
     assert_close(found, run(build()))
     assert_towers_agree(model)
-    one, other = model.towers.shares
+    one, other = model.towers.layout.shares
     assert 1.6 < one / other < 2.5 and not model.towers.next_watchers()
     told = [record.getMessage() for record in caplog.records if "shares=" in record.getMessage()]
     assert told == [f"shares='auto': from now on as shares={[one, other]}, by the times of CPU:0, CPU:0"]

@@ -16,7 +16,7 @@ from ncclsync.program.program import Program, Segment
 from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
 from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
-from ncclsync.towers.layout import lay_out
+from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import Rollback
 from ncclsync.training.keras_model import ModelStep
 from ncclsync.training.loop import towers_of

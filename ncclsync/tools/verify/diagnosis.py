@@ -33,7 +33,7 @@ def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
     given = keras.tree.map_structure(to_tensor, batch)
     for trace in towers.traces or ():
         with contextlib.suppress(Unchecked):
-            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.shards.total)
+            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
             if line:
                 yield Inexact(
                     f"the step, from {line} on",

@@ -14,8 +14,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.semantics.shards import digest_of_rows, shard_sizes
+from ncclsync.semantics.shards import digest_of_rows
 from ncclsync.towers.feeding import CountingDataset
+from ncclsync.towers.layout import Layout
 
 
 class Position(NamedTuple):
@@ -106,7 +107,7 @@ class Shuffled(CountingDataset):
             self._fetching: object = None
             self._lock = threading.Lock()
             self._arrays, self._load = arrays, load
-            super().__init__(self._pipeline(0, 1, 1))
+            super().__init__(self._pipeline(Layout()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
@@ -184,15 +185,10 @@ class Shuffled(CountingDataset):
     def _normalised(self, epoch: int, seen: int) -> Position:
         return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
 
-    def of_towers(self, first: int, last: int, towers: int) -> "OwnRows":
-        """Return the same batches, at the same place, of which only some towers' rows are read.
-
-        Args:
-            first, last: the number of the first of these towers, and the number after the last.
-            towers: the number of all towers, which divide each batch.
-        """
+    def of_process(self, layout: Layout) -> "OwnRows":
+        """Return the same batches, at the same place, of which only the rows of one process' towers are read."""
         with tf.device("/CPU:0"):
-            return OwnRows(self, self._pipeline(first, last, towers))
+            return OwnRows(self, self._pipeline(layout))
 
     def digest_of_place(self) -> bytes:
         """Return a digest of some rows, the seed and the begin of the pass: equal in processes that run the same pass.
@@ -203,8 +199,8 @@ class Shuffled(CountingDataset):
         place = repr((self.batch_size, self.seed, epoch, first)).encode()
         return hashlib.blake2b(digest_of_rows(self._arrays) + place, digest_size=16).digest()
 
-    def _pipeline(self, first: int, last: int, towers: int) -> tf.data.Dataset:
-        """Return the batches of a pass, in which copies stand for the rows outside towers `first` to `last` - 1."""
+    def _pipeline(self, layout: Layout) -> tf.data.Dataset:
+        """Return the batches of a pass, in which copies stand for the rows of other processes' towers."""
 
         def rest_of_pass(_):
             order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
@@ -214,8 +210,7 @@ class Shuffled(CountingDataset):
             def rows_read(begin):
                 """Return a batch's first row that is read, the row after the last, and the number of its rows."""
                 rows = tf.minimum(total - begin, self.batch_size)
-                share, rest = rows // towers, rows % towers
-                own, end = (share * tower + tf.minimum(rest, tower) for tower in (first, last))
+                own, end = layout.own_rows(rows)
                 has_none = own == end  # towers without rows, which compute on the first
                 return tf.where(has_none, tf.zeros_like(own), own), tf.where(has_none, tf.ones_like(end), end), rows
 
@@ -248,7 +243,8 @@ class Shuffled(CountingDataset):
                 return begun, _map_arrays(lambda array: tf.gather(array, places), batch)
 
             # All batches but the last have equally many rows that are read, and the last has no more.
-            rows = sum(shard_sizes(self.batch_size, towers)[first:last])
+            sizes = layout.sizes_of(self.batch_size)
+            rows = sum(sizes[shard] for shard in layout.own_shards)
             samples = begins.flat_map(samples_of).map(loaded, num_parallel_calls=tf.data.AUTOTUNE)
             return tf.data.Dataset.zip(begins, samples.batch(max(1, rows))).map(completed)
 

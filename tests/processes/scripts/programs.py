@@ -99,7 +99,7 @@ def own_loop(towers):
             results = joined.run(step, x[:rows])
             found.update({f"{i} {j}": result.numpy() for j, result in enumerate(results)})
         each = joined.run(step, x[:2], per_tower=True)
-        assert [one is not None for one in each] == [i in joined.places.ranks and i < 2 for i in range(len(joined))]
+        assert [one is not None for one in each] == [i in joined.layout.ranks and i < 2 for i in range(len(joined))]
         assert joined.divergence() == 0.0
     return {**found, "weight": weight.numpy(), "metric": metric.result().numpy()}
 

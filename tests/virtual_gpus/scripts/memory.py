@@ -93,7 +93,7 @@ def measure_sums(splits=4):
     tf.config.experimental.reset_memory_stats("GPU:1")
     model.train_on_batch(X[:256], Y[:256])
     taken = tf.config.experimental.get_memory_info("GPU:1")["peak"] - before
-    print("shards", model.towers.shards.total, "sets", round(taken / 4 / model.count_params(), 2))
+    print("shards", model.towers.layout.shards, "sets", round(taken / 4 / model.count_params(), 2))
     large, before, held = RNG.normal(size=(400_000, 32)).astype("float32"), used("GPU:0"), []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: held.append(used("GPU:0") - before))
     model.fit(large, np.zeros(len(large)), batch_size=256, steps_per_epoch=2, epochs=2, verbose=0, callbacks=[watch])

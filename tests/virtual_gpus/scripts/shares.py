@@ -50,7 +50,7 @@ for shares in (None, "auto"):
     model.fit(data, steps_per_epoch=25, verbose=0)  # measured, and settled
     clock = Clock()
     model.fit(data, steps_per_epoch=STEPS, verbose=0, callbacks=[clock])
-    print(shares, f"{clock.step_ms():.1f}", model.towers.shares, model.towers.divergence() == 0.0)
+    print(shares, f"{clock.step_ms():.1f}", model.towers.layout.shares, model.towers.divergence() == 0.0)
     weights.append(model.get_weights())
     model.towers.close()
 apart = max(np.max(np.abs(one - other)) for one, other in zip(*weights, strict=True))

@@ -179,7 +179,7 @@ class Exchanges:
         Else an error in one of them, after which it launches nothing more, would cost the others their weights. The
         hosts meet, and wait for no GPU.
         """
-        if not self._enqueues or not self._towers.meets_processes or not self._called:
+        if not self._enqueues or not self._called:
             return after
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
         text = f"a step ({len(self._called)} exchanges, program {digest})"

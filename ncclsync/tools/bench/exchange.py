@@ -115,7 +115,7 @@ def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None
                 seconds += time.perf_counter() - began
                 del results
             tf_compat.sync_devices()
-            return seconds / (_CALLS * _IN_A_ROW * len(devices))
+            return seconds / (_CALLS * _IN_A_ROW * towers)
 
         return turn
 
@@ -130,7 +130,7 @@ def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None
     rows = []
     for name, samples in seconds.items():
         ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != name}
-        case = {"towers": towers, "of_a_process": len(devices), "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
+        case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
         rows.append(Row(case, name, Spread.of(samples), ratios, {"wrong": wrong[name]}))
     return rows
 

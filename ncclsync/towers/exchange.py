@@ -182,7 +182,7 @@ class Exchanges:
         if not self._enqueues or not self._called:
             return after
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
-        text = f"a step ({len(self._called)} exchanges, program {digest})"
+        text = f"a step ({len(self._called)} exchange{'s' * (len(self._called) > 1)}, program {digest})"
         return self.meet(after, [agree(self._towers.communicator, text, self.turns)])
 
     def _launch(

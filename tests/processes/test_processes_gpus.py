@@ -172,15 +172,17 @@ def check_told(text, way, fails, host=None):
     assert found and int(found[1]) <= 30, text
 
 
+@pytest.mark.parametrize("launcher", ["RANK", "mpirun"])
 @pytest.mark.parametrize("way", ["label", "pruned"])
-def test_both_go_on_after_an_error_in_one(several, way):
+def test_both_go_on_after_an_error_in_one(several, way, launcher):
     """A step, or a callback, that fails in one process is an error in both, which then train on, joined anew."""
-    sums = set()
-    for process in several("RANK", way):
+    errors, sums = 0, []
+    for process in several(launcher, way):
         assert process.wait(150) == 0, said(process)
-        assert said(process).count("Error after") == {"label": 1, "pruned": 2}[way]
-        sums.add(re.search(r"goes on (.*)", said(process))[1])
-    assert len(sums) == 1
+        errors += said(process).count("Error after")
+        sums += re.findall(r"goes on (.*)", said(process))
+    assert errors == {"label": 2, "pruned": 4}[way]
+    assert len(sums) == 2 and len({*sums}) == 1
 
 
 def test_host_runs_ahead(several, monkeypatch):

@@ -133,7 +133,7 @@ def fail():
     if WAY == "ahead":
         return run_small_steps()
     if WAY == "other program":
-        told(run_small_steps)
+        return told(run_small_steps)
     if WAY == "late":
         if FAILS:
             time.sleep(100)  # the test kills it

@@ -388,7 +388,7 @@ typedef struct {
 /* A rank's buffers in a collective; see ncs_collective. */
 typedef struct {
   const void* send;
-  void* recv;
+  void* recv; /* NULL: this rank is the root of a broadcast */
   size_t count;
   int dtype;
 } ncs_buffer;

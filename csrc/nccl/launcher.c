@@ -545,8 +545,8 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
     for (int r = 0; r < launcher->n; ++r) {
       const ncs_buffer* one = &arrivals[r]->buffers[i];
       const int is_broadcast = collectives[i].kind == NCS_BROADCAST;
-      /* A broadcast is in place, and needs only the root's send. */
-      recvs[i * launcher->n + r] = is_broadcast && r == collectives[i].root ? (void*)(uintptr_t)one->send : one->recv;
+      /* A broadcast is in place; the root, which may be another process', receives nothing. */
+      recvs[i * launcher->n + r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
       sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
       if (one->count == first->count && one->dtype == first->dtype) continue;
       snprintf(message, sizeof(message), "Expected the towers' tensors to be of one size. Received: %zu elements on "

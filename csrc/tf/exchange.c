@@ -74,10 +74,11 @@ static void* find_stream(TF_OpKernelContext* context) {
 /* ---- All three ---- */
 
 typedef struct {
-  int64_t launcher, rank, ranks, label, waits, passes;
+  int64_t launcher, rank, label, waits, passes;
+  int64_t ranks; /* of an arrival those of all processes, of a launch those here */
   int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
   int n; /* tensors */
-  int64_t *kinds, *ops, *roots; /* [n] */
+  int64_t *kinds, *ops, *roots; /* [n]; an arrival's roots are ranks here, -1 elsewhere */
 } exchange_kernel;
 
 static void destroy_exchange(void* kernel_) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -107,6 +108,7 @@ class Communicator(abc.ABC):
         enqueues: whether ops launch collectives on it and nobody waits for their ends.
         failed_group: the number of the first launched group that the last failure has ended, from 1.
         was_delivered: whether an op may have computed with the failed groups' results.
+        agreed: the number of the last group that all processes are known to have launched.
     """
 
     peers: Peers | None = None
@@ -123,6 +125,7 @@ class Communicator(abc.ABC):
     enqueues: bool = False
     failed_group: int = 0
     was_delivered: bool = False
+    agreed: float = math.inf
 
     @property
     def world_size(self) -> int:
@@ -267,6 +270,10 @@ class Communicator(abc.ABC):
         return (
             [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
         )
+
+    def agree(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives, when each has launched what this one has; see `exchange`. Collective."""
+        return self.exchange(value, what)
 
     @property
     def process(self) -> int:

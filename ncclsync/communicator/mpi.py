@@ -60,7 +60,8 @@ _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
 _RUN, _FAILED, _ENDED = range(3)
-_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqq")  # with the number of pieces that follow, and the bytes of the largest
+# With `Peers.generation`, the number of pieces that follow, and the bytes of the largest.
+_HEADER = struct.Struct(f"<q16s{MOST_TEXT}sqqq")
 _HEADERS, _DATA, _SUMS = range(3)  # kinds of messages; messages of one kind arrive in the order in which they were sent
 _LENGTH = struct.Struct("<q")  # of a value, in bytes
 _HELLO_BYTES = 2048  # a name and a set of cores
@@ -104,6 +105,7 @@ class MpiPeers(Peers):
         self._ticks = [0] * self.size
         self._reporting = (0, 0, b"")  # failures, whether this process has ended, words
         self._stranded: list[Any] = []  # requests, whose memory MPI may still use after a failure
+        self._awaited: dict[int, tuple[str, bytearray, list[Any]]] = {}  # the next header of each process, see `agree`
         self._stop, self._now, self._has_news = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._listen, name="ncclsync processes", daemon=True)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -183,27 +185,27 @@ class MpiPeers(Peers):
         if self.size == 1:
             return []
         given = {i: data[i] if data else [] for i in self.others}
-        own = kind, digest, _cut_off("\n".join(map(str, self.doing(text))))
-        received = [bytearray(messages.SEAL_BYTES + _HEADER.size) for _ in range(self.size)]
-        numbers = [self._number_from(i, "header") if i != self.rank else "" for i in range(self.size)]
-        waited = [one for i in self.others for one in self.receive(received[i], i, _HEADERS)]
+        own = kind, digest, _cut_off("\n".join(map(str, self.doing(text)))), self.generation
         sent = []
         for i, sends in given.items():
             pieces = [len(piece) for message in sends for piece in _pieces(message)]
             header = self._seal_for(i, "header", _HEADER.pack(*own, len(pieces), max(pieces, default=0)))
             sent += self.send(header, i, _HEADERS)
             sent += [one for message in sends for one in self.send(message, i)]
-        self._stranded = [waited, sent]
-        self.wait(waited, text, timeout_s, heeds=heeds)
         headers = [(*own, 0, 0)] * self.size
-        for i in self.others:
-            headers[i] = _HEADER.unpack(self._opened(numbers[i], received[i]))
+        late = self.others
+        while late:
+            found = self._headers_of(late, sent, text, timeout_s, heeds=heeds)
+            for i, header in found.items():
+                headers[i] = header
+            # A process that had not heard of a failure has sent what belongs to the time before.
+            late = [i for i, (kind, _, _, generation, *_) in found.items() if generation < own[3] and kind != _ENDED]
+            if late:
+                self.wait([*sent, *self._dropped(late, headers)], text, timeout_s)
         if all(header[:2] == headers[0][:2] for header in headers):
             return sent
         # The data is received and dropped, and each process waits until its own was taken: all stay in step.
-        sizes = [(i, most) for i in self.others for count, most in [headers[i][3:]] for _ in range(count)]
-        dropped = [one for i, most in sizes for one in self.receive(bytearray(most), i)]
-        self.wait([*sent, *dropped], text, timeout_s)
+        self.wait([*sent, *self._dropped(self.others, headers)], text, timeout_s)
         each = [_doing(words) for _, _, words, *_ in headers]
         said = [f"{self.name(i)}: {one.text}" for i, one in enumerate(each)]
         failed = [one for one, header in zip(said, headers, strict=True) if header[0] == _FAILED]
@@ -214,6 +216,40 @@ class MpiPeers(Peers):
         self.lost = {i for i, header in enumerate(headers) if header[0] == _ENDED}
         ended = [said[i] for i in sorted(self.lost)]
         self.fail(f"Expected all processes to go on. Received: {'; '.join(ended)}" if ended else self.difference(each))
+
+    def _headers_of(
+        self, others: Sequence[int], sent: list[Any], text: str, timeout_s: float | None, *, heeds: bool
+    ) -> dict[int, tuple]:
+        """Return the next header of each process; see `agree`. Whoever heeds a failure leaves them to the next call."""
+        for i in others:
+            if i not in self._awaited:
+                header = bytearray(messages.SEAL_BYTES + _HEADER.size)
+                self._awaited[i] = self._number_from(i, "header"), header, self.receive(header, i, _HEADERS)
+        waited = [one for i in others for one in self._awaited[i][2]]
+        self._stranded = [waited, sent]
+        self.wait(waited, text, timeout_s, heeds=heeds)
+        found = {i: _HEADER.unpack(self._opened(*self._awaited[i][:2])) for i in others}
+        if heeds and any(header[3] > self.generation for header in found.values()):  # news of a failure is on its way
+            self._wait_for_news(text, timeout_s)
+        for i in others:
+            del self._awaited[i]
+        return found
+
+    def _wait_for_news(self, text: str, timeout_s: float | None) -> None:
+        """Raise what another process has reported, as soon as it is heard."""
+
+        def poll(slice_s: float) -> bool:
+            time.sleep(slice_s)
+            return False
+
+        timeouts.wait(
+            poll, poll, call="MPI", what=lambda: text, timeout_s=timeout_s, arrived=self._missing, check=self.check
+        )
+
+    def _dropped(self, others: Sequence[int], headers: Sequence[tuple]) -> list[Any]:
+        """Return requests of what processes have sent along with their headers, which nobody takes."""
+        sizes = [(i, most) for i in others for count, most in [headers[i][4:]] for _ in range(count)]
+        return [one for i, most in sizes for one in self.receive(bytearray(most), i)]
 
     def send(self, message: Any, to: int, kind: int = _DATA) -> list[Any]:
         """Return requests that send a message; its bytes must not change until they have ended."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,6 +217,8 @@ class NcclCommunicator(Communicator):
         self.ranks, self.devices = tuple(ranks), tuple(devices)
         self.timeout_s = timeout_s
         self._failure: BaseException | None = None
+        self._refused: NcclSyncError | None = None  # what the last agreement has raised
+        self.agreed = math.inf if self.peers is None else 0
         self._launcher: Launcher | None = None
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
@@ -247,9 +251,12 @@ class NcclCommunicator(Communicator):
     def _take_failure(self) -> None:
         """Take over the failure of a launched group; the launcher has aborted the communicator."""
         found = None if self._launcher is None or self._handle is None else self._launcher.failure()
-        if found is not None:
-            self._handle, self._failure = None, self._explain(found)
-            self.failed_group, self.was_delivered = found.group, found.was_delivered
+        if found is None:
+            return
+        self._handle, self._failure = None, self._explain(found)
+        self.failed_group, self.was_delivered = found.group, found.was_delivered
+        if self._failure is not None:
+            self.report_failure(self._failure)
 
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
@@ -299,9 +306,54 @@ class NcclCommunicator(Communicator):
         if self.failure is not None:
             raise self.failure
 
-    def _explain(self, found: LaunchFailure) -> BaseException:
-        """Return the error of a launched group's failure, in the words of one that was waited for."""
+    def agree(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives, when each has launched what this one has. Collective; waits for no GPU.
+
+        From then on these groups end by themselves, whatever fails in a process that lives. Groups that are launched
+        later, and not by all, are given up as soon as a failure is known.
+
+        Raises:
+            ProcessError, NcclTimeoutError, NcclSyncError: as `exchange`.
+        """
+        launched, _ = self.groups()
+        try:
+            given = self.exchange(value, what)
+        except NcclSyncError as error:
+            self._refused = error
+            self.report_failure(error)
+            while self._launcher is not None and not self._launcher.wait(timeouts.SLICE_S):
+                pass  # what fails with it has then failed, too
+            raise
+        self.agreed = launched
+        return given
+
+    def take_error(self) -> Exception | None:
+        """Return what has ended the last agreement, once; see `Communicator.take_error`."""
+        error, self._refused = self._refused, None
+        return error
+
+    def heed(self) -> None:
+        """Give up launched groups that other processes do not launch: they, or this one, have failed."""
+        pending = None if self._launcher is None or self.peers is None else self._launcher.pending()
+        if pending is None or self.peers is None or self._launcher is None:
+            return
+        has_ended = self.peers.have_ended()
+        if has_ended or (pending.group > self.agreed and self.peers.failures != self._failures_before):
+            self._launcher.interrupt()
+
+    def _explain(self, found: LaunchFailure) -> BaseException | None:
+        """Return the error of a launched group's failure, in the words of one that was waited for.
+
+        None if it was given up since this process has failed, which is known.
+        """
         what, arrived = self._words_of(found)
+        if found.status == native.IN_PROGRESS and self.peers is not None:
+            try:
+                self.peers.check(what)
+            except ProcessError as error:
+                return error
+            if self.peers.failures != self._failures_before:
+                return self._refused or self.peers.raised
         kinds = self._labels[found.label]
         call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
         if found.status == native.IN_PROGRESS:
@@ -396,10 +448,20 @@ class NcclCommunicator(Communicator):
             self.peers.check("the next step")
         finally:
             if self.peers.failure or self.peers.failures != self._failures_before:
+                self._wait_for_agreed()
                 with self._reserved():
                     handle, self._handle = self._handle, None
                     if handle is not None:
                         self._abort(handle, self.peers.failure)
+
+    def _wait_for_agreed(self) -> None:
+        """Wait until the groups have ended that all processes have launched: weights rest on them."""
+        assert self.peers is not None
+        launcher = self._launcher
+        while launcher is not None and launcher.groups()[1] < self.agreed:
+            if self.peers.have_ended() or launcher.failure() is not None:
+                return
+            time.sleep(1e-3)
 
     def raise_closed(self) -> NoReturn:
         """Raise what has ended the agreement of the processes, if something has."""
@@ -614,10 +676,11 @@ def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
 def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
     """Watch a communicator's launched groups until it is closed or gone: a thread's task."""
     warned = 0
-    while not ending.wait(timeouts.WARN_AFTER_S / 12):
+    while not ending.wait(timeouts.SLICE_S):
         communicator = find()
         if communicator is None:
             return
+        communicator.heed()
         warned = communicator.warn_of_pending(warned)
         del communicator  # nobody else may have it while this sleeps
 

@@ -272,6 +272,10 @@ class Peers(abc.ABC):
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
 
+    def have_ended(self) -> bool:
+        """Return whether another process has ended, or gone silent."""
+        return self.failure is not None or bool(self._others_ended() or self._silent())
+
     def _others_ended(self) -> list[int]:
         return [i for i, words in enumerate(self._ended) if words and i != self.rank]
 

@@ -11,6 +11,9 @@ Tokens in the host's memory join them. A control dependency from one device to a
 and its stream, and TensorFlow would wait for the GPU. So towers wait for each other by these ops alone: a launch
 without tensors is a barrier on the host.
 
+Several processes have a launch each for the GPUs that they have, and NCCL joins the launches in the order in which each
+process makes them: so a graph's launches follow each other (`group_ops.Turns`).
+
 ``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
 """
 
@@ -38,12 +41,12 @@ class Launched:
     """Hold a launched group, in the graph that is being built.
 
     Attributes:
-        op: the op that launches it.
+        token: of the op that launches it, in the host's memory.
     """
 
     def __init__(self, token: tf.Tensor, columns: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], shapes: Any):
-        self.op = token.op
-        self._token, self._columns, self._devices, self._shapes = token, columns, devices, shapes
+        self.token = token
+        self._columns, self._devices, self._shapes = columns, devices, shapes
         self._delivered: dict[int, list[tf.Tensor]] = {}
 
     def passed(self, tower: int) -> tf.Operation:
@@ -53,7 +56,7 @@ class Launched:
     def ended(self) -> tf.Operation:
         """Return an op on the CPU that ends with the group; it blocks its thread until then."""
         attributes = {"rank": 0, "waits": 1, "passes": 1, "T": []}
-        return _create("NcclsyncDeliver", [self._token], [], attributes, "CPU:0")
+        return _create("NcclsyncDeliver", [self.token], [], attributes, "CPU:0")
 
     def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
         """Return the tensors that a tower receives, [B]; later calls return the same tensors.
@@ -73,7 +76,7 @@ class Launched:
 
     def _deliver(self, tower: int, dtypes: Sequence[tf.DType], waits: int = 0, passes: int = 0) -> tf.Operation:
         attributes = {"rank": tower, "waits": waits, "passes": passes, "T": list(dtypes)}
-        return _create("NcclsyncDeliver", [self._token], dtypes, attributes, self._devices[tower])
+        return _create("NcclsyncDeliver", [self.token], dtypes, attributes, self._devices[tower])
 
 
 def launch(
@@ -89,12 +92,12 @@ def launch(
     """Launch one group of collectives, in a graph.
 
     Args:
-        columns: [B][N] tensors, tensor i on tower i's device. Of no column: a barrier.
-        communicator: of N ranks, by NCCL; see `takes`.
+        columns: [B][n] tensors, tensor i on tower i's device. Of no column: a barrier of these towers.
+        communicator: of n ranks here, by NCCL; see `takes`.
         collectives: [B] the collective of each column.
-        devices: [N] the towers', such as "GPU:0".
-        after: [N] for each tower, ops and tensors on its device that it arrives after.
-        launched_after: ops on the CPU, and earlier launches, that the launch waits for.
+        devices: [n] the towers', such as "GPU:0".
+        after: [n] for each tower, ops and tensors on its device that it arrives after.
+        launched_after: what the launch waits for: ops and tensors on the CPU, such as an earlier launch's token.
         in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers other than the
             root. The tensors must share their memory with nothing else.
     """
@@ -106,23 +109,25 @@ def launch(
         gpu_streams.find()
     attributes = {
         "launcher": launcher.address,
-        "ranks": len(devices),
         "kinds": [KINDS[type(one)][0] for one in collectives],
         "ops": [native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else 0 for one in collectives],
-        "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
     }
+    roots = [one.root if isinstance(one, Broadcast) else 0 for one in collectives]
+    places = {rank: place for place, rank in enumerate(communicator.ranks)}  # -1: another process has it
+    of_arrival = {"ranks": communicator.world_size, "roots": [places.get(root, -1) for root in roots]}
     tokens = []
     for tower, device in enumerate(devices):
         sends = [column[tower] for column in columns]
-        own = {"rank": tower, "in_place": int(in_place), "T": [send.dtype for send in sends]}
+        own = of_arrival | {"rank": tower, "in_place": int(in_place), "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
             arrival = _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device)
         tokens += arrival.outputs
-    own = {"label": communicator.label(collectives) if collectives else 0}
+    label = communicator.label(collectives) if collectives else 0
+    own = {"ranks": len(devices), "roots": roots, "label": label}
     with tf.control_dependencies(launched_after):
         op = _create("NcclsyncLaunch", tokens, [tf.int64], attributes | own, "CPU:0")
     pairs = zip(columns, collectives, strict=True)
-    shapes = [shape_received(collective, column[0].shape, len(devices)) for column, collective in pairs]
+    shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)
 
 
@@ -134,14 +139,14 @@ def broadcast(
     *,
     in_place: bool = False,
 ) -> list[tf.Tensor]:
-    """Give every tower tower 0's tensor, in a graph; [N] in, [N] out. See `launch`."""
+    """Give every tower tower 0's tensor, in a graph; [n] in, [n] out. See `launch`."""
     launched = launch([tensors], communicator, [Broadcast((), 0, label)], devices, in_place=in_place)
     return [launched.deliver(tower)[0] for tower in range(len(devices))]
 
 
 def takes(communicator: Any) -> bool:
-    """Return whether these ops can join towers by this communicator: NCCL's, with all ranks in this process."""
-    return isinstance(communicator, NcclCommunicator) and communicator.world_size == communicator.size
+    """Return whether these ops can join towers by this communicator: NCCL's."""
+    return isinstance(communicator, NcclCommunicator)
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:

@@ -1,10 +1,9 @@
 """Join the tensors of all towers in one graph, by a communicator.
 
-GPUs of one process are joined by the ops of `device_ops`; CPU towers, and several processes, by py ops.
+GPUs are joined by the ops of `device_ops`, CPU towers by a py op.
 """
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -18,12 +17,10 @@ from ncclsync.communicator import (
     AnyCollective,
     Broadcast,
     Communicator,
-    NcclCommunicator,
     ReduceScatter,
     empty_aligned,
     native,
 )
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
 from ncclsync.ops.device_ops import shape_received
@@ -33,13 +30,15 @@ Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
 class Turns:
-    """Keep the order in which processes join tensors in one graph: each call takes a tensor of the previous call.
+    """Keep the order in which processes join tensors in one graph: each call comes after the previous call.
 
-    A control dependency would not do: TensorFlow's optimiser drops it together with an op that it folds.
+    All processes build the graph of the same program, so that this order is the same in all. GPUs' launches wait for
+    `last` alone, on the host. CPU towers' calls take a tensor of it: TensorFlow's optimiser drops a control dependency
+    together with an op that it folds.
 
     Attributes:
         batch: tensors of the batch that processes compare.
-        last: a tensor of the last call; empty before the first.
+        last: a tensor of the last call, of GPUs in the host's memory; empty before the first.
     """
 
     def __init__(self, batch: Sequence[tf.Tensor], describe: Callable[..., str]) -> None:
@@ -69,41 +68,37 @@ def group_exchange(
     """
     if not columns:
         return []
-    turns = turns if communicator.world_size > communicator.size else None
-    if not isinstance(communicator, NcclCommunicator):
-        return _join_on_host(columns, communicator, collectives, turns)
     if device_ops.takes(communicator):
-        return _enqueued(columns, communicator, collectives)
-    # TensorFlow never frees a py op's function, nor the objects that it refers to.
-    borrowed: weakref.ref[Communicator] = weakref.ref(communicator)
-    ranks = communicator.world_size
-
-    def join_on_devices(sends, recvs):
-        rows = zip(collectives, sends, recvs, strict=True)
-        _alive(borrowed).run_group([_filled(*row) for row in rows])
-
-    def shape_of(column: int, sent: tf.TensorShape) -> tf.TensorShape:
-        return shape_received(collectives[column], sent, ranks)
-
-    return _group_on_devices(columns, join_on_devices, shape_of, turns)
+        return _enqueued(columns, communicator, collectives, turns)
+    turns = turns if communicator.world_size > communicator.size else None
+    return _join_on_host(columns, communicator, collectives, turns)
 
 
 def _enqueued(
-    columns: Sequence[Sequence[tf.Tensor]], communicator: NcclCommunicator, collectives: Sequence[AnyCollective]
+    columns: Sequence[Sequence[tf.Tensor]],
+    communicator: Communicator,
+    collectives: Sequence[AnyCollective],
+    turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
     """Join tensors by the ops of `device_ops`, and deliver the results at once."""
     usual = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     devices = [tensor.device or usual for tensor in columns[0]]
+    turns = turns if turns is not None and not tf.executing_eagerly() else Turns([], str)
 
     def join(*flat):
         given = iter(flat)
         rows = [[next(given) for _ in column] for column in columns]
-        launched = device_ops.launch(rows, communicator, collectives, devices)
+        launched = device_ops.launch(rows, communicator, collectives, devices, launched_after=turns.last)
+        turns.last = [launched.token]
         towers = [launched.deliver(tower) for tower in range(len(devices))]
         return [tensor for column in zip(*towers, strict=True) for tensor in column]
 
     flat = [tensor for column in columns for tensor in column]
-    received = iter(tf.function(join, autograph=False)(*flat) if tf.executing_eagerly() else join(*flat))
+    if tf.executing_eagerly():
+        received = iter(tf.function(join, autograph=False)(*flat))
+        communicator.wait()  # another process may not come
+    else:
+        received = iter(join(*flat))
     return [[next(received) for _ in column] for column in columns]
 
 
@@ -121,7 +116,7 @@ def group_all_reduce(
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:
     """Concatenate tensors of the towers of several processes along their first axis, in a graph.
 
-    Two all-gathers: of the numbers of rows, and of the rows, padded to the largest number.
+    The numbers of rows are gathered, of GPUs between hosts alone, then the rows, padded to the largest number.
 
     Args:
         tensors: [n] of this process' towers, of one dtype; only their numbers of rows may differ.
@@ -148,7 +143,10 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
     for tensor in tensors:
         with tf.device(tensor.device):
             rows.append(tf.shape(tensor, tf.int64)[:1])
-    counts = group_exchange([rows], communicator, [AllGather((), (), label)], turns)[0]
+    if device_ops.takes(communicator):
+        counts = [_counts_of_all(rows, communicator, label, turns)] * len(rows)
+    else:
+        counts = group_exchange([rows], communicator, [AllGather((), (), label)], turns)[0]
     padded = []
     for tensor, count in zip(tensors, counts, strict=True):
         with tf.device(tensor.device):
@@ -164,6 +162,44 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
             whole = tf.concat(pieces, 0)
         received.append(whole if like.shape.rank is None else tf.ensure_shape(whole, [None, *like.shape[1:]]))
     return received
+
+
+def _counts_of_all(rows: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> tf.Tensor:
+    """Return [N] the numbers of all towers, of which [n] are this process', in the host's memory; no GPU is waited for.
+
+    A tensor's size is known before the tensor is computed.
+    """
+    borrowed = weakref.ref(communicator)
+
+    def exchange(counts):
+        each = _alive(borrowed).agree([*map(int, counts)], f"the numbers of rows ({label})")
+        return np.array([count for one in each for count in one], np.int64)
+
+    with tf.device("/CPU:0"), tf.control_dependencies(turns.last):
+        counts = tf.numpy_function(exchange, [tf.concat(rows, 0)], tf.int64)
+    counts.set_shape([communicator.world_size])
+    turns.last = [counts]
+    return counts
+
+
+def agree(communicator: Communicator, text: str, turns: Turns) -> tf.Operation:
+    """Return an op on the CPU that ends when all processes have launched what comes before it; it waits for no GPU.
+
+    Args:
+        communicator: whose `launched` groups these are.
+        text: what has been launched, equal in all processes.
+        turns: see `group_exchange`.
+    """
+    borrowed = weakref.ref(communicator)
+
+    def meet():
+        _alive(borrowed).agree(None, text)
+        return np.int64(0)
+
+    with tf.device("/CPU:0"), tf.control_dependencies(turns.last):
+        met = tf.numpy_function(meet, [], tf.int64)
+    turns.last = [met]
+    return met.op
 
 
 def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
@@ -220,22 +256,11 @@ def group_broadcast(
     tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = "", turns: Turns | None = None
 ) -> list[tf.Tensor]:
     """Give every tower the root's tensor, in a graph; [N] in, [N] out."""
-    borrowed = weakref.ref(communicator)
     if device_ops.takes(communicator):
-        assert isinstance(communicator, NcclCommunicator)
-        return _enqueued([tensors], communicator, [Broadcast((), root, label)])[0]
+        return _enqueued([tensors], communicator, [Broadcast((), root, label)], turns)[0]
+    # TensorFlow never frees a py op's function, nor the objects that it refers to.
+    borrowed = weakref.ref(communicator)
     own = communicator.ranks.index(root) if root in communicator.ranks else None  # of these tensors
-    if isinstance(communicator, NcclCommunicator):
-
-        def broadcast_on_devices(sends, recvs):
-            buffers = [*recvs[0]]
-            if own is not None:
-                buffers[own] = sends[0][own]
-            _alive(borrowed).broadcast(buffers, root, label=label)
-
-        received = _group_on_devices([tensors], broadcast_on_devices, turns=turns)[0]
-        return [t if i == own else r for i, (t, r) in enumerate(zip(tensors, received, strict=True))]
-
     if own is not None and communicator.world_size == communicator.size:
         return [tensors[own]] * len(tensors)  # they share the host's memory
 
@@ -265,88 +290,6 @@ def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
     if communicator is None:
         raise NcclSyncError("Expected an open communicator. Received: one that was deleted.")
     return communicator
-
-
-def _group_on_devices(
-    columns: Sequence[Sequence[tf.Tensor]],
-    run: Callable[[Sequence[Sequence[Any]], Sequence[Sequence[Any]]], None],
-    shape_received: Callable[[int, tf.TensorShape], tf.TensorShape] = lambda _, sent: sent,
-    turns: Turns | None = None,
-) -> list[list[tf.Tensor]]:
-    """Run a group of collectives over tensors that stay in their devices' memory: [B][N] in, [B][N] out.
-
-    A py op takes all its inputs on one device, so three kinds of op share the work, and none waits for another: an op
-    per tower takes the inputs and allocates the outputs; one op on the host runs the group; an op per tower returns
-    the outputs. Tokens between them keep the order: copying a tower's token to the host waits for that tower's compute
-    stream, after which its inputs are ready and its outputs' memory is free. That wait is TensorFlow's, and has no
-    limit. The communicator's own wait (`ncs_nccl_wait_for_devices`) is then only for other streams of its GPUs. The
-    group blocks until it is complete, so that later ops find the results.
-
-    Args:
-        columns: tensors of B collectives of N towers.
-        run: runs all of them, given the tensors to send and those to write into, both [B][N].
-        shape_received: returns the received shape, given a column's index and the sent shape.
-        turns: the order of calls, if several processes are joined.
-    """
-    towers = list(zip(*(map(_as_carried, column) for column in columns), strict=True))  # [N][B]
-    rounds: dict[int, list] = {}
-    lock = threading.Lock()
-
-    def take(index):
-        def stage(*sends):
-            # The op may run again (steps_per_execution) only after its outputs were handed out.
-            shapes = [shape_received(b, send.shape) for b, send in enumerate(sends)]
-            # A py op's function runs in no device's scope: by default that would be the first GPU.
-            with tf.device(sends[0].backing_device):
-                recvs = [tf_compat.uninitialized(shape, send.dtype) for shape, send in zip(shapes, sends, strict=True)]
-            with lock:
-                rounds[index] = [sends, recvs]
-            return tf.zeros([], tf.float32)
-
-        return stage
-
-    def run_group(*_tokens):
-        with lock:
-            pairs = [rounds[i] for i in range(len(towers))]
-        try:
-            run(*([list(column) for column in zip(*side, strict=True)] for side in zip(*pairs, strict=True)))
-        except BaseException:
-            with lock:
-                rounds.clear()  # they will not be fetched: free their memory for the next attempt
-            raise
-        return tf.zeros([], tf.float32)
-
-    def hand_out(index):
-        def stage(_token):
-            with lock:
-                return rounds.pop(index)[1]
-
-        return stage
-
-    tokens = []
-    for i, sends in enumerate(towers):
-        with tf.device(sends[0].device):
-            tokens.append(tf.py_function(take(i), sends, tf.float32))
-    with tf.device("/CPU:0"):
-        done = tf.py_function(run_group, [*tokens, *(turns.last if turns is not None else [])], tf.float32)
-    if turns is not None:
-        turns.last = [done]
-    results = []
-    for i, sends in enumerate(towers):
-        with tf.device(sends[0].device):
-            recvs = tf.py_function(hand_out(i), [done], [send.dtype for send in sends])
-            results.append([tf.cast(r, column[i].dtype) for r, column in zip(recvs, columns, strict=True)])
-        for b, (result, column) in enumerate(zip(results[-1], columns, strict=True)):
-            result.set_shape(shape_received(b, column[i].shape))
-    return [list(column) for column in zip(*results, strict=True)]
-
-
-def _as_carried(tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor that a py op on a GPU can take: int64 for int32, which would put all its tensors on the host.
-
-    A sum or a product in int64, cut off to int32, wraps as in int32.
-    """
-    return tensor if tensor.dtype != tf.int32 else _cast_in_place(tensor, tf.int64)
 
 
 def _cast_in_place(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

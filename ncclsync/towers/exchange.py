@@ -6,6 +6,7 @@ towers' tensors are joined at once, and an op that waits for all of them is what
 """
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, Communicator, ReduceScatter, native
 from ncclsync.ops import Collective, device_ops
-from ncclsync.ops.group_ops import Joining, Turns, gather_rows, group_all_reduce, group_broadcast, group_exchange
+from ncclsync.ops.group_ops import Joining, Turns, agree, gather_rows, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards, digest_of_rows
@@ -65,9 +66,9 @@ class Exchanges:
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
-        self._launches: list[tf.Operation] = []  # the last one
         self.recorded: list[tf.Operation] = []
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
+        self._called: list[Any] = []  # what has been exchanged, in words
         # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
         self._received: list[dict[str, Any]] = [{} for _ in towers.layout.own_shards]
 
@@ -115,13 +116,13 @@ class Exchanges:
             ):
                 after = self._enqueue(call)
                 continue
-            run = functools.partial(self._run, call)
             when = call.buckets[0].when
             if when:
-                joined = tf.cond(conditions[when], run, lambda given=given: given)
-                self.turns.last = tf.nest.flatten(joined)[:1]  # others are of a branch's graph
+                run = functools.partial(self._run_if_met, call)
+                joined, last = tf.cond(conditions[when], run, functools.partial(self._unjoined, given))
+                self.turns.last = last or tf.nest.flatten(joined)[:1]  # others are of a branch's graph
             else:
-                joined = run()
+                joined = self._run(call)
             for row, tensors in zip(rows, joined, strict=True):
                 for i, received in zip(indices, tensors, strict=True):
                     row[i] = received
@@ -172,6 +173,18 @@ class Exchanges:
             received.update({bucket.result: (tower, launched, column) for column, bucket in enumerate(call.buckets)})
         return self._passed(launched)
 
+    def agree(self, after: After) -> After:
+        """Return what each tower waits for before it writes: all processes have launched what is written.
+
+        Else an error in one of them, after which it launches nothing more, would cost the others their weights. The
+        hosts meet, and wait for no GPU.
+        """
+        if not self._enqueues or not self._called:
+            return after
+        digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
+        text = f"a step ({len(self._called)} exchange{'s' * (len(self._called) > 1)}, program {digest})"
+        return self.meet(after, [agree(self._towers.communicator, text, self.turns)])
+
     def _launch(
         self,
         columns: Sequence[Sequence[tf.Tensor]],
@@ -182,9 +195,9 @@ class Exchanges:
         in_place: bool = False,
     ) -> device_ops.Launched:
         communicator, devices = self._towers.communicator, self._towers.devices
-        before = [*self._launches, *anywhere]
+        before = [*self.turns.last, *anywhere]
         launched = device_ops.launch(columns, communicator, collectives, devices, done, before, in_place=in_place)
-        self._launches = [launched.op]
+        self.turns.last = [launched.token]
         return launched
 
     def _passed(self, launched: device_ops.Launched) -> After:
@@ -201,9 +214,21 @@ class Exchanges:
             joined = join(call.buckets, held, [share.fraction for share in self._shards.shares])
         else:
             # The communicator joins bucket after bucket.
-            with tf.control_dependencies(self._launches if self._enqueues else self._travelling()):
+            with tf.control_dependencies([] if self._enqueues else self._travelling()):
                 joined = _join(call, held, self._towers, self.turns)
         return hold(joined, span.end(tf.nest.flatten(joined)))
+
+    def _run_if_met(self, call: _Call) -> tuple[list[list[list[tf.Tensor]]], list[tf.Tensor]]:
+        """Do what `_run` does in a branch; return also the last turn there, if it is a token."""
+        joined = self._run(call)
+        return joined, self.turns.last if self._enqueues else []
+
+    def _unjoined(
+        self, given: Sequence[Sequence[Sequence[tf.Tensor]]]
+    ) -> tuple[Sequence[Sequence[Sequence[tf.Tensor]]], list[tf.Tensor]]:
+        """Return what the other branch does."""
+        with tf.device("/CPU:0"):
+            return given, [tf.zeros([], tf.int64)] if self._enqueues else []
 
     def _travelling(self) -> list[tf.Tensor]:
         return [tensor for row in self._received for tensors in row.values() for tensor in tensors]
@@ -212,6 +237,9 @@ class Exchanges:
         """Begin the span of a call."""
         called = [f"{call.number}.{i + 1}" for i in call.indices]
         exchanges = [exchange for bucket in call.buckets for exchange in bucket.exchanges]
+        for bucket in call.buckets:
+            specs = [(spec.dtype.name, str(spec.shape)) for spec in bucket.specs]
+            self._called.append((bucket.wire, bool(bucket.when), specs))
         sizes = [exchange.size_bytes(len(self._towers)) for exchange in exchanges]
         wire = call.buckets[0].wire
         details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}

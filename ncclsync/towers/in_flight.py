@@ -105,12 +105,14 @@ class InFlight:
         if failure is not None and failure is not self._reported:
             self._reported = failure
             first = self._communicator.failed_group
-            if self._communicator.was_delivered:
+            # Nothing is written by what not all processes have launched.
+            rests = first <= self._communicator.agreed
+            if self._communicator.was_delivered and rests:
                 self._lost.update(written)
             for step in self._steps:
                 if step.last >= first:
                     step.failure = failure
-                    self._lost.update(step.written)
+                    self._lost.update(step.written if rests else ())
             self._steps.clear()
         return failure
 

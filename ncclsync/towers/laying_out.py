@@ -128,6 +128,8 @@ class _Run:
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
+        if self._towers.layout.meets_processes and segment.incoming and segment.written:
+            after = self._exchanges.agree(after)
         sent: list[list[tf.Tensor]] = []
         of_shards: list[list[tf.Tensor]] = []
         arguments: list[list[Any]] = []

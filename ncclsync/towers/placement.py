@@ -18,7 +18,7 @@ from ncclsync.communicator.service import KeyService
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import device_ops, host_ops
+from ncclsync.ops import host_ops
 from ncclsync.program.program import Program, Target
 from ncclsync.towers.layout import Layout
 
@@ -172,20 +172,18 @@ def connect(
         ]
         repeatable = tf_compat.is_op_determinism_enabled()
         if process is not None:
-            found = peers_of(process, timeout_s)
-            return NcclCommunicator.from_peers(
-                found, ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable
+            join = functools.partial(NcclCommunicator.from_peers, peers_of(process, timeout_s))
+        else:
+            join = NcclCommunicator
+        communicator = join(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
+        on_host = any(device.startswith("CPU") for device in placement.devices)
+        launcher = communicator.launcher(on_host=on_host)
+        if launcher.blocks and not on_host:
+            _logger.warning(
+                "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
             )
-        communicator = NcclCommunicator(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
-        if device_ops.takes(communicator):
-            on_host = any(device.startswith("CPU") for device in placement.devices)
-            launcher = communicator.launcher(on_host=on_host)
-            if launcher.blocks and not on_host:
-                _logger.warning(
-                    "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
-                )
-            if not on_host:
-                keep_xla_from_capturing()
+        if not on_host:
+            keep_xla_from_capturing()
         return communicator
     if process is not None:
         mpi.check_joins(process, timeout_s)

@@ -110,10 +110,11 @@ class Tower:
             self.reader.fill(recv, 0xFF, self.side_bytes)
         for eighths in this.busy:
             self.writer.fill(self._scratch, eighths, eighths * self.busy_bytes // 8)
-        for bucket, (_kind, _op, dtype) in enumerate(BUCKETS):
+        for bucket, (kind, _op, dtype) in enumerate(BUCKETS):
             (send, recv), (begin, count) = self.sides(piece, bucket), this.sent(bucket, self.rank)
             size = np.dtype(dtype).itemsize
             self.writer.copy(send, self._tables[np.dtype(dtype)] + begin * size, count * size)
+            recv = 0 if kind == nccl_calls.BROADCAST and self.rank == this.root else recv
             buffers.append((send, recv, this.counts[bucket], np.dtype(dtype).name))
         mark = self.writer.mark()
         arrival = driver.arrive(self.rank, self.told, buffers, functools.partial(self.free.append, piece))

@@ -317,36 +317,6 @@ def test_group_collectives_outside_a_graph(towers):
         np.testing.assert_array_equal(gathered[i], tf.concat(tensors, 0))
 
 
-@pytest.mark.parametrize("loops", [1, 3])
-def test_group_on_devices(loops):
-    """The way that tensors in GPU memory take, on host memory: right for a group of several dtypes, when
-    called again, and in a loop; int32, which would move all to the host of a GPU, travels as int64."""
-    communicator, carried = CpuCommunicator(3), []
-
-    def run(sends, recvs):
-        carried.append([column[0].dtype.name for column in sends])
-        communicator.run_group([AllReduce(*row) for row in zip(sends, recvs, ("sum", "max"), strict=True)])
-
-    @tf.function
-    def joined(*tensors):
-        def body(step, *values):
-            columns = group_ops._group_on_devices([values[:3], values[3:]], run)
-            return (step + 1, *columns[0], *columns[1])
-
-        return tf.while_loop(lambda step, *_: step < loops, body, (0, *tensors), parallel_iterations=1)[1:]
-
-    for start in (0, 5):
-        floats = [unique("float32", i + start) for i in range(3)]
-        whole = [unique("int32", -i - start, (6,)) for i in range(3)]
-        results = joined(*floats, *whole)
-        for i in range(3):
-            np.testing.assert_array_equal(results[i], sum(floats) * 3.0 ** (loops - 1))
-            np.testing.assert_array_equal(results[3 + i], whole[0])
-            assert (results[i].dtype, results[3 + i].dtype) == (tf.float32, tf.int32)
-        np.testing.assert_array_equal(floats[0], unique("float32", start))  # inputs are not written
-    assert carried == [["float32", "int64"]] * 2 * loops
-
-
 # How many
 
 

@@ -172,12 +172,37 @@ def check_told(text, way, fails, host=None):
     assert found and int(found[1]) <= 30, text
 
 
+@pytest.mark.parametrize("launcher", ["RANK", "mpirun"])
 @pytest.mark.parametrize("way", ["label", "pruned"])
-def test_both_go_on_after_an_error_in_one(several, way):
+def test_both_go_on_after_an_error_in_one(several, way, launcher):
     """A step, or a callback, that fails in one process is an error in both, which then train on, joined anew."""
-    sums = set()
-    for process in several("RANK", way):
+    errors, sums = 0, []
+    for process in several(launcher, way):
         assert process.wait(150) == 0, said(process)
-        assert said(process).count("Error after") == {"label": 1, "pruned": 2}[way]
-        sums.add(re.search(r"goes on (.*)", said(process))[1])
+        errors += said(process).count("Error after")
+        sums += re.findall(r"goes on (.*)", said(process))
+    assert errors == {"label": 2, "pruned": 4}[way]
+    assert len(sums) == 2 and len({*sums}) == 1
+
+
+def test_host_runs_ahead(several, monkeypatch):
+    """The call of a step returns while its exchanges wait for the GPUs, where a product takes 0.4 s."""
+    monkeypatch.setenv("VIRTUAL_AHEAD", "True")
+    monkeypatch.setenv("VIRTUAL_KERNEL_MS", "400")
+    sums = set()
+    for process in several("RANK", "ahead"):
+        assert process.wait(150) == 0, said(process)
+        # The first step is checked, and so waited for.
+        _, (pending, weight) = re.findall(r"under way: (\d+) of \d+, weight (.*)", said(process))
+        assert int(pending) > 0
+        sums.add(weight)
     assert len(sums) == 1
+
+
+def test_other_program_is_told(several):
+    """Of processes whose steps exchange other tensors, before weights are written."""
+    at = rf"on {re.escape(socket.gethostname())} is at a step \(\d exchanges?, program {'[0-9a-f]' * 8}\)"
+    words = f"Expected all processes to do the same. Received: process 0 {at}; process 1 {at}"
+    for process in several("RANK", "other program"):
+        process.wait(150)
+        assert re.search(rf"ProcessError after \d+ s: {words}", said(process)), said(process)

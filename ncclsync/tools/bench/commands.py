@@ -33,6 +33,8 @@ _LIBRARIES = (
 )
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
+_BETWEEN_PROCESSES = ("all-reduce", "exchange", "overlap")
+
 # None: another process has the result.
 Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result | None]
 
@@ -102,7 +104,8 @@ def _add_exchange(benchmarks: Any) -> None:
         exchange.listings,
         help="the host time of an all-reduce between towers on GPUs",
         description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
-        "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers.",
+        "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers. By a launcher: the "
+        "towers are divided among its processes.",
     )
     parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
     _add_rounds(parser, 11, "turns of each graph")
@@ -118,7 +121,7 @@ def _add_overlap(benchmarks: Any) -> None:
         description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
-        "GPUs as towers.",
+        "GPUs as towers. By a launcher: the towers are divided among its processes.",
     )
     _add_towers(parser, 2)
     parser.add_argument(
@@ -333,7 +336,7 @@ def _process(given: argparse.Namespace) -> Process | None:
         process = find_process()
     except NcclSyncError as error:
         raise BenchError(str(error)) from error
-    if process is not None and given.benchmark != "all-reduce":
+    if process is not None and given.benchmark not in _BETWEEN_PROCESSES:
         if process.rank > 0:
             raise SystemExit(DONE)
         raise BenchError(

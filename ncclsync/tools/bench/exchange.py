@@ -1,4 +1,4 @@
-"""Run `bench exchange`: the host time of an all-reduce between towers on GPUs, in this process.
+"""Run `bench exchange`: the host time of an all-reduce between towers on GPUs, of this process or of several.
 
 A graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before the GPUs
 have done their work. Graphs take turns.
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
@@ -20,8 +21,8 @@ _ELEMENTS = 1024
 _CALLS = 5  # of a turn
 
 
-def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time an exchange for every number of towers: host time of each tower.
+def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+    """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one.
 
     Args:
         given: `towers`, a list; `rounds`.
@@ -31,23 +32,33 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
         BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
-    check_gpus(max(given.towers))
-    from ncclsync.communicator import NcclCommunicator
+    process, own = find_process(), [check_gpus(towers) for towers in given.towers]
+    from ncclsync.training.loop import Towers
 
     rows = []
-    for towers in given.towers:
+    for towers, here in zip(given.towers, own, strict=True):
         show(f"{towers} towers: joining GPUs")
-        with NcclCommunicator(range(towers)) as communicator:
-            rows += _time_case(towers, communicator, given.rounds, show)
-    return Result("exchange", "s", tuple(rows))
+        with Towers(here) as joined:
+            rows += _time_case(towers, joined, given.rounds, show)
+    return Result("exchange", "s", tuple(rows)) if is_first(process) else None
 
 
-def check_gpus(towers: int) -> None:
-    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops.
+def is_first(process: Process | None) -> bool:
+    """Return whether this process shows the result."""
+    return process is None or process.rank == 0
+
+
+def check_gpus(towers: int) -> int:
+    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops; return this process' part.
 
     Raises:
-        BenchError: it is not so.
+        BenchError: it is not so, or the towers cannot be divided among the processes.
     """
+    process = find_process()
+    whole, size = towers, 1 if process is None else process.size
+    if whole % size:
+        raise BenchError(f"Expected as many towers in each of {size} processes. Received: {whole} in all")
+    towers = whole // size
     import tensorflow as tf
 
     from ncclsync.ops import host_ops
@@ -62,32 +73,33 @@ def check_gpus(towers: int) -> None:
         host_ops.register()
     except NcclSyncError as error:
         raise BenchError(str(error)) from error
+    return towers
 
 
-def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
+def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
     import numpy as np
     import tensorflow as tf
 
     from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.ops import group_ops
 
-    sent = []
-    for tower in range(towers):
-        with tf.device(f"/GPU:{tower}"):
-            sent.append(tf.identity(tf.fill([_ELEMENTS], float(tower))))
-    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * towers
+    sent, communicator, devices = [], joined.communicator, joined.devices
+    for rank, device in zip(communicator.ranks, devices, strict=True):
+        with tf.device(f"/{device}"):
+            sent.append(tf.identity(tf.fill([_ELEMENTS], float(rank))))
+    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * len(devices)
 
     def passed(*tensors: Any) -> list[Any]:
         placed = []
-        for tower, tensor in enumerate(tensors):
-            with tf.device(f"/GPU:{tower}"):
+        for device, tensor in zip(devices, tensors, strict=True):
+            with tf.device(f"/{device}"):
                 placed.append(tf.identity(tensor))
         return placed
 
     def in_a_row(*tensors: Any) -> Sequence[Any]:
-        column = passed(*tensors)
+        column, turns = passed(*tensors), group_ops.Turns([], str)
         for _ in range(_IN_A_ROW):
-            column = group_ops.group_all_reduce(column, communicator, "max")
+            column = group_ops.group_all_reduce(column, communicator, "max", turns=turns)
         return column
 
     # As a step's graph is built.
@@ -110,7 +122,7 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
     show(f"{towers} towers: first calls")
     wrong = {}
     for name, graph in graphs.items():
-        expected = [towers - 1 if name != EMPTY else tower for tower in range(towers)]
+        expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
         results = [result.numpy() for result in graph(*sent)]
         wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
     timers = {name: timer(graph) for name, graph in graphs.items()}

@@ -1,6 +1,7 @@
 """Run `bench overlap`: the share of the exchange that back-propagation hides, and the host's lead.
 
-A step is timed as it is and without its exchanges, and the same buckets are exchanged without a step: in this process.
+A step is timed as it is and without its exchanges, and the same buckets are exchanged without a step: in this process,
+or in each of several.
 """
 
 import argparse
@@ -8,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.tools.bench.exchange import check_gpus
+from ncclsync.communicator.processes import find_process
+from ncclsync.tools.bench.exchange import check_gpus, is_first
 from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_of, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, device_timer, take_turns
 
@@ -22,8 +24,8 @@ _ROWS = 256  # of a tower: enough for the products to outweigh the update
 _STEPS = 3  # of a turn
 
 
-def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time a step with and without its exchanges, and these alone.
+def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+    """Time a step with and without its exchanges, and these alone; None but in the first of several processes.
 
     Args:
         given: `towers`; `rounds`; `link` to predict for, or None.
@@ -33,14 +35,14 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         BenchError: see `check_gpus`.
     """
     show("importing TensorFlow")
-    check_gpus(given.towers)
+    here = check_gpus(given.towers)
     import tensorflow as tf
 
     from ncclsync.parallel import nccl_parallel
     from ncclsync.tools.bench.split import StepParts
 
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
-    model = nccl_parallel(towers=given.towers, bucket_bytes=bucket_bytes)(_dense)()
+    model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_dense)()
     batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
         parts = StepParts(model, batch)
@@ -66,6 +68,8 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         "ended_s": Spread.of([ended for _, ended in leads]),
         "bucket_bytes": sizes,
     }
+    if not is_first(find_process()):
+        return None
     if given.link is not None:
         predicted_s = _predicted_s(given.link, given.towers, more["without_s"].median, bucket_bytes)
         more |= {"predicted_s": predicted_s, "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]])}
@@ -92,7 +96,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     from ncclsync.tools.plan.workload import Compute, Workload
 
     batch = tuple(np.zeros([_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
-    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes)(_dense)()
+    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_dense)()
     with model.towers:
         stages = traced_traffic(model, batch, _ROWS).stages
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
@@ -132,12 +136,12 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
         launched: list[Any] = []
         for column in sends:
             placed = [_on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
-            before = [one.op for one in launched[-1:]]
+            before = [one.token for one in launched[-1:]]
             collectives = [AllReduce((), (), "sum")]
             launched.append(
                 device_ops.launch([placed], towers.communicator, collectives, towers.devices, launched_after=before)
             )
-        return [one.deliver(tower)[0][:1] for tower in range(len(towers)) for one in launched]
+        return [one.deliver(tower)[0][:1] for tower in range(len(towers.devices)) for one in launched]
 
     timer = device_timer(tf_compat.unordered_function(exchange, []))
     timer()

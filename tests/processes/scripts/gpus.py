@@ -75,6 +75,30 @@ def own_loop():
     return {**found, "own loop weight": weight.numpy()}
 
 
+def small_step(weight):
+    """A step whose gradient travels, and the mean that it returns; in process 1 another mean, if so told."""
+
+    def step(batch):
+        with tf.GradientTape() as tape:
+            predicted = batch @ weight
+            loss = tf.reduce_mean(predicted**2)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return (loss, tf.reduce_mean(predicted)) if WAY == "other program" and FAILS else loss
+
+    return step
+
+
+def run_small_steps():
+    """Say how many exchanges are under way when the call of a step has returned."""
+    weight, batch = tf.Variable(tf.ones([3, 2])), np.ones([8, 3], "float32")
+    with ncclsync.Towers(TOWERS) as towers:
+        step = small_step(weight)
+        for _ in range(2):
+            towers.run(step, batch)
+            launched, ended = towers.communicator.groups()
+            print(f"[{RANK}] under way: {launched - ended} of {launched}, weight", weight.numpy().sum(), flush=True)
+
+
 def own_part():
     """Whole batches and a rest that process 0 has alone, read by each process in part."""
     if PROCESS is None:
@@ -106,6 +130,10 @@ def train():
 
 
 def fail():
+    if WAY == "ahead":
+        return run_small_steps()
+    if WAY == "other program":
+        return told(run_small_steps)
     if WAY == "late":
         if FAILS:
             time.sleep(100)  # the test kills it

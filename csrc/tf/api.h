@@ -86,6 +86,10 @@ extern ncs_tf_library ncs_tf;
 
 #define NCS_MOST_DIMS 254 /* TensorFlow's own limit */
 
+/* Outputs of fewer elements are not made in an input's memory: TensorFlow looks at all outputs of an op to find out
+ * whether they can be, which takes longer than to write them elsewhere. */
+#define NCS_FEW 256
+
 typedef struct {
   const void* data;
   int64_t count;

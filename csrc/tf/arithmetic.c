@@ -120,7 +120,7 @@ static void prepare_instance(TF_OpKernelContext* context, const arithmetic_kerne
   }
   for (int o = 0; o < expression->n_outputs && ncs_tf.TF_GetCode(status) == TF_OK; ++o) {
     int candidates[NCS_MOST_REGISTERS];
-    const int n = find_candidates(kernel, o, begin, candidates);
+    const int n = instance->count < NCS_FEW ? 0 : find_candidates(kernel, o, begin, candidates);
     const int index = k * (expression->n_outputs + expression->n_sums) + o;
     instance->outputs[o] = ncs_tf_make_output(context, index, begin, candidates, n, -1, status);
   }

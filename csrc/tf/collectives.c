@@ -63,7 +63,7 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
   }
   reduced->sends = sends;
   own = (int)(kernel->ranks + first * kernel->tensors + v);
-  reduced->recv = ncs_tf_make_output(context, v, own, &own, 1, -1, status);
+  reduced->recv = ncs_tf_make_output(context, v, own, &own, reduced->count >= NCS_FEW, -1, status);
 }
 
 static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {

@@ -139,7 +139,7 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     whole = inputs[0] if is_sum else f"{name}:0"
     result, key = shapes.spec(whole), shapes.key(whole)
     operands = [shapes.spec(operand) for operand in inputs]
-    if result.dtype not in (tf.float32, tf.float64) or not key or 0 in key or len(inputs) > _MOST_ADDED:
+    if result.dtype not in (tf.float32, tf.float64) or key is None or 0 in key or len(inputs) > _MOST_ADDED:
         return None
     if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
         return None
@@ -246,9 +246,13 @@ def chain_nodes(
     sources = [named(source) for source in chain.inputs]
     yield chain.expression.node(name, chain.dtype, sources, waits, alone)
     for i, output in enumerate(chain.outputs):
-        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape", input=[f"{name}:{i}"])
+        shape = graph.spec(f"{output}:0").shape
+        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if shape.rank else "Identity", input=[f"{name}:{i}"])
         set_attribute(node, "T", chain.dtype)
-        node.attr["shape"].shape.CopyFrom(graph.spec(f"{output}:0").shape.as_proto())
+        if shape.rank:
+            node.attr["shape"].shape.CopyFrom(shape.as_proto())
+        else:  # TensorFlow runs no identity
+            node.attr["_output_shapes"].list.shape.add().CopyFrom(shape.as_proto())
         yield node
     for i, one in enumerate(chain.sums, start=len(chain.outputs)):
         shape = tf.compat.v1.NodeDef(name=f"{name}/shape_{i}", op="Const")

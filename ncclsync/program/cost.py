@@ -71,7 +71,7 @@ class Costs:
     Attributes:
         roofline: of the step's graph.
         wholes: rows that all towers receive, but for the slices of sparse gradients.
-        alike: ops that every tower does for all rows.
+        alike, by_rows: ops that every tower does for all rows, and for its own.
     """
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
@@ -84,7 +84,7 @@ class Costs:
         self.roofline = Roofline(functions, axes)
         self._rows: set[str] = set()  # tensors that rest on rows that all towers have
         self._slices: set[str] = set()  # on the slices of sparse gradients alone
-        self._by_rows: list[tf.Operation] = []
+        self.by_rows: list[tf.Operation] = []
         self._others: list[tf.Operation] = []
         self.wholes: list[Whole] = []
         self.alike: list[tf.Operation] = []
@@ -114,7 +114,7 @@ class Costs:
             placed: how they are where it takes them, and how its results are.
         """
         if not all(one.whole for one in placed):
-            self._by_rows.append(op)
+            self.by_rows.append(op)
             return
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
         if len(others) < len(op.inputs) and not any(map(_is_open, others)):
@@ -128,28 +128,20 @@ class Costs:
         else:
             self._others.append(op)
 
-    def shares_alike(self) -> list[tuple[tf.Operation, float]]:
-        """Return the ops that every tower does for all rows, with their share of the arithmetic, largest first.
-
-        That is: multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.
-        """
-        counts = self._works([*self.alike, *self._by_rows]).sum(axis=2) @ (1, 1 / 4, 0)
-        shares = counts[: len(self.alike)] / (counts.sum() or 1.0)
-        return sorted(zip(self.alike, shares.tolist(), strict=True), key=lambda one: -one[1])
-
     def step_work(self) -> StepWork:
         """Return the work of the step; of a step in which towers need no rows but their own, nothing is counted."""
         if not self.alike and not self.wholes:
-            return StepWork(self._works([]), (), ())
-        works = self._works(self.alike)
+            return StepWork(self.works([]), (), ())
+        works = self.works(self.alike)
         longest = {*np.argsort(-seconds(works, _ROWS))[:_NAMED].tolist()}
         alike = tuple(
             Alike(*(own_place(op) if i in longest else ("", "")), work)
             for i, (op, work) in enumerate(zip(self.alike, works, strict=True))
         )
-        return StepWork(self._works([*self._by_rows, *self._others]), alike, tuple(self.wholes))
+        return StepWork(self.works([*self.by_rows, *self._others]), alike, tuple(self.wholes))
 
-    def _works(self, ops: Iterable[tf.Operation]) -> np.ndarray:
+    def works(self, ops: Iterable[tf.Operation]) -> np.ndarray:
+        """Return [ops, COUNTS, POWERS], by `Roofline.work`."""
         return np.reshape([self.roofline.work(op) for op in ops], [-1, COUNTS, POWERS])
 
 

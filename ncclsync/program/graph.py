@@ -4,7 +4,7 @@ A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
+from ncclsync.semantics.functions import in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
 
@@ -124,28 +125,11 @@ class StepGraph:
 
     def _live_ops(self, function: Any) -> list[tf.Operation]:
         """Return the ops that outputs and side effects need, inputs before consumers."""
-        order: list[tf.Operation] = []
-        done: set[str] = set()
         roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
         # Creation order is not topological: automatic control dependencies are added later. Walking the
         # roots in creation order keeps as much of it as there can be.
         created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
-        for root in sorted(roots, key=lambda op: created[op.name]):
-            stack = [(root, _parents(root))]
-            while stack:
-                op, parents = stack[-1]
-                if op.name in done:
-                    stack.pop()
-                    continue
-                for parent in parents:
-                    if parent.name not in done:
-                        stack.append((parent, _parents(parent)))
-                        break
-                else:
-                    done.add(op.name)
-                    order.append(op)
-                    stack.pop()
-        return order
+        return in_order(sorted(roots, key=lambda op: created[op.name]))
 
     def _merge_duplicates(self) -> None:
         """Compute once what the trace computes twice, such as the learning rate for each variable.
@@ -238,10 +222,6 @@ class StepGraph:
         while name in self.exchanges:
             name, hops = self.exchanges[name].source, hops + 1
         return op_name(name), hops
-
-
-def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
-    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
 
 
 def op_name(tensor_name: str) -> str:

@@ -1,6 +1,6 @@
 """Place the functions that loops, branches and calls run: as a whole, since nothing can be put into them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,23 +123,24 @@ def change_functions(
     return list(added.values())
 
 
-def in_order(graph: Any) -> list[tf.Operation]:
-    """Return a graph's ops, inputs before consumers."""
+def in_order(roots: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """Return ops and all that they need, inputs before consumers."""
     order: list[tf.Operation] = []
     done: set[str] = set()
-    for root in graph.get_operations():
-        stack = [root]
+    for root in roots:
+        stack = [(root, _parents(root))]
         while stack:
-            op = stack[-1]
-            if op.name in done:
-                stack.pop()
+            op, parents = stack[-1]
+            parent = None if op.name in done else next((one for one in parents if one.name not in done), None)
+            if parent is not None:
+                stack.append((parent, _parents(parent)))
                 continue
-            waiting = [t.op for t in op.inputs if t.op.name not in done]
-            waiting += [c for c in op.control_inputs if c.name not in done]
-            if waiting:
-                stack.extend(waiting)
-            else:
+            stack.pop()
+            if op.name not in done:
                 done.add(op.name)
                 order.append(op)
-                stack.pop()
     return order
+
+
+def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
+    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])

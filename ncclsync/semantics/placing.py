@@ -605,7 +605,7 @@ class FunctionPlacer(Placer):
         pairs = zip(graph.inputs, graph.outputs, strict=False)
         self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
         writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
-        for op in in_order(graph):
+        for op in in_order(graph.get_operations()):
             if op.type == "Placeholder":
                 continue
             given = [placed[t.name] for t in op.inputs]

@@ -88,11 +88,6 @@ NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `un
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
-def has_rule(op_type: str) -> bool:
-    """Return whether an op of that type has a rule: else its inputs are made whole."""
-    return any(op_type in table for table in (RULES, LINEAR, NUMBERED))
-
-
 def rule_for(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
     """Enter the decorated rule in `RULES` for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
 
@@ -120,10 +115,6 @@ def lengths_of(tensor: tf.Tensor) -> Any:
 def rank_of(call: Call, index: int) -> Any:
     """Return an input's rank; None if it is open."""
     return call.op.inputs[index].shape.rank
-
-
-def _sharded(call: Call) -> list[int]:
-    return [i for i, placement in enumerate(call.inputs) if placement.kind is Kind.SHARD]
 
 
 def _all(call: Call, placement: Placement) -> list[Placement]:
@@ -322,50 +313,35 @@ def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], ta
 # moments pass here too, and must stay that tower's.
 
 
-@_linear(
-    """
-    Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault Neg Conj Real Imag
-    """
-)
-def _passing(call: Call) -> Sequence[Placement] | None:
-    placed = call.inputs[0]
-    plain = names("Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault")
-    return [placed] if call.op.type in plain or placed.op in ("sum", "mean") else None
+_PASSING = names("Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault")
+_PICKING = names("StridedSlice StridedSliceGrad Slice Pad Split SplitV Unpack ReverseV2 Tile")
+# The input that an op is linear in if all others are whole; of an activation's gradient what flows back.
+_LINEAR_IN = dict.fromkeys(_PASSING | MOVING | _PICKING | names("Neg Conj Real Imag Cast Sum Mean"), 0)
+_LINEAR_IN |= dict.fromkeys(names("ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad"), 0)
+_LINEAR_IN |= dict.fromkeys(names("RsqrtGrad SqrtGrad InvGrad ReciprocalGrad TanhGrad SigmoidGrad Split"), 1)
+_LINEAR_IN |= {"StridedSliceGrad": 4}
 
 
-@_linear("Cast")
-def _cast_partial(call: Call) -> Sequence[Placement] | None:
-    before, after = call.op.inputs[0].dtype, call.op.outputs[0].dtype
-    # Not integers: their sums wrap, each tower's by itself.
+@_linear(*_LINEAR_IN)
+def _in_one_input(call: Call) -> Sequence[Placement] | None:
+    kind, at = call.op.type, _LINEAR_IN[call.op.type]
+    placed, before, after = call.inputs[at], call.op.inputs[at].dtype, call.op.outputs[0].dtype
+    if placed.kind is not Kind.PARTIAL or any(not one.whole for i, one in enumerate(call.inputs) if i != at):
+        return None
+    if kind in _PASSING | MOVING:
+        return [placed]
+    if kind in _PICKING:  # within a function alone: elsewhere one sum is exchanged, not each of its slices
+        return _all(call, placed) if call.within and placed == SUM else None
+    # Not integers: their sums wrap, each tower's by itself, and their mean is cut off.
     widens = before == after or (before.is_floating and after.is_floating and before.size < after.size)
-    return [call.inputs[0]] if widens and call.inputs[0].op in ("sum", "mean") else None
-
-
-@_linear("Reshape", "Transpose", "ExpandDims", "Squeeze")
-def _moved_partial(call: Call) -> Sequence[Placement] | None:
-    others = call.inputs[1:]
-    return [call.inputs[0]] if call.inputs[0].kind is Kind.PARTIAL and all(p.whole for p in others) else None
-
-
-@_linear("StridedSlice", "StridedSliceGrad", "Slice", "Pad", "Split", "SplitV", "Unpack", "ReverseV2", "Tile")
-def _picked_partial(call: Call) -> Sequence[Placement] | None:
-    """Pass on parts of a sum within a function alone: elsewhere one sum is exchanged, not each of its slices."""
-    taken = [placed for placed in call.inputs if not placed.whole]
-    return _all(call, taken[0]) if call.within and len(taken) == 1 and taken[0] == SUM else None
+    fits = widens if kind == "Cast" else kind != "Mean" or before.is_floating
+    return [placed] if fits and placed.op in ("sum", "mean") else None
 
 
 @_linear("ConcatV2", "Pack")
 def _joined_partial(call: Call) -> Sequence[Placement] | None:
     parts = call.inputs[: -1 if call.op.type == "ConcatV2" else None]
     return [parts[0]] if parts[0].kind is Kind.PARTIAL and len(set(parts)) == 1 else None
-
-
-@_linear("Sum", "Mean")
-def _sum_partial(call: Call) -> Sequence[Placement] | None:
-    placed, over = call.inputs
-    linear = call.op.type == "Sum" or call.op.inputs[0].dtype.is_floating  # a mean of integers is cut off
-    fits = linear and placed.kind is Kind.PARTIAL and placed.op in ("sum", "mean") and over.whole
-    return [placed] if fits else None
 
 
 @_linear("Add", "AddV2", "Sub", "AddN")
@@ -410,17 +386,6 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
         return None
     # Only where that makes it no larger: what is exchanged is the smallest of what could be.
     return [call.inputs[at]] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
-
-
-# Of an activation's gradient: linear in what flows back, the input of that index.
-_BACK = {"RsqrtGrad": 1, "SqrtGrad": 1, "InvGrad": 1, "ReciprocalGrad": 1, "TanhGrad": 1, "SigmoidGrad": 1}
-_BACK |= {"ReluGrad": 0, "Relu6Grad": 0, "EluGrad": 0, "SeluGrad": 0, "LeakyReluGrad": 0, "SoftplusGrad": 0}
-
-
-@_linear(*_BACK)
-def _back_partial(call: Call) -> Sequence[Placement] | None:
-    at = _BACK[call.op.type]
-    return [call.inputs[at]] if call.inputs[1 - at].whole and call.inputs[at].op in ("sum", "mean") else None
 
 
 def either(one: Placement, two: Placement) -> Placement | None:
@@ -475,51 +440,38 @@ def _l2_loss(call: Call) -> Sequence[Placement] | None:
     return [SUM] if call.inputs[0].kind is Kind.SHARD else None
 
 
-@rule_for("BiasAddGrad")
-def _bias_add_grad(call: Call) -> Sequence[Placement] | None:
-    rank, placed = rank_of(call, 0), call.inputs[0]
-    channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
-    return [SUM] if rank and placed.axis != channel else None
-
-
-@rule_for("BiasAdd")
+@rule_for("BiasAdd BiasAddV1 BiasAddGrad")
 def _bias_add(call: Call) -> Sequence[Placement] | None:
     rank, placed = rank_of(call, 0), call.inputs[0]
-    channel = 1 if call.op.get_attr("data_format") == b"NCHW" else (rank or 1) - 1
-    plain = placed.kind is Kind.SHARD and call.inputs[1].whole
-    return [placed] if rank and plain and placed.axis != channel else None
-
-
-@rule_for("ArgMax", "ArgMin")
-def _arg(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
-    if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
+    first = call.op.type != "BiasAddV1" and call.op.get_attr("data_format") == b"NCHW"
+    if rank is None or placed.kind is not Kind.SHARD or placed.axis == (1 if first else rank - 1):
         return None
-    return [placed.at(placed.axis - (int(over) % rank < placed.axis))]
+    if call.op.type == "BiasAddGrad":
+        return [SUM]
+    return [placed] if call.inputs[1].whole else None
 
 
-@rule_for("Cumsum", "Cumprod", "CumulativeLogsumexp")
-def _cumulate(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
-    if rank is None or over is None or placed.kind is not Kind.SHARD or int(over) % rank == placed.axis:
+# Along some axes alone: which input, or attribute, has these, and whether the result has them still, or more.
+_ALONG: dict[str, tuple[int | str, str]] = dict.fromkeys(names("ArgMax ArgMin"), (1, "less"))
+_ALONG |= dict.fromkeys(names("Cumsum Cumprod CumulativeLogsumexp Reverse ReverseV2"), (1, "same"))
+_ALONG |= {"Roll": (2, "same"), "Unpack": ("axis", "less"), "Squeeze": ("squeeze_dims", "less")}
+_ALONG |= {"ExpandDims": (1, "more"), "OneHot": ("axis", "more")}
+
+
+@rule_for(*_ALONG)
+def _along_axes(call: Call) -> Sequence[Placement] | None:
+    source, change = _ALONG[call.op.type]
+    placed, rank = call.inputs[0], rank_of(call, 0)
+    over = call.constant(source) if isinstance(source, int) else call.op.get_attr(source)
+    if rank is None or over is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
         return None
-    return [placed]
-
-
-@rule_for("ReverseV2")
-def _reverse(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(1)
-    if rank is None or over is None or placed.kind is not Kind.SHARD:
+    over = np.flatnonzero(over) if call.op.type == "Reverse" else np.ravel(over)
+    along = {int(axis) % (rank + (change == "more")) for axis in over}
+    if change == "more":
+        return [placed.at(placed.axis + (axis <= placed.axis)) for axis in along]
+    if placed.axis in along or not (along or change == "same"):
         return None
-    return None if placed.axis in {int(axis) % rank for axis in over} else [placed]
-
-
-@rule_for("Roll")
-def _roll(call: Call) -> Sequence[Placement] | None:
-    placed, rank, over = call.inputs[0], rank_of(call, 0), call.constant(2)
-    if rank is None or over is None or placed.kind is not Kind.SHARD or not call.inputs[1].whole:
-        return None
-    return None if placed.axis in {int(axis) % rank for axis in np.ravel(over)} else [placed]
+    return _all(call, placed.at(placed.axis - (sum(axis < placed.axis for axis in along) if change == "less" else 0)))
 
 
 # Each by itself: matrices, or vectors along the last axis, of which the rows are many.
@@ -530,32 +482,36 @@ _LAST |= dict.fromkeys(
         """
         Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve
         MatrixTriangularSolve MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
-        MatrixDiagPartV3 FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
+        MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
+        FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
         MatrixExponential TridiagonalSolve
         """
     ),
     2,
 )
-_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1, "MatrixDiagV3": 2}
-_LAST |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2}
-# How many leading inputs have rows; others are parameters that must be whole.
-_MATRICES = {"MatrixSolve": 2, "MatrixTriangularSolve": 2, "CholeskyGrad": 2, "BandedTriangularSolve": 2}
-_MATRICES |= {"MatrixSetDiagV3": 2, "MatrixSetDiag": 2, "TridiagonalSolve": 2}
+_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1}
+# How many leading inputs have rows; others are parameters that must be whole. Those of `_UNLIKE` are of other ranks.
+_UNLIKE = names("TridiagonalSolve MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3")
+_MATRICES = names("MatrixSolve MatrixTriangularSolve CholeskyGrad BandedTriangularSolve") | _UNLIKE
 
 
 @rule_for(*_LAST)
 def _each_by_itself(call: Call) -> Sequence[Placement] | None:
-    count = _MATRICES.get(call.op.type, 1)
+    count = 2 if call.op.type in _MATRICES else 1
     placed = [p for p in call.inputs[:count] if p.kind is Kind.SHARD]
     if not placed or any(not p.whole for p in call.inputs[count:]):
         return None
     ranks = [rank_of(call, i) for i in range(count)]
     last = _LAST[call.op.type]
-    if call.op.type == "MatrixDiagV3" and np.size(call.constant(1)) == 1 and call.constant(1) is not None:
+    if (
+        call.op.type in ("MatrixDiagV2", "MatrixDiagV3")
+        and np.size(call.constant(1)) == 1
+        and call.constant(1) is not None
+    ):
         last = 1  # one diagonal, not several
     if None in ranks or any(p.axis != placed[0].axis or not same_rows(p, placed[0]) for p in placed):
         return None
-    if call.op.type in ("TridiagonalSolve", "MatrixSetDiagV3", "MatrixSetDiag"):
+    if call.op.type in _UNLIKE:
         if len(placed) < count or placed[0].axis != 0 or ranks[0] < _LAST[call.op.type] + 1:
             return None
         return _all(call, placed[0])
@@ -601,59 +557,34 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-@rule_for("MatMul", "SparseMatMul")
-def _matmul(call: Call) -> Sequence[Placement] | None:
-    one = "km" if call.op.get_attr("transpose_a") else "mk"
-    other = "nk" if call.op.get_attr("transpose_b") else "kn"
-    return _contract(call, (one, other), "mn")
+def _equation(op: tf.Operation) -> str:
+    """Return a product as `Einsum` has it."""
+    if op.type == "Einsum":
+        return op.get_attr("equation").decode().replace(" ", "")
+    dots, flags = ("...", ("adj_x", "adj_y")) if op.type.startswith("Batch") else ("", ("transpose_a", "transpose_b"))
+    one, other = map(op.get_attr, flags)
+    return f"{dots}{'km' if one else 'mk'},{dots}{'nk' if other else 'kn'}->{dots}mn"
 
 
-@rule_for("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
-def _batch_matmul(call: Call) -> Sequence[Placement] | None:
-    ranks = [rank_of(call, 0), rank_of(call, 1)]
+@rule_for("MatMul SparseMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
+def _product_of(call: Call) -> Sequence[Placement] | None:
+    equation = _equation(call.op)
+    given, result = equation.split("->")
+    letters, ranks = given.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks:
         return None
-    batch = max(ranks) - 2
-    names = "abcdefghij"[:batch]
-    shapes = [lengths_of(tensor) for tensor in call.op.inputs]
-    letters = []
-    for i, (swapped, plain) in enumerate((("km", "mk"), ("nk", "kn"))):
-        batch_axes = list(names[batch - (ranks[i] - 2) :])
-        for axis in range(len(batch_axes)):
-            if shapes[i][axis] == 1 and call.inputs[i].kind is not Kind.SHARD:
-                batch_axes[axis] = f"{i}"  # is broadcast, whatever the other has there
-        turned = call.op.get_attr("adj_x" if i == 0 else "adj_y")
-        letters.append("".join(batch_axes) + (swapped if turned else plain))
-    return _contract(call, letters, names + "mn")
-
-
-@rule_for("Einsum")
-def _einsum(call: Call) -> Sequence[Placement] | None:
-    equation = call.op.get_attr("equation").decode().replace(" ", "")
-    given, result = equation.split("->")
-    letters = given.split(",")
-    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
-    longest = 0
+    dots = [rank - (len(names) - 3) if "..." in names else 0 for names, rank in zip(letters, ranks, strict=True)]
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][: max(dots)]
     for i, names in enumerate(letters):
-        rank = rank_of(call, i)
-        if rank is None:
-            return None
-        if "..." in names:
-            longest = max(longest, rank - (len(names) - 3))
-    for i, names in enumerate(letters):
-        if "..." in names:
-            count = rank_of(call, i) - (len(names) - 3)
-            shape = lengths_of(call.op.inputs[i])
-            begin = names.index("...")
-            dots = spare[longest - count : longest] if count else []
-            # One of length 1 is broadcast, whatever the others have there.
-            dots = [
-                str(i) if shape[begin + j] == 1 and call.inputs[i].kind is not Kind.SHARD else c
-                for j, c in enumerate(dots)
-            ]
-            letters[i] = names.replace("...", "".join(dots))
-    result = result.replace("...", "".join(spare[:longest]))
-    if any(len(set(names)) < len(names) for names in (*letters, result)):
+        shape, begin = lengths_of(call.op.inputs[i]), names.find("...")
+        # One of length 1 is broadcast, whatever the others have there.
+        own = [
+            str(i) if shape[begin + j] == 1 and call.inputs[i].kind is not Kind.SHARD else c
+            for j, c in enumerate(spare[len(spare) - dots[i] :])
+        ]
+        letters[i] = names.replace("...", "".join(own))
+    result = result.replace("...", "".join(spare))
+    if any(letter.isalpha() and names.count(letter) > 1 for names in (*letters, result) for letter in names):
         return None
     return _contract(call, letters, result)
 
@@ -661,56 +592,77 @@ def _einsum(call: Call) -> Sequence[Placement] | None:
 # Convolutions, pooling and images: the samples lie along the first axis, and filters are whole.
 
 
-def _samples_first(call: Call, by_rows: Sequence[int], whole: Sequence[int] = ()) -> Placement | None:
-    placed = next((call.inputs[i] for i in by_rows if call.inputs[i].kind is Kind.SHARD), None)
-    if placed is None or placed.axis != 0:
+def _joint(call: Call, indices: Sequence[int], axis: int | None = None) -> Placement | None:
+    """Bring inputs to the same rows, along the same axis, or this one; return their placement; None: they differ."""
+    shards = [call.inputs[i] for i in indices if call.inputs[i].kind is Kind.SHARD]
+    if not shards or any(one.axis != shards[0].axis or not same_rows(one, shards[0]) for one in shards):
         return None
-    for i in by_rows:
-        other = call.inputs[i]
-        if other.kind is Kind.SHARD and (other.axis != 0 or not same_rows(other, placed)):
-            return None
-        call.require(i, placed)
-    for i in whole:
+    if axis not in (None, shards[0].axis):
+        return None
+    for i in indices:
+        call.require(i, shards[0])
+    return shards[0]
+
+
+# What each input is, and each result; the last letter stands for all further ones: "r", it has rows; "w", it is whole;
+# "s", it is the shape of what has rows; "+", it is a sum over the rows.
+_SAMPLES_FIRST = {
+    "r w -> r": """
+        AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace
+        DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches HSVToRGB LRN MaxPool MaxPool3D
+        MaxPoolV2 RGBToHSV RegexFullMatch RegexReplace ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
+        ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
+        """,
+    "r r w -> r": """
+        DrawBoundingBoxes DrawBoundingBoxesV2 InTopKV2 ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad
+        SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
+        """,
+    "r r r w -> r": "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2",
+    "r w r -> r": "Dilation2DBackpropInput",
+    "r w r -> +": """
+        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
+        """,
+    "s r -> r": "AvgPool3DGrad AvgPoolGrad",
+    "s w r -> r": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+    "r w -> r w": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
+}
+_OF_SAMPLES = {kind: letters for letters, kinds in _SAMPLES_FIRST.items() for kind in kinds.split()}
+TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "s" in letters)
+
+
+@rule_for(*_OF_SAMPLES)
+def _by_samples(call: Call) -> Sequence[Placement] | None:
+    given, made = (
+        letters.split() + letters.split()[-1:] * max(len(call.inputs), len(call.op.outputs))
+        for letters in _OF_SAMPLES[call.op.type].split(" -> ")
+    )
+    by = {letter: [i for i in range(len(call.inputs)) if given[i] == letter] for letter in "rws"}
+    if not _keeps_samples(call) or not all(_sizes(call, i) for i in by["s"]):
+        return None
+    placed = _joint(call, by["r"], 0)
+    if placed is None:
+        return None
+    for i in by["w"]:
         call.require(i, REPLICATE)
-    return placed
+    results = {"r": placed, "w": REPLICATE, "+": SUM}
+    return [results[letter] for letter, _ in zip(made, call.op.outputs, strict=False)]
 
 
-@rule_for(
-    """
-    Conv Conv2D Conv3D DepthwiseConv2dNative Dilation2D RGBToHSV HSVToRGB LRN ResizeBilinear
-    ResizeNearestNeighbor ResizeBicubic ResizeArea AdjustContrastv2 AdjustHue AdjustSaturation
-    ExtractImagePatches ExtractVolumePatches SpaceToDepth DepthToSpace ScaleAndTranslate RegexReplace
-    RegexFullMatch
-    """
-)
-def _images(call: Call) -> Sequence[Placement] | None:
-    if call.inputs[0].kind is not Kind.SHARD:
-        return None
-    if call.op.type in ("AdjustHue", "AdjustSaturation", "AdjustContrastv2") and rank_of(call, 0) != 4:
-        return None
-    if call.op.type in ("RGBToHSV", "HSVToRGB") and (rank_of(call, 0) or 0) < 2:
-        return None
-    placed = _samples_first(call, [0], range(1, len(call.inputs)))
-    return None if placed is None else [placed]
-
-
-@rule_for(
-    """
-    ResizeBilinearGrad ResizeNearestNeighborGrad ResizeBicubicGrad LRNGrad Dilation2DBackpropInput
-    ScaleAndTranslateGrad DrawBoundingBoxes DrawBoundingBoxesV2
-    """
-)
-def _images_back(call: Call) -> Sequence[Placement] | None:
-    if call.op.type == "LRNGrad":
-        by_rows, whole = [0, 1, 2], []
-    elif call.op.type == "Dilation2DBackpropInput":
-        by_rows, whole = [0, 2], [1]
-    elif call.op.type == "ResizeNearestNeighborGrad":
-        by_rows, whole = [0], [1]
-    else:
-        by_rows, whole = [0, 1], list(range(2, len(call.inputs)))
-    placed = _samples_first(call, by_rows, whole)
-    return None if placed is None else [placed]
+def _keeps_samples(call: Call) -> bool:
+    """Return whether an op of `_SAMPLES_FIRST` has samples along the first axis, and does not mix them."""
+    op, rank = call.op, rank_of(call, 0)
+    if "Pool" in op.type:
+        inputs = [argument.name for argument in op.op_def.input_arg]
+        sizes = [
+            call.constant(inputs.index(name)) if name in inputs else op.get_attr(name) for name in ("ksize", "strides")
+        ]
+        return all(one is not None and one[0] == 1 for one in sizes)
+    if op.type.startswith("FusedBatchNorm"):
+        return not op.get_attr("is_training")
+    if op.type == "SoftmaxCrossEntropyWithLogits":
+        # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
+        return all(shape is not None and shape[0] != 1 for shape in map(lengths_of, op.inputs))
+    return rank == 4 if op.type.startswith("Adjust") else "HSV" not in op.type or (rank or 0) > 1
 
 
 @rule_for("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
@@ -722,73 +674,31 @@ def _projections(call: Call) -> Sequence[Placement] | None:
     if not one and transforms[0] is None and call.inputs[1].whole:
         return None
     by_rows, whole = ([0], [1, 2]) if one else ([0, 1], [2])
-    placed = _samples_first(call, by_rows, [*whole, *range(3, len(call.inputs))])
-    return None if placed is None else [placed]
+    placed = _joint(call, by_rows, 0)
+    if placed is None:
+        return None
+    for i in (*whole, *range(3, len(call.inputs))):
+        call.require(i, REPLICATE)
+    return [placed]
 
 
-@rule_for("SpaceToBatchND", "BatchToSpaceND")
+@rule_for("SpaceToBatch SpaceToBatchND BatchToSpace BatchToSpaceND")
 def _space_to_batch(call: Call) -> Sequence[Placement] | None:
     """Place what a dilated convolution makes: all samples for one offset, then for the next."""
-    placed, sizes = call.inputs[0], call.constant(1)
+    placed, plain = call.inputs[0], not call.op.type.endswith("ND")
+    sizes = [call.op.get_attr("block_size")] * 2 if plain else call.constant(1)
     if placed.kind is not Kind.SHARD or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
         return None
     count = int(np.prod(sizes))
-    if call.op.type == "SpaceToBatchND":
+    if call.op.type.startswith("Space"):
         return [shard(0, placed.blocks * count, placed.each)]
     return [shard(0, placed.blocks // count, placed.each)] if placed.blocks % count == 0 else None
-
-
-_POOLS = {"MaxPool": [0], "AvgPool": [0], "MaxPool3D": [0], "AvgPool3D": [0], "MaxPoolGrad": [0, 1, 2]}
-_POOLS |= {"MaxPool3DGrad": [0, 1, 2], "MaxPoolGradGrad": [0, 1, 2], "MaxPool3DGradGrad": [0, 1, 2]}
-
-
-@rule_for(*_POOLS)
-def _pool(call: Call) -> Sequence[Placement] | None:
-    if call.op.get_attr("ksize")[0] != 1 or call.op.get_attr("strides")[0] != 1:
-        return None
-    placed = _samples_first(call, _POOLS[call.op.type])
-    return None if placed is None else [placed]
 
 
 def _sizes(call: Call, index: int) -> bool:
     """Return whether input `index` is the shape of a tensor that has the rows along its first axis."""
     placed = call.inputs[index]
     return placed.kind is Kind.ROWS and bool(placed.counts[0]) and not any(placed.counts[1:])
-
-
-@rule_for("AvgPoolGrad", "AvgPool3DGrad", counting=True)
-def _pool_back(call: Call) -> Sequence[Placement] | None:
-    if call.op.get_attr("ksize")[0] != 1 or not _sizes(call, 0) or call.inputs[1].kind is not Kind.SHARD:
-        return None
-    return None if call.inputs[1].axis else [call.inputs[1]]
-
-
-@rule_for("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput", counting=True)
-def _convolution_to_input(call: Call) -> Sequence[Placement] | None:
-    placed = call.inputs[2]
-    if placed.kind is not Kind.SHARD or placed.axis or not _sizes(call, 0):
-        return None
-    call.require(1, REPLICATE)
-    return [placed]
-
-
-@rule_for("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
-def _convolution_to_filter(call: Call) -> Sequence[Placement] | None:
-    return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
-
-
-@rule_for("Dilation2DBackpropFilter")
-def _dilation_to_filter(call: Call) -> Sequence[Placement] | None:
-    return None if _samples_first(call, [0, 2], [1]) is None else [SUM]
-
-
-@rule_for("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-def _normalise(call: Call) -> Sequence[Placement] | None:
-    if call.op.get_attr("is_training") or call.inputs[0].kind is not Kind.SHARD or call.inputs[0].axis:
-        return None
-    for i in range(1, 5):
-        call.require(i, REPLICATE)
-    return [call.inputs[0], *[REPLICATE] * (len(call.op.outputs) - 1)]
 
 
 # GPUs' own recurrent networks, by the letters of their axes: b has the rows, p is added up over them, and * is a
@@ -848,23 +758,6 @@ def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
     call.require(0, placed)
     call.require(1, placed.at(0) if placed.axis == rows_along else REPLICATE)
     return [placed]
-
-
-@rule_for("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2")
-def _labelled(call: Call) -> Sequence[Placement] | None:
-    whole = [2] if call.op.type == "InTopKV2" else []
-    placed = _samples_first(call, [0, 1], whole)
-    return None if placed is None else _all(call, placed)
-
-
-@rule_for("SoftmaxCrossEntropyWithLogits")
-def _softmax_entropy(call: Call) -> Sequence[Placement] | None:
-    shapes = [lengths_of(tensor) for tensor in call.op.inputs]
-    # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
-    if any(shape is None or shape[0] == 1 for shape in shapes):
-        return None
-    placed = _samples_first(call, [0, 1])
-    return None if placed is None else _all(call, placed)
 
 
 # Shapes and counts.
@@ -1010,52 +903,33 @@ def only_one(counts: Sequence[int]) -> Any:
 
 @rule_for("Pack")
 def _pack(call: Call) -> Sequence[Placement] | None:
-    kinds = {placed.kind for placed in call.inputs}
-    if Kind.SHARD not in kinds or not kinds <= {Kind.SHARD, Kind.REPLICATE}:
+    if any(one.kind not in (Kind.SHARD, Kind.REPLICATE) for one in call.inputs):
         return None
-    placed = call.inputs[_sharded(call)[0]]
-    if any(call.inputs[i].axis != placed.axis or not same_rows(call.inputs[i], placed) for i in _sharded(call)):
-        return None
-    rank = (rank_of(call, 0) or 0) + 1
-    axis = call.op.get_attr("axis") % rank
-    for i in range(len(call.inputs)):
-        call.require(i, placed)
-    return [placed.at(placed.axis + (axis <= placed.axis))]
+    placed, rank = _joint(call, range(len(call.inputs))), call.op.outputs[0].shape.rank
+    return (
+        None
+        if placed is None or rank is None
+        else [placed.at(placed.axis + (call.op.get_attr("axis") % rank <= placed.axis))]
+    )
 
 
-@rule_for("Unpack")
-def _unpack(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], rank_of(call, 0)
-    if rank is None or placed.kind is not Kind.SHARD:
-        return None
-    axis = call.op.get_attr("axis") % rank
-    if axis == placed.axis:
-        return None
-    return _all(call, placed.at(placed.axis - (axis < placed.axis)))
-
-
-@rule_for("ConcatV2")
+@rule_for("Concat ConcatV2")
 def _concat(call: Call) -> Sequence[Placement] | None:
-    parts = call.inputs[:-1]
-    axis = call.constant(len(parts))
-    kinds = {placed.kind for placed in parts}
-    if axis is None or not kinds <= {Kind.SHARD, Kind.REPLICATE} or Kind.SHARD not in kinds:
+    at = len(call.inputs) - 1 if call.op.type == "ConcatV2" else 0
+    indices = [i for i in range(len(call.inputs)) if i != at]
+    parts, axis, rank = [call.inputs[i] for i in indices], call.constant(at), rank_of(call, indices[0])
+    shards = [one for one in parts if one.kind is Kind.SHARD]
+    if axis is None or rank is None or not shards or any(one.kind not in (Kind.SHARD, Kind.REPLICATE) for one in parts):
         return None
-    placed = next(p for p in parts if p.kind is Kind.SHARD)
-    shards = [p for p in parts if p.kind is Kind.SHARD]
-    rank = rank_of(call, 0)
-    if rank is None or any(p.axis != placed.axis for p in shards):
-        return None
-    if int(axis) % rank != placed.axis:
-        if not all(same_rows(p, placed) for p in shards):
-            return None
-        for i in range(len(parts)):
-            call.require(i, placed)
-        return [placed]
-    # One batch after another: blocks of as many rows each.
-    if len(shards) < len(parts) or any(not p.each or p.each != placed.each for p in shards):
-        return None
-    return [shard(placed.axis, sum(p.blocks for p in shards), placed.each)]
+    if any(one.axis == int(axis) % rank for one in shards):
+        # One batch after another: blocks of as many rows each.
+        like = all(
+            one.kind is Kind.SHARD and one.axis == shards[0].axis and one.each == shards[0].each for one in parts
+        )
+        blocks = sum(one.blocks for one in shards)
+        return [shard(shards[0].axis, blocks, shards[0].each)] if like and shards[0].each else None
+    placed = _joint(call, indices)
+    return None if placed is None else [placed]
 
 
 @rule_for("Slice", counting=True)
@@ -1188,27 +1062,6 @@ def _transpose(call: Call) -> Sequence[Placement] | None:
     return [placed.at(int(np.flatnonzero(order == placed.axis)[0]))]
 
 
-@rule_for("ExpandDims")
-def _expand(call: Call) -> Sequence[Placement] | None:
-    placed, axis, rank = call.inputs[0], call.constant(1), call.op.outputs[0].shape.rank
-    if axis is None or rank is None or placed.kind is not Kind.SHARD:
-        return None
-    axis = int(np.ravel(axis)[0]) % rank
-    return [placed.at(placed.axis + (axis <= placed.axis))]
-
-
-@rule_for("Squeeze")
-def _squeeze(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], rank_of(call, 0)
-    squeezed = call.op.get_attr("squeeze_dims")
-    if rank is None or not squeezed or placed.kind is not Kind.SHARD:
-        return None
-    squeezed = {int(axis) % rank for axis in squeezed}
-    if placed.axis in squeezed:
-        return None
-    return [placed.at(placed.axis - sum(axis < placed.axis for axis in squeezed))]
-
-
 @rule_for("Split", "SplitV")
 def _split(call: Call) -> Sequence[Placement] | None:
     given, along = (1, 0) if call.op.type == "Split" else (0, 2)
@@ -1281,10 +1134,10 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
-@rule_for("GatherV2")
+@rule_for("Gather GatherV2")
 def _gather(call: Call) -> Sequence[Placement] | None:
-    params, indices, _ = call.inputs
-    axis, skipped = call.constant(2), call.op.get_attr("batch_dims")
+    params, indices = call.inputs[:2]
+    axis, skipped = (0, 0) if call.op.type == "Gather" else (call.constant(2), call.op.get_attr("batch_dims"))
     ranks = rank_of(call, 0), rank_of(call, 1)
     if axis is None or None in ranks:
         return None
@@ -1342,15 +1195,6 @@ def _range(call: Call) -> Sequence[Placement] | None:
     return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
 
 
-@rule_for("OneHot")
-def _one_hot(call: Call) -> Sequence[Placement] | None:
-    placed, rank = call.inputs[0], rank_of(call, 0)
-    if rank is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
-        return None
-    axis = call.op.get_attr("axis") % (rank + 1)
-    return [placed.at(placed.axis + (axis <= placed.axis))]
-
-
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor of which elements change that have the same indices for each row."""
@@ -1389,34 +1233,18 @@ def _segments(call: Call) -> Sequence[Placement] | None:
         return None
     if ids.whole and data.axis >= rank:
         return [data.at(data.axis - rank + 1)]
-    both = ids.kind is data.kind is Kind.SHARD
-    if both and (data.axis != ids.axis or not same_rows(data, ids)):
+    if (data if data.kind is Kind.SHARD else ids).axis >= rank or _joint(call, [0, 1]) is None:
         return None
-    placed = data if data.kind is Kind.SHARD else ids
-    if placed.axis >= rank:
-        return None
-    call.require(0, placed)
-    call.require(1, placed)
     return [partial(SEGMENTS[call.op.type])]
 
 
 @rule_for("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    indices, updates = call.inputs[:2]
-    rank = rank_of(call, 0)
+    rank, name = rank_of(call, 0), call.op.inputs[1].dtype.name
     call.require(2, REPLICATE)
-    if rank is None or call.op.inputs[1].dtype.name not in native.DTYPES:
+    if rank is None or name not in native.DTYPES or any(one.axis >= rank - 1 for one in call.inputs[:2]):
         return None
-    placed = indices if indices.kind is Kind.SHARD else updates
-    if placed.kind is not Kind.SHARD or placed.axis >= rank - 1:
-        return None
-    if all(p.kind is Kind.SHARD for p in (indices, updates)) and not (
-        indices.axis == updates.axis and same_rows(indices, updates)
-    ):
-        return None
-    call.require(0, placed)
-    call.require(1, placed)
-    return [SUM]
+    return None if _joint(call, [0, 1]) is None else [SUM]
 
 
 @rule_for("Bincount", "DenseBincount")
@@ -1493,7 +1321,8 @@ _SAME_ROWS |= dict.fromkeys(
 # Their results have the shape of their first input.
 _SAME_SHAPE = (names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys()) - names(
     """
-    Eig IRFFT IRFFT2D LogMatrixDeterminant Lu MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV3 MatrixDiagV3
+    Eig IRFFT IRFFT2D LogMatrixDeterminant Lu MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2
+    MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3
     MatrixSolve MatrixTriangularSolve NthElement Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2
     """
 )

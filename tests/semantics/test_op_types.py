@@ -389,8 +389,8 @@ def test_every_op_with_a_gradient_has_an_example(record_property):
 def test_op_types_without_a_rule_have_a_reason(record_property):
     """And the README says how many there are, and which."""
     assert not census.unlisted(census.with_gradient())
-    ruled = {op for op in census.listed(census.BY_NATURE) | census.listed(census.OPEN) if rules.has_rule(op)}
+    ruled = {op for op in census.listed(census.BY_NATURE) | census.listed(census.OPEN) if census.has_rule(op)}
     assert not ruled, f"Expected no reason for an op that has a rule. Received: {sorted(ruled)}"
     readme = pathlib.Path(rules.__file__).with_name("README.md").read_text()
     assert census.table() in readme, f"Expected this table in {rules.__name__}'s README:\n{census.table()}"
-    record_property("ops: with a gradient, and a rule", sorted(filter(rules.has_rule, census.with_gradient())))
+    record_property("ops: with a gradient, and a rule", sorted(filter(census.has_rule, census.with_gradient())))

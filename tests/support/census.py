@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from op_table import UNREACHABLE
 from tensorflow.python.framework import ops as framework_ops  # for the registry of gradients, and no more
 
-from ncclsync.semantics import rules
+from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS
 
 # Not by rules of their own, but by `placing.py`, `partition.py` and `draws.py`; arithmetic on counts; what sees no row.
@@ -30,8 +30,7 @@ BY_NATURE = {
     "a matrix of rows by rows": "Diag DiagPart",
 }
 OPEN = {
-    "an older form of an op that has a rule": "AccumulateNV2 BatchToSpace BiasAddV1 Concat Gather MatrixDiagPartV2 "
-    "MatrixDiagV2 MatrixSetDiagV2 MaxPoolGradV2 MaxPoolV2 Reverse SpaceToBatch",
+    "an older form of an op that has a rule, with all rows in its shape": "AccumulateNV2",
     "each row by itself, and no Keras layer or loss makes it": "ApproxTopK BlockLSTM BlockLSTMV2 Cross "
     "DecodePaddedRaw DecodeRaw EditDistance ExtractGlimpse FakeQuantWithMinMaxVarsGradient "
     "FakeQuantWithMinMaxVarsPerChannelGradient LinSpace MatrixSolveLs MaxPoolWithArgmax ReduceJoin TridiagonalMatMul",
@@ -59,9 +58,14 @@ def listed(reasons: dict[str, str]) -> set[str]:
     return {op for text in reasons.values() for op in text.split()}
 
 
+def has_rule(op_type: str) -> bool:
+    """Whether an op of that type has a rule: else its inputs are made whole."""
+    return any(op_type in table for table in (rules.RULES, rules.LINEAR, uneven.NUMBERED))
+
+
 def unlisted(op_types: Iterable[str]) -> set[str]:
     """Those that have neither a rule nor a reason."""
-    return {op for op in op_types if not rules.has_rule(op)} - PLACED - listed(BY_NATURE) - listed(OPEN)
+    return {op for op in op_types if not has_rule(op)} - PLACED - listed(BY_NATURE) - listed(OPEN)
 
 
 def with_gradient() -> set[str]:

@@ -27,6 +27,7 @@ from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
+from ncclsync.ops.xla_programs import share
 from ncclsync.program.check import StepCheck, Unchecked
 from ncclsync.program.cut import cut
 from ncclsync.program.losses import MOST_LOST, losses_of
@@ -203,6 +204,8 @@ class TowerStep(abc.ABC):
                 traceless=self.towers.options.on_oom is not None,
                 meter=meter,
             )
+        if program.jit_compile:
+            share(tuple(self.towers.devices))
         if observer is None:
             return self._to_be_checked(program, traced)
         if "finite" in readers and observer.scale is not None:

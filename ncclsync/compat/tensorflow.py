@@ -5,6 +5,7 @@ test for each function of these modules, so that an upgrade that breaks an assum
 """
 
 import contextlib
+import ctypes
 import functools
 import re
 import threading
@@ -33,6 +34,8 @@ from ncclsync import errors
 # Errors of ncclsync's ops begin so, also in C; for its Python functions TensorFlow tells the class.
 OWN_WORDS = "ncclsync: "
 _OWN_CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _OWN_SENTENCE = re.compile(rf"(?:{OWN_WORDS}|\b(?:{'|'.join(_OWN_CLASSES)}): )([^\n]+)")
 
 # Every method by which Python writes a tf.Variable; the last two are for `variable[1:2].assign` and for checkpoints.
@@ -71,6 +74,55 @@ extern "C" void* ncclsync_gpu_stream(void* context) {
   return device->stream()->platform_specific_handle().stream;
 }
 """
+
+# C++ by which devices share one compiler, and so all that it has compiled (tensorflow/compiler/jit/kernels/xla_ops.cc
+# looks it up under this name and type; not all headers of that type are installed). `ops/xla_programs.py` compiles it.
+XLA_PROGRAMS_SOURCE = """
+#include "tensorflow/c/eager/tfe_context_internal.h"
+#include "tensorflow/core/common_runtime/device.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "xla/stream_executor/stream_executor.h"
+
+namespace xla { class LocalClient; class LocalExecutable; }
+namespace tensorflow {
+template <typename Executable, typename Client> class DeviceCompiler : public ResourceBase {};
+using Compiler = DeviceCompiler<xla::LocalExecutable, xla::LocalClient>;
+
+static std::string KindOf(DeviceBase* device) {  // as XLA compares (xla/service/backend.cc, devices_equivalent)
+  auto* found = device->tensorflow_accelerator_device_info();
+  if (found == nullptr || found->stream == nullptr) return device->device_type();
+  return found->stream->parent()->GetDeviceDescription().name();
+}
+
+static Compiler* CompilerOf(DeviceBase* device) {
+  Compiler* found = nullptr;
+  auto* all = static_cast<Device*>(device)->resource_manager();
+  return all->Lookup<Compiler, false>(all->default_container(), "xla_device_compiler", &found).ok() ? found : nullptr;
+}
+}  // namespace tensorflow
+
+extern "C" int ncclsync_share_compiler(void* context, const char* from, const char* to) {
+  tensorflow::Device *first = nullptr, *other = nullptr;
+  for (auto* device : tensorflow::unwrap(static_cast<TFE_Context*>(context))->ListLocalTfDevices()) {
+    if (device->name() == from) first = device;
+    if (device->name() == to) other = device;
+  }
+  if (first == nullptr || other == nullptr) return 1;
+  if (tensorflow::KindOf(first) != tensorflow::KindOf(other)) return 2;
+  tensorflow::core::RefCountPtr<tensorflow::Compiler> given(tensorflow::CompilerOf(first));
+  if (given == nullptr) return 3;
+  tensorflow::core::RefCountPtr<tensorflow::Compiler> own(tensorflow::CompilerOf(other));
+  if (own != nullptr) return own == given ? 0 : 4;
+  auto* all = other->resource_manager();
+  return all->Create(all->default_container(), "xla_device_compiler", given.release()).ok() ? 0 : 4;
+}
+"""
+
+
+def context_address() -> int:
+    """Return the address of the TFE_Context in which ops run eagerly, and whose devices all functions use."""
+    eager_context.ensure_initialized()
+    return _capsule_pointer(eager_context.context()._handle, None)
 
 
 def written_handles(op: tf.Operation) -> set[str]:

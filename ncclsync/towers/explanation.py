@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ncclsync.ops.xla_programs import share
 from ncclsync.program.cost import Whole
 from ncclsync.program.program import Exchange, Program, Segment
 from ncclsync.semantics.roles import Role, role_of
@@ -181,7 +182,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     wholes = _wholes(program, rows) if count > 1 else ()
     shards = _shards(towers, rows)
     parts = len(program.segments), tuple(variables), cuts, shards, wholes
-    return Explanation(*parts, _order(program, towers), _compiled(program, shards))
+    return Explanation(*parts, _order(program, towers), _compiled(program, shards, towers))
 
 
 def _order(program: Program, towers: TowerState) -> str:
@@ -207,15 +208,21 @@ def _order(program: Program, towers: TowerState) -> str:
     )
 
 
-def _compiled(program: Program, shards: Sequence[ShardRow]) -> str:
+def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) -> str:
     if not program.jit_compile:
         return ""
-    by_rows = sum(segment.takes_rows for segment in program.segments)
-    sizes = sorted({one.end - one.begin for one in shards}, reverse=True)
+    count, by_rows = len(program.segments), sum(segment.takes_rows for segment in program.segments)
+    sizes = sorted({max(1, one.end - one.begin) for one in shards}, reverse=True)  # at least a copy of a row
     of_these = f", of this batch {' and '.join(map(str, sizes))}" if sizes else ""
+    if not share(tuple(towers.devices)):
+        total = ": each device compiles what it runs"
+    elif sizes:
+        total = f": {count + by_rows * (len(sizes) - 1)} compilations on any number of devices"
+    else:
+        total = ", on any number of devices"
     return (
-        f"XLA compiles it as {len(program.segments)} programs, {by_rows} of these anew for each number of rows that a "
-        f"tower gets{of_these}; each GPU compiles what it runs, CPU towers compile once for all."
+        f"XLA compiles it as {count} programs, {by_rows} of these anew for each number of rows that a tower "
+        f"gets{of_these}{total}. A batch of another size has up to two other numbers."
     )
 
 

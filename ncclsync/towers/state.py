@@ -644,7 +644,7 @@ class TowerState:
                 tf.raw_ops.AssignVariableOp(resource=held[place].handle, value=value)
             if not tf_compat.has_flag(replicas.variable, "written_by_graph"):
                 self._pending.discard(key)
-        if self.enqueues and self.meets_processes:
+        if self.enqueues and self.layout.meets_processes:
             self.communicator.agree(None, "the sending of variables")
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:

@@ -27,6 +27,7 @@ from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
+from ncclsync.ops.xla_programs import share
 from ncclsync.program.cut import cut
 from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program, Results
@@ -204,6 +205,8 @@ class TowerStep(abc.ABC):
             )
         if self._trains and self.towers.traces is not None:
             self.towers.traces.append(traced)
+        if program.jit_compile:
+            share(tuple(self.towers.devices))
         if observer is None:
             return program
         if "finite" in readers and observer.scale is not None:

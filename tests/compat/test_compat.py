@@ -103,6 +103,11 @@ def test_gpu_memory():
     assert tf_compat.calls_functions(branch) and not tf_compat.calls_functions(ops["MatMul"])
 
 
+def test_context_address():
+    """It is one context's, in which all devices are."""
+    assert tf_compat.context_address() == tf_compat.context_address() > 0
+
+
 def test_run_independently():
     """Two stateful ops that are said to be independent run, and neither waits for the other."""
 

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 
 from ncclsync import NcclSyncError
-from ncclsync.ops import gpu_streams
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops import cpp, gpu_streams
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path)
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
         assert len(made) == 1 and "gpu_stream-" in caplog.text
-        gpu_streams.compiled(tmp_path / "ncclsync")  # as another machine has left it
+        cpp.compiled("gpu_stream", tf_compat.GPU_STREAM_SOURCE, tmp_path / "ncclsync")  # as another machine has left it
         gpu_streams.find.cache_clear()
         assert not gpu_streams.find()
     assert len(made) == 3
@@ -100,7 +101,7 @@ def test_no_home_and_another_users_folder(monkeypatch, caplog, tmp_path):
 def test_choice_by_environment(monkeypatch, caplog):
     """`context` compiles nothing; another word is refused."""
     monkeypatch.setenv(gpu_streams.VARIABLE, "context")
-    monkeypatch.setattr(gpu_streams, "compiled", None)
+    monkeypatch.setattr(cpp, "compiled", None)
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
     assert "NCCLSYNC_GPU_EVENTS=context" in caplog.text

@@ -141,6 +141,7 @@ def fit_rows(model, rows):
 
 
 MODELS = {
+    "small": (model_of(layers.Flatten), SERIES),
     "masked": (
         model_of(
             lambda: layers.Embedding(20, 5, mask_zero=True),
@@ -185,22 +186,53 @@ def test_tensors_cross_segments(name, towers, caplog):
 
 
 COUNTED = """
-from test_xla import MODELS, RNG, on_towers
-build, _ = MODELS["masks"]
-model = on_towers(build, 2)
-model.fit(RNG.standard_normal((80, 6, 3)), RNG.standard_normal((80, 4)), batch_size=8, verbose=0)
+import sys
+import tensorflow as tf
+from ncclsync import nccl_parallel
+from test_xla import MODELS, RNG
+name, towers, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+one = tf.config.LogicalDeviceConfiguration()
+tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * towers)
+model = nccl_parallel(devices=[f"CPU:{i}" for i in range(towers)])(MODELS[name][0])()
+x, y = RNG.standard_normal((rows, 6, 3)), RNG.standard_normal((rows, 4))
+model.fit(x, y, batch_size=8, verbose=0)
+print(model.towers.explain((x[:8], y[:8])).compiled)
 """
+
+
+def count(*arguments, **environment):
+    """Train in a process of its own; return how many compilations it took, and what `explain` says about these."""
+    environment = os.environ | {"TF_CPP_VMODULE": "device_compiler=1", "TF_CPP_MIN_LOG_LEVEL": "0"} | environment
+    command = [sys.executable, "-c", COUNTED, *map(str, arguments)]
+    here = os.path.dirname(__file__)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr.count("Compilation of XLA executable"), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [2, 8])
+def test_compilations_do_not_depend_on_the_number_of_towers(towers):
+    """A step's programs are compiled once, after one that makes a device have a compiler; a last batch adds its sizes.
+
+    One device compiles its one program for a last batch of 5 rows, too; towers what takes rows for up to two numbers.
+    """
+    found, told = count("small", towers, 21)
+    programs, by_rows = map(int, re.search(r"as (\d+) programs, (\d+) of these anew", told).groups())
+    assert f": {programs} compilations on any number of devices" in told
+    # A tower without a row computes one of another's.
+    sizes = {max(1, 5 // towers), -(-5 // towers)} - {8 // towers}
+    assert found == 1 + programs + by_rows * len(sizes)
+    if towers == 2:
+        own, told = count("small", towers, 16, NCCLSYNC_XLA_PROGRAMS="own")
+        assert own == programs * towers and "each device compiles what it runs" in told
 
 
 @pytest.mark.slow
 def test_a_masks_rows_are_compiled_once():
     """Each of ten batches has another number of them; XLA compiles each segment once."""
-    environment = os.environ | {"TF_CPP_VMODULE": "device_compiler=1", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    command = [sys.executable, "-c", COUNTED]
-    here = os.path.dirname(__file__)
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert 2 <= done.stderr.count("Compilation of XLA executable") <= 8
+    found, told = count("masks", 2, 80)
+    assert found == 1 + int(re.findall(r"as (\d+) programs", told)[0])
 
 
 def looks_up(x, scale):

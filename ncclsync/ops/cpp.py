@@ -1,0 +1,105 @@
+"""Compile a few lines of C++ against the headers of the installed TensorFlow, when first needed, and keep them.
+
+TensorFlow tells some things only in C++, by interfaces that may change. `gpu_streams.py` and `xla_programs.py` ask for
+them so; each has a way without.
+"""
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import TypeVar
+
+import tensorflow as tf
+
+from ncclsync.errors import NcclError, NcclSyncError
+
+logger = logging.getLogger("ncclsync")
+
+_Opened = TypeVar("_Opened")
+
+# Lazy binding: other symbols of the headers are never called, and need not be found.
+_FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-Wl,-z,lazy")
+_LONGEST_S = 300
+
+# What `load` may raise. RuntimeError: the user has no home; ValueError: it is not a path.
+ERRORS = (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+
+
+def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
+    """Return what `opens` makes of the path of the compiled source, which lies in the user's cache.
+
+    Args:
+        name: of the file.
+        source: in C++.
+        opens: raises NcclError or OSError if the library does not load, such as another machine's. It is then compiled
+            again, once.
+
+    Raises:
+        ERRORS: it cannot be compiled, kept or loaded.
+    """
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
+    kept = {*folder.glob("*.so")}
+    library = compiled(name, source, folder)
+    try:
+        return opens(str(library))
+    except (NcclError, OSError):
+        library.unlink(missing_ok=True)
+        if library not in kept:
+            raise
+        return opens(str(compiled(name, source, folder)))
+
+
+def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
+    """Return the library, for the installed TensorFlow; compile it unless the folder has it.
+
+    Raises:
+        OSError: there is no C++ compiler, or the folder cannot be written to, or belongs to another user.
+        subprocess.SubprocessError: it does not compile.
+    """
+    flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
+    built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
+    key = hashlib.sha256("\n".join([*built, source, *flags]).encode()).hexdigest()[:16]
+    made = folder / f"{name}-{key}.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in filter(pathlib.Path.exists, (folder, made)):
+        if path.stat().st_uid not in (os.getuid(), 0):
+            raise PermissionError(f"{path} is another user's")
+    if made.exists():
+        return made
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (c++ or g++) on the PATH")
+    logger.info("Compiling %s, a function of TensorFlow's, once for this TensorFlow, into %s", name, folder)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path, library = pathlib.Path(scratch, f"{name}.cc"), pathlib.Path(scratch, f"{name}.so")
+        path.write_text(source, encoding="utf-8")
+        command = [compiler, *flags, str(path), "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S)
+        library.replace(made)  # atomic: another process may do the same
+    return made
+
+
+def reason_of(error: Exception) -> str:
+    """Say in a few words why `load` has raised."""
+    if isinstance(error, subprocess.CalledProcessError):
+        words = [line for line in error.stderr.split("\n") if "error" in line]
+        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
+    return str(error)
+
+
+def choice(variable: str, default: str, other: str) -> str:
+    """Return which of two words an environment variable holds; the default, if none.
+
+    Raises:
+        NcclSyncError: it holds another one.
+    """
+    wanted = os.environ.get(variable, default)
+    if wanted not in (default, other):
+        raise NcclSyncError(f"Expected {variable} to be {default} or {other}. Received: {wanted}")
+    return wanted

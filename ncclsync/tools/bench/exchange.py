@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
+from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
 
 OPS, EMPTY = "ops", "empty graph"
@@ -64,6 +64,14 @@ def check_gpus(towers: int) -> None:
         raise BenchError(str(error)) from error
 
 
+def on(device: str, tensor: Any) -> Any:
+    """Return a tensor's copy on a device, such as "GPU:0"."""
+    import tensorflow as tf
+
+    with tf.device(f"/{device}"):
+        return tf.identity(tensor)
+
+
 def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
     import numpy as np
     import tensorflow as tf
@@ -71,18 +79,11 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
     from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.ops import group_ops
 
-    sent = []
-    for tower in range(towers):
-        with tf.device(f"/GPU:{tower}"):
-            sent.append(tf.identity(tf.fill([_ELEMENTS], float(tower))))
-    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * towers
-
     def passed(*tensors: Any) -> list[Any]:
-        placed = []
-        for tower, tensor in enumerate(tensors):
-            with tf.device(f"/GPU:{tower}"):
-                placed.append(tf.identity(tensor))
-        return placed
+        return [on(f"GPU:{tower}", tensor) for tower, tensor in enumerate(tensors)]
+
+    sent = passed(*(tf.fill([_ELEMENTS], float(tower)) for tower in range(towers)))
+    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * towers
 
     def in_a_row(*tensors: Any) -> Sequence[Any]:
         column = passed(*tensors)
@@ -123,12 +124,11 @@ def _time_case(towers: int, communicator: Any, rounds: int, show: Callable[[str]
     return rows
 
 
-def listings() -> list[Listing]:
-    """Return the table."""
-    columns = [
-        Column("towers", lambda row: str(row.case["towers"])),
+TABLES = [
+    [
+        TOWERS,
         Column("by", lambda row: row.side, "left"),
         Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-        Column("#wrong", lambda row: str(row.more["wrong"])),
+        Column("#wrong", more("wrong")),
     ]
-    return [Listing(columns)]
+]

@@ -1,4 +1,4 @@
-/* How a collective waits for the GPUs' own work; ncclsync.h says why, and for which. */
+/* How a collective waits for the GPUs' own work: by events, or by a thread if the driver is old; see README.md. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>

@@ -27,16 +27,7 @@ _MOST_ITERATIONS = 2000
 def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
     """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
-    Args:
-        given: `towers` (None: `NUMBERS_OF_TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: nccl if
-            there is a GPU), `rounds`.
-        show: reports progress.
-
-    Returns:
-        The result; None in all processes of a launcher but the first.
-
-    Raises:
-        BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.
+    A peer that cannot be run only leaves a note. Returns None in all processes of a launcher but the first.
     """
     process = find_process()
     if process is not None:

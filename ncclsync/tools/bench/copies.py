@@ -16,15 +16,7 @@ _STEPS = 100  # of a turn
 
 
 def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time steps in fit, steps without copies, and copies.
-
-    Args:
-        given: `towers`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time steps in fit, steps without copies, and copies."""
     show("importing TensorFlow")
     check_gpus(given.towers)
     import tensorflow as tf

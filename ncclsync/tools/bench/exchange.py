@@ -21,15 +21,7 @@ _CALLS = 5  # of a turn
 
 
 def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time an exchange for every number of towers: host time of each tower.
-
-    Args:
-        given: `towers`, a list; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time an exchange for every number of towers: host time of each tower."""
     show("importing TensorFlow")
     check_gpus(max(given.towers))
     from ncclsync.communicator import NcclCommunicator

@@ -23,15 +23,7 @@ _STEPS = 3  # of a turn
 
 
 def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time a step with and without its exchanges, and these alone.
-
-    Args:
-        given: `towers`; `rounds`; `link` to predict for, or None.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time a step with and without its exchanges, and these alone."""
     show("importing TensorFlow")
     check_gpus(given.towers)
     import tensorflow as tf

@@ -45,16 +45,7 @@ Show = Callable[[str], None]
 
 
 def bench_step(given: argparse.Namespace, show: Show) -> Result:
-    """Time a step inside `fit`, and the parts of ncclsync's.
-
-    Args:
-        given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
-            `cpu`, which is for the seconds of cores beside one device's, and nothing else; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed, or towers cannot be divided among processes.
-    """
+    """Time a step inside `fit`, and the parts of ncclsync's."""
     if given.cpu:
         given = argparse.Namespace(**{**vars(given), "against": ["single"], "split": False})
     feed = "constant" if given.cpu else "tf.data"
@@ -102,15 +93,7 @@ def _split(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def bench_feed(given: argparse.Namespace, show: Show) -> Result:
-    """Time a step inside `fit` on data of several kinds, and on a constant batch.
-
-    Args:
-        given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
-    """
+    """Time a step inside `fit` on data of several kinds, and on a constant batch."""
     rows: list[Row] = []
     notes: list[str] = []
     for model in given.model:
@@ -191,29 +174,14 @@ def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float
 
 
 def bench_start(given: argparse.Namespace, show: Show) -> Result:
-    """Time from the factory's call to the end of the first step, each in a fresh process.
-
-    Args:
-        given: `model`, a list; `towers`, a list; `against`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
-    """
+    """Time from the factory's call to the end of the first step, each in a fresh process."""
     return _fresh_processes(given, show, "start", "seconds", ("build_seconds",), {})
 
 
 def bench_memory(given: argparse.Namespace, show: Show) -> Result:
-    """Measure the peak resident memory, each in a fresh process; as `bench_start`.
+    """Measure the peak resident memory, each in a fresh process.
 
-    Args:
-        given: as of `bench_start`; and `shards`, a list of how many for each tower; `activations`, whether one row
-            is measured, too; `batch_size`, None for each model's own, with `shards` 64 times that: few rows take
-            less memory than the weights' gradients.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
+    With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
     """
     told = ("imported_bytes", "state_bytes")
     return _fresh_processes(given, show, "memory", "bytes", told, {"steps": _MEMORY_STEPS, "rows": given.batch_size})

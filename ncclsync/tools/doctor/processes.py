@@ -225,36 +225,31 @@ def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
 def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
-    backends = _groups(everyone, {one.rank: one.backend for one in everyone})
-    if len(backends) > 1:
-        text = f"The backend differs between processes: {_said(backends, 'none')}."
+
+    def differing(values: Sequence[str | None]) -> dict[str | None, list[ProcessFacts]] | None:
+        """Return the processes by their values; None if all are alike."""
+        found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
+        for one, value in zip(everyone, values, strict=True):
+            found[value].append(one)
+        return found if len(found) > 1 else None
+
+    if groups := differing([one.backend for one in everyone]):
+        text = f"The backend differs between processes: {_said(groups, 'none')}."
         yield Problem("processes-backend", text, "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.", ERROR)
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
-        groups = _groups(everyone, {one.rank: one.versions.get(component) for one in everyone})
-        if len(groups) > 1:
+        if groups := differing([one.versions.get(component) for one in everyone]):
             decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
             known = next(value for value in groups if value is not None)
             remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.").format(known)
             text = f"{component} differs between processes: {_said(groups, 'none')}."
             yield Problem(f"processes-{component}", text, remedy, ERROR if decisive else WARNING)
     for name in sorted({name for one in everyone for name in one.settings}):
-        groups = _groups(everyone, {one.rank: one.settings.get(name) for one in everyone})
-        if len(groups) > 1:
+        if groups := differing([one.settings.get(name) for one in everyone]):
             by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
             effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
-            yield Problem(
-                f"processes-{name}",
-                f"{name} differs between processes, {effect}: {_said(groups, 'not set')}.",
-                f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts.",
-                ERROR if by_variable and by_nccl else WARNING,
-            )
-
-
-def _groups(everyone: Sequence[ProcessFacts], values: Mapping[int, str | None]) -> dict[str | None, list[ProcessFacts]]:
-    found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
-    for one in everyone:
-        found[values[one.rank]].append(one)
-    return found
+            text = f"{name} differs between processes, {effect}: {_said(groups, 'not set')}."
+            remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
+            yield Problem(f"processes-{name}", text, remedy, ERROR if by_variable and by_nccl else WARNING)
 
 
 def _said(groups: Mapping[str | None, Sequence[ProcessFacts]], nothing: str) -> str:

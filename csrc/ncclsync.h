@@ -309,12 +309,7 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_run_group, whose streams
  * do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
  * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
- * waited for.
- *
- * If the driver has cuCtxRecordEvent (12.5 and newer), an event for each device's primary context captures that work
- * and is polled; this fails while a stream of that context is being captured into a graph. (An event on a stream would
- * not do: TensorFlow's streams do not wait for other streams.) With an older driver a thread calls
- * cudaDeviceSynchronize; if the work never ends, the thread stays. */
+ * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* During that wait: for each rank, 1 if its device's work is known not to have ended, else 0. */
@@ -347,13 +342,9 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
 /* ---- Groups that are only enqueued (nccl/launcher.c) ----
  *
  * Collectives over buffers that other streams write and read, such as TensorFlow's, without a host thread that waits
- * for a GPU or for another rank:
- *   ncs_arrive   per rank: captures the work that a stream has been given so far, after which the buffers are ready
- *   ncs_launch   once, with all ranks' arrivals: NCCL's streams wait for the captured work, then run one group
- *   ncs_deliver  per rank: the stream's later work waits for the group's end
- * If the stream is not known (NULL), all streams of the GPU count, including those of copies. If the driver cannot
- * capture a context's work and let it wait (before CUDA 12.5), or if the buffers are in host memory, which no stream
- * orders, ncs_launch and ncs_deliver block instead: ncs_launcher_open reports whether.
+ * for a GPU or for another rank: ncs_arrive per rank, ncs_launch once with all ranks' arrivals, ncs_deliver per rank;
+ * csrc/README.md has the three steps. If a stream is not known (NULL), all streams of the GPU count. Where nothing can
+ * be captured, launch and deliver block instead: ncs_launcher_open reports whether.
  *
  * A thread polls launched groups. A group that fails, or does not end in time, fails the launcher. The thread then
  * aborts the communicator, so that the GPUs' streams go on; their results are invalid from group `group` on. */

@@ -62,6 +62,7 @@ int ncs_expression_is_valid(const ncs_expression* expression, int length) {
   if (expression->n_inputs < 1 || expression->n_steps < 0) return 0;
   if (expression->n_outputs < 0 || expression->n_sums < 0) return 0;
   if (expression->n_outputs + expression->n_sums < 1 || n_registers + expression->n_sums > NCS_MOST_REGISTERS) return 0;
+  if (expression->n_outputs > NCS_MOST_REGISTERS - expression->n_sums) return 0;
   if (length != 3 * (expression->n_steps + expression->n_sums) + expression->n_outputs) return 0;
   for (int s = 0; s < expression->n_steps; ++s) {
     const int64_t* step = expression->code + 3 * s;
@@ -82,11 +83,12 @@ int ncs_expression_is_valid(const ncs_expression* expression, int length) {
 
 typedef struct {
   const ncs_expression* expression;
-  const ncs_instance* instances;
+  const ncs_operand* inputs;
+  void* const* outputs;
   const ncs_loop* loops;
-  size_t size, chunk;   /* bytes of an element; elements of a chunk */
+  size_t count, size;   /* elements; bytes of an element */
+  size_t chunk, chunks; /* elements of a chunk; the number of chunks */
   size_t width;         /* elements of all sums of one chunk */
-  const size_t* begins; /* per instance, how many chunks those before it have */
   char* partials;       /* the sums of each chunk */
 } ncs_run;
 
@@ -151,12 +153,12 @@ static void run_step(const ncs_run* run, int s, void* out, const void* const* re
   run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
 }
 
-static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t begin, char* memory, char* partial,
-                      const void** registers, char** targets) {
+static void run_chunk(const ncs_run* run, size_t begin, char* memory, char* partial, const void** registers,
+                      char** targets) {
   const ncs_expression* expression = run->expression;
   const int64_t* outputs = expression->code + 3 * expression->n_steps;
   const size_t size = run->size, block_bytes = NCS_BLOCK * size;
-  const size_t end = instance->count - begin < run->chunk ? instance->count : begin + run->chunk;
+  const size_t end = run->count - begin < run->chunk ? run->count : begin + run->chunk;
   /* Inputs have two blocks each, so that a short input is found from any of its elements on. */
   char* results = memory + 2 * (size_t)expression->n_inputs * block_bytes;
   const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
@@ -171,9 +173,9 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   /* A step whose result is an output writes it there. */
   for (int reg = 0; reg < expression->n_inputs + expression->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < expression->n_outputs; ++o)
-    if (outputs[o] >= expression->n_inputs) targets[outputs[o]] = instance->outputs[o];
+    if (outputs[o] >= expression->n_inputs) targets[outputs[o]] = run->outputs[o];
   for (int i = 0; i < expression->n_inputs; ++i) {
-    const ncs_operand* input = &instance->inputs[i];
+    const ncs_operand* input = &run->inputs[i];
     char* own = memory + 2 * (size_t)i * block_bytes;
     is_same[i] = is_short(input) && NCS_BLOCK % input->count == 0;
     registers[i] = own;
@@ -193,7 +195,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
     n = end - at < NCS_BLOCK ? end - at : NCS_BLOCK;
     for (int i = 0; i < expression->n_inputs; ++i)
       if (!is_same[i])
-        registers[i] = find_values(run->loops[NCS_FILL], memory + 2 * (size_t)i * block_bytes, &instance->inputs[i], at,
+        registers[i] = find_values(run->loops[NCS_FILL], memory + 2 * (size_t)i * block_bytes, &run->inputs[i], at,
                                    n, size);
     for (int s = 0; s < expression->n_steps; ++s) {
       const int reg = expression->n_inputs + s;
@@ -203,7 +205,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
       registers[reg] = out;
     }
     for (int o = 0; o < expression->n_outputs; ++o) {
-      char* out = (char*)instance->outputs[o] + at * size;
+      char* out = (char*)run->outputs[o] + at * size;
       if (out != registers[outputs[o]]) memcpy(out, registers[outputs[o]], n * size);
     }
     for (int s = 0; s < expression->n_sums; ++s) {
@@ -219,7 +221,7 @@ static void run_chunk(const ncs_run* run, const ncs_instance* instance, size_t b
   }
 }
 
-static void run_part(const void* task, size_t part, size_t chunk) {
+static void run_one(const void* task, size_t chunk) {
   const ncs_run* run = task;
   char memory[2 * NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   const void* registers[NCS_MOST_REGISTERS];
@@ -227,22 +229,24 @@ static void run_part(const void* task, size_t part, size_t chunk) {
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores the state */
 #endif
-  run_chunk(run, &run->instances[part], chunk * run->chunk, memory,
-            run->partials + (run->begins[part] + chunk) * run->width * run->size, registers, targets);
+  run_chunk(run, chunk * run->chunk, memory, run->partials + chunk * run->width * run->size, registers, targets);
 }
 
-/* Adds up the sums of instance k's chunks, in their order, in double precision. */
-static void finish_sums(const ncs_run* run, size_t k) {
+static void run_all(const void* task, size_t chunk) {
+  for (chunk = 0; chunk < ((const ncs_run*)task)->chunks; ++chunk) run_one(task, chunk);
+}
+
+/* Adds up the sums of the chunks, in their order, in double precision. */
+static void finish_sums(const ncs_run* run) {
   const ncs_expression* expression = run->expression;
-  const ncs_instance* instance = &run->instances[k];
   size_t before = 0; /* elements of the sums before this one */
   for (int s = 0; s < expression->n_sums; ++s) {
     const int64_t* sum = sum_of(expression, s);
     const size_t period = (size_t)sum[1];
-    const double parts = sum[2] ? (double)(instance->count / period) : 1;
-    void* out = instance->outputs[expression->n_outputs + s];
+    const double parts = sum[2] ? (double)(run->count / period) : 1;
+    void* out = run->outputs[expression->n_outputs + s];
     double totals[NCS_MOST_PERIOD] = {0};
-    for (size_t c = run->begins[k]; c < run->begins[k + 1]; ++c) {
+    for (size_t c = 0; c < run->chunks; ++c) {
       const char* partial = run->partials + (c * run->width + before) * run->size;
       for (size_t i = 0; i < period; ++i)
         totals[i] += expression->is_double ? ((const double*)partial)[i] : ((const float*)partial)[i];
@@ -263,27 +267,19 @@ static const ncs_loop* find_loops(int instruction_set, int is_double) {
   return is_double ? baseline_double_loops : baseline_float_loops;
 }
 
-ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_instance* instances,
-                             size_t n_instances, int alone) {
-  size_t elements = 0;
-  size_t* begins = malloc((n_instances + 1) * sizeof(*begins));
+ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_operand* inputs,
+                                void* const* outputs, size_t count, int alone) {
   const ncs_loop* loops = find_loops(ncs_pool_instruction_set(pool), expression->is_double);
   const size_t size = expression->is_double ? sizeof(double) : sizeof(float);
-  ncs_run run = {expression, instances, loops, size, NCS_CHUNK, 0, begins, NULL};
-  if (begins == NULL) return ncclSystemError;
+  ncs_run run = {expression, inputs, outputs, loops, count, size, NCS_CHUNK, 0, 0, NULL};
   for (int s = 0; s < expression->n_sums; ++s) run.width += (size_t)sum_of(expression, s)[1];
   while (run.chunk < NCS_LEAST_PER_SUM * run.width) run.chunk *= 2;
-  begins[0] = 0;
-  for (size_t k = 0; k < n_instances; ++k) {
-    begins[k + 1] = begins[k] + (instances[k].count + run.chunk - 1) / run.chunk;
-    elements += instances[k].count;
-  }
-  run.partials = malloc(begins[n_instances] * run.width * run.size + 1);
-  if (run.partials != NULL) {
-    ncs_pool_run_parts(pool, run_part, &run, begins, n_instances, alone || elements < NCS_SMALL_JOB);
-    for (size_t k = 0; k < n_instances; ++k) finish_sums(&run, k);
-  }
-  free(begins);
+  run.chunks = (count + run.chunk - 1) / run.chunk;
+  run.partials = malloc(run.chunks * run.width * run.size + 1);
+  if (run.partials == NULL) return ncclSystemError;
+  if (alone || count < NCS_SMALL_JOB) ncs_pool_run(pool, run_all, &run, 1);
+  else ncs_pool_run(pool, run_one, &run, run.chunks);
+  finish_sums(&run);
   free(run.partials);
-  return run.partials != NULL ? ncclSuccess : ncclSystemError;
+  return ncclSuccess;
 }

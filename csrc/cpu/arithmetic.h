@@ -22,22 +22,15 @@ typedef struct {
   size_t count, repeat;
 } ncs_operand;
 
-/* A run of an expression: `count` elements of each output, a multiple of each sum's period; the sums' destinations come
- * after the outputs. An output may be exactly an input that is a whole array, if no step after the output's step reads
- * the input, and no output or sum takes it; otherwise it must not overlap an input. */
-typedef struct {
-  ncs_operand* inputs;
-  void** outputs;
-  size_t count;
-} ncs_instance;
-
 /* Whether a code of that length is valid. */
 int ncs_expression_is_valid(const ncs_expression* expression, int length);
 
-/* Runs an expression for all instances; `alone`: on the caller's thread only. The order in which a sum adds does not
- * depend on the threads. Denormals are flushed to zero, as by TensorFlow's threads. Blocks until done.
- * ncclSystemError: no memory; nothing was written. */
-ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_instance* instances,
-                             size_t n_instances, int alone);
+/* Computes `count` elements of each output, a multiple of each sum's period; the sums' destinations come after the
+ * outputs. An output may be exactly an input that is a whole array, if no step after the output's step reads the input,
+ * and no output or sum takes it; otherwise it must not overlap an input. `alone`: on the caller's thread only. The
+ * order in which a sum adds does not depend on the threads. Denormals are flushed to zero, as by TensorFlow's threads.
+ * Blocks until done. ncclSystemError: no memory; nothing was written. */
+ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression, const ncs_operand* inputs,
+                                void* const* outputs, size_t count, int alone);
 
 #endif /* NCCLSYNC_ARITHMETIC_H_ */

@@ -139,8 +139,14 @@ ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, nc
 double ncs_now_s(void);
 /* Sleeps between two looks, the longer the longer the wait has been. */
 void ncs_nap(double waited_s);
-/* Makes rank r's context current, and returns the one before; after ncclSuccess the caller must restore it. */
-ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before);
+/* Calls look(of, failure) until it returns another status than ncclInProgress, at most for slice_s; returns the last
+ * one. */
+ncclResult_t ncs_poll(ncclResult_t (*look)(void* of, ncs_failure* failure), void* of, double slice_s,
+                      ncs_failure* failure);
+/* Makes a context current, and returns the one before; after ncclSuccess the caller must restore it. */
+ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
+/* ncclInProgress where one of n events has not come; NULL stands for none. */
+ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure);
 /* Gives up the wait for the devices' own work. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */

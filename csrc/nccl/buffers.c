@@ -132,7 +132,7 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
   all = next = malloc(((size_t)n_collectives * (size_t)comm->n * NCS_MOST_EXTENTS + 1) * sizeof(*all));
   if (all == NULL) return ncclSystemError;
   for (int i = 0; i < n_collectives; ++i) next = collect(comm, &collectives[i], i, next);
-  status = ncs_enter(comm, 0, failure, &current);
+  status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status == ncclSuccess) {
     for (extent* one = all; one < next && status == ncclSuccess; ++one)
       status = check_extent(comm, one, collectives[one->index].dtype, failure);

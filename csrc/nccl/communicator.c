@@ -169,7 +169,7 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;
   CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(comm, index, failure, &before);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[index], failure, &before);
   *pointer = NULL;
   if (status != ncclSuccess) return status;
   status = ncs_check_cuda(cuda, cuda->cudaFree(comm->scratch[index]), "cudaFree", failure);
@@ -184,7 +184,7 @@ ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_f
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            ncs_failure* failure) {
   CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(comm, index, failure, &before);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[index], failure, &before);
   if (status != ncclSuccess) return status;
   status = ncs_check_cuda(&comm->cuda, comm->cuda.cudaMemcpy(to, from, size, NCS_CUDA_MEMCPY_DEFAULT), "cudaMemcpy",
                           failure);

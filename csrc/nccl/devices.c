@@ -1,4 +1,4 @@
-/* How a collective waits for the GPUs' own work; ncclsync.h says why, and for which. */
+/* How a collective waits for the GPUs' own work: by events, or by a thread if the driver is old; see README.md. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -30,13 +30,22 @@ void ncs_nap(double waited_s) {
   nanosleep(&length, NULL);
 }
 
+ncclResult_t ncs_poll(ncclResult_t (*look)(void*, ncs_failure*), void* of, double slice_s, ncs_failure* failure) {
+  const double begin = ncs_now_s();
+  for (;;) {
+    const double waited_s = ncs_now_s() - begin;
+    const ncclResult_t status = look(of, failure);
+    if (status != ncclInProgress || waited_s >= slice_s) return status;
+    ncs_nap(waited_s);
+  }
+}
+
 /* All calls of CUDA's runtime are between this and cuCtxSetCurrent: in a thread without a context the runtime would
  * make one on the first GPU, which takes memory. */
-ncclResult_t ncs_enter(const ncs_nccl_comm* comm, int r, ncs_failure* failure, CUcontext* before) {
-  const ncs_cuda* cuda = &comm->cuda;
+ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before) {
   ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
   if (status != ncclSuccess) return status;
-  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(comm->contexts[r]), "cuCtxSetCurrent", failure);
+  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(context), "cuCtxSetCurrent", failure);
 }
 
 /* ---- By events ---- */
@@ -50,10 +59,9 @@ static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failur
   return status;
 }
 
-static ncclResult_t look_at_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncs_cuda* cuda = &comm->cuda;
-  for (int r = 0; r < comm->n; ++r) {
-    cudaError_t error = cuda->cudaEventQuery(comm->events[r]);
+ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure) {
+  for (int r = 0; r < n; ++r) {
+    const cudaError_t error = events[r] != NULL ? cuda->cudaEventQuery(events[r]) : 0;
     if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
     if (error != 0) return ncs_check_cuda(cuda, error, "cudaEventQuery", failure);
   }
@@ -145,27 +153,23 @@ void ncs_stop_waiting(ncs_nccl_comm* comm) {
   if (has_ended) free_waiter(waiter);
 }
 
-static ncclResult_t wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
+static ncclResult_t look(void* comm_, ncs_failure* failure) {
+  ncs_nccl_comm* comm = comm_;
   const int has_events = comm->cuda.cuCtxRecordEvent != NULL;
-  const double begin = ncs_now_s();
   ncclResult_t status = ncclSuccess;
   if (!comm->is_waiting) status = has_events ? record_events(comm, failure) : start_thread(comm, failure);
   if (status != ncclSuccess) return status;
   comm->is_waiting = 1;
-  for (;;) {
-    const double waited_s = ncs_now_s() - begin;
-    status = has_events ? look_at_events(comm, failure) : look_at_thread(comm, failure);
-    if (status != ncclInProgress) ncs_stop_waiting(comm);
-    if (status != ncclInProgress || waited_s >= slice_s) return status;
-    ncs_nap(waited_s);
-  }
+  status = has_events ? ncs_look_at_events(&comm->cuda, comm->events, comm->n, failure) : look_at_thread(comm, failure);
+  if (status != ncclInProgress) ncs_stop_waiting(comm);
+  return status;
 }
 
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
   CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
-  status = wait_for_devices(comm, slice_s, failure);
+  status = ncs_poll(look, comm, slice_s, failure);
   comm->cuda.cuCtxSetCurrent(current);
   return status;
 }
@@ -174,7 +178,7 @@ ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
   ncs_waiter* waiter = comm->waiter;
   CUcontext current = NULL;
   int n_idle = 0;
-  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
   if (status != ncclSuccess) return status;
   if (waiter != NULL) {
     pthread_mutex_lock(&waiter->mutex);

@@ -19,7 +19,8 @@ ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
 
 /* Looks once at the call under way. The order matters: until NCCL has launched its work, the streams may be empty and
  * would seem to have finished. */
-static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
+static ncclResult_t look(void* comm_, ncs_failure* failure) {
+  ncs_nccl_comm* comm = comm_;
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncs_ask_nccl(comm, failure);
   if (status != ncclSuccess) return status;
@@ -35,23 +36,17 @@ static ncclResult_t look(ncs_nccl_comm* comm, ncs_failure* failure) {
 }
 
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  const double begin = ncs_now_s();
   CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
-  for (;;) {
-    const double waited_s = ncs_now_s() - begin;
-    status = look(comm, failure);
-    if (status != ncclInProgress || waited_s >= slice_s) break;
-    ncs_nap(waited_s);
-  }
+  status = ncs_poll(look, comm, slice_s, failure);
   comm->cuda.cuCtxSetCurrent(current);
   return status;
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
   CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(comm, 0, NULL, &current);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
   if (status != ncclSuccess) return status;
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
@@ -129,7 +124,7 @@ ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* c
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                 double slice_s, ncs_failure* failure) {
   CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(comm, 0, failure, &current);
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
   comm->is_launching = comm->is_on_streams = 1;
   comm->n_done = 0;

@@ -4,6 +4,7 @@
  * the order of the host's calls, since all later work of that GPU waits for the group. */
 #define _POSIX_C_SOURCE 200809L
 
+#include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,11 +50,8 @@ struct ncs_launched {
   ncs_launched* next;
   int users; /* references, and the list of groups under way */
   int has_ended, has_failed, was_delivered, is_ready; /* is_ready: the GPUs' own work before it has ended */
-  int64_t number, label, first;
-  double since; /* when its current stage began */
-  int n_collectives;
-  int64_t counts[NCS_MOST_NAMED];
-  int dtypes[NCS_MOST_NAMED];
+  double since;             /* when its current stage began */
+  ncs_launch_failure named; /* its number, label and collectives, as a failure reports them */
   cudaEvent_t *before, *end; /* [n]; NULL where there is none */
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
@@ -70,15 +68,6 @@ ncclResult_t ncs_launcher_alive(int64_t* arrivals, int64_t* launched, int64_t* e
 }
 
 /* ---- Contexts and events ---- */
-
-static ncclResult_t enter(const ncs_launcher* launcher, int rank, ncs_failure* failure, CUcontext* before) {
-  const ncs_cuda* cuda = &launcher->cuda;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
-  if (status != ncclSuccess) return status;
-  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[rank]), "cuCtxSetCurrent", failure);
-}
-
-static void leave(const ncs_launcher* launcher, CUcontext before) { launcher->cuda.cuCtxSetCurrent(before); }
 
 /* In rank's context, which is current. */
 static ncclResult_t make_event(const ncs_launcher* launcher, ncs_failure* failure, cudaEvent_t* event) {
@@ -115,22 +104,14 @@ static void find_progress(const ncs_launcher* launcher, const ncs_launched* grou
   }
 }
 
-static void name_group(const ncs_launched* group, ncs_launch_failure* reported) {
-  reported->group = group->number;
-  reported->label = group->label;
-  reported->first = group->first;
-  reported->n_collectives = group->n_collectives;
-  memcpy(reported->counts, group->counts, sizeof(reported->counts));
-  memcpy(reported->dtypes, group->dtypes, sizeof(reported->dtypes));
-}
-
-/* Called in any thread; querying an event needs a context. */
+/* Reports a group, in any thread; querying an event needs a context. */
 static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* reported) {
   CUcontext current = NULL;
-  name_group(group, reported);
-  if (launcher->comm == NULL || enter(launcher, 0, NULL, &current) != ncclSuccess) return;
+  *reported = group->named;
+  if (launcher->comm == NULL) return;
+  if (ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) != ncclSuccess) return;
   find_progress(launcher, group, stage, reported);
-  leave(launcher, current);
+  launcher->cuda.cuCtxSetCurrent(current);
 }
 
 /* Drops a request for cancellation. */
@@ -151,13 +132,13 @@ static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclR
   ncs_launch_failure* reported = &launcher->failure;
   if (reported->status == ncclSuccess) {
     memset(reported, 0, sizeof(*reported));
+    reported->group = launcher->n_ended + 1;
+    if (group != NULL) describe(launcher, group, stage, reported);
     reported->failure.index = -1;
     if (failure != NULL) reported->failure = *failure;
     reported->status = status;
     reported->stage = stage;
     reported->waited_s = waited_s;
-    reported->group = launcher->n_ended + 1;
-    if (group != NULL) describe(launcher, group, stage, reported);
   }
   launcher->comm = NULL;
   stay(launcher);
@@ -194,19 +175,7 @@ static int wants_out(const ncs_launcher* launcher, double now) {
 
 /* ---- Polling ---- */
 
-/* ncclInProgress where an event has not come. */
-static ncclResult_t look_at_events(const ncs_launcher* launcher, cudaEvent_t* events, ncs_failure* failure) {
-  for (int r = 0; r < launcher->n; ++r) {
-    cudaError_t error;
-    if (events[r] == NULL) continue;
-    error = launcher->cuda.cudaEventQuery(events[r]);
-    if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
-    if (error != 0) return ncs_check_cuda(&launcher->cuda, error, "cudaEventQuery", failure);
-  }
-  return ncclSuccess;
-}
-
-/* The same for NCCL's errors; work that it has not launched yet belongs to a later group. */
+/* Reports NCCL's errors; work that it has not launched yet belongs to a later group. */
 static ncclResult_t look_at_nccl(const ncs_launcher* launcher, ncs_failure* failure) {
   const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
   return status == ncclInProgress ? ncclSuccess : status;
@@ -225,7 +194,7 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
     const int stage = group->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
     status = look_at_nccl(launcher, &failure);
     if (status == ncclSuccess)
-      status = look_at_events(launcher, group->is_ready ? group->end : group->before, &failure);
+      status = ncs_look_at_events(&launcher->cuda, group->is_ready ? group->end : group->before, launcher->n, &failure);
     if (status == ncclSuccess && !group->is_ready) {
       group->is_ready = 1;
       group->since = now;
@@ -249,23 +218,25 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
     group->next = *ended;
     *ended = group;
     stay(launcher);
-    __atomic_store_n(&launcher->n_ended, group->number, __ATOMIC_RELEASE);
+    __atomic_store_n(&launcher->n_ended, group->named.group, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&launcher->changed);
   }
   return status;
 }
 
 /* Looks once; takes and gives back the lock. */
-static ncclResult_t look_once(ncs_launcher* launcher) {
+static ncclResult_t look_once(void* launcher_, ncs_failure* failure) {
+  ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;
   CUcontext current = NULL;
   ncclResult_t status = ncclSuccess;
+  (void)failure;
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->first != NULL && launcher->comm != NULL) {
     status = ncclInProgress;
-    if (!launcher->is_reserved && enter(launcher, 0, NULL, &current) == ncclSuccess) {
+    if (!launcher->is_reserved && ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) == ncclSuccess) {
       status = look(launcher, &ended);
-      leave(launcher, current);
+      launcher->cuda.cuCtxSetCurrent(current);
     }
   }
   pthread_mutex_unlock(&launcher->mutex);
@@ -299,7 +270,7 @@ static void* poll_groups(void* launcher_) {
       release_groups(failed);
       continue;
     }
-    if (look_once(launcher) == ncclInProgress) nanosleep(&nap, NULL);
+    if (look_once(launcher, NULL) == ncclInProgress) nanosleep(&nap, NULL);
   }
   return NULL;
 }
@@ -352,10 +323,10 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
   count(&n_arrivals, 1);
   if (buffers->n > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
-    status = enter(launcher, rank, failure, &current);
+    status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
     if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
     if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
-    leave(launcher, current);
+    launcher->cuda.cuCtxSetCurrent(current);
   }
   if (status != ncclSuccess) {
     fail_before_launch(launcher, status, failure);
@@ -369,11 +340,14 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
 }
 
 void ncs_arrival_release(ncs_arrival* arrival) {
+  const ncs_launcher* launcher;
   CUcontext current = NULL;
   if (arrival == NULL || __atomic_sub_fetch(&arrival->users, 1, __ATOMIC_ACQ_REL) > 0) return;
-  if (arrival->before != NULL && enter(arrival->launcher, arrival->rank, NULL, &current) == ncclSuccess) {
-    destroy_event(arrival->launcher, &arrival->before);
-    leave(arrival->launcher, current);
+  launcher = arrival->launcher;
+  if (arrival->before != NULL &&
+      ncs_enter(&launcher->cuda, launcher->contexts[arrival->rank], NULL, &current) == ncclSuccess) {
+    destroy_event(launcher, &arrival->before);
+    launcher->cuda.cuCtxSetCurrent(current);
   }
   if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
   count(&n_arrivals, -1);
@@ -387,13 +361,11 @@ static void free_launched(ncs_launched* launched) {
   for (int r = 0; r < launcher->n; ++r) {
     CUcontext current = NULL;
     if (launched->before[r] == NULL && launched->end[r] == NULL) continue;
-    if (enter(launcher, r, NULL, &current) != ncclSuccess) continue;
+    if (ncs_enter(&launcher->cuda, launcher->contexts[r], NULL, &current) != ncclSuccess) continue;
     destroy_event(launcher, &launched->before[r]);
     destroy_event(launcher, &launched->end[r]);
-    leave(launcher, current);
+    launcher->cuda.cuCtxSetCurrent(current);
   }
-  free(launched->before);
-  free(launched->end);
   free(launched);
   count(&n_groups, -1);
 }
@@ -401,25 +373,19 @@ static void free_launched(ncs_launched* launched) {
 static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
                                    const ncs_collective* collectives, int n_collectives) {
   const size_t n = (size_t)launcher->n;
-  ncs_launched* made = calloc(1, sizeof(*made) + n * sizeof(*made->arrivals));
+  ncs_launched* made =
+      calloc(1, sizeof(*made) + n * (sizeof(*made->arrivals) + sizeof(*made->before) + sizeof(*made->end)));
   if (made == NULL) return NULL;
-  made->before = calloc(n, sizeof(*made->before));
-  made->end = calloc(n, sizeof(*made->end));
+  count(&n_groups, 1);
+  made->before = (cudaEvent_t*)(made->arrivals + n);
+  made->end = made->before + n;
   made->launcher = launcher;
   made->users = 1;
-  count(&n_groups, 1);
-  if (made->before == NULL || made->end == NULL) {
-    free(made->before);
-    free(made->end);
-    free(made);
-    count(&n_groups, -1);
-    return NULL;
-  }
-  made->label = label;
-  made->n_collectives = n_collectives;
+  made->named.label = label;
+  made->named.n_collectives = n_collectives;
   for (int i = 0; i < n_collectives && i < NCS_MOST_NAMED; ++i) {
-    made->counts[i] = (int64_t)collectives[i].count;
-    made->dtypes[i] = collectives[i].dtype;
+    made->named.counts[i] = (int64_t)collectives[i].count;
+    made->named.dtypes[i] = collectives[i].dtype;
   }
   for (size_t r = 0; r < n; ++r) {
     __atomic_fetch_add(&arrivals[r]->users, 1, __ATOMIC_RELAXED);
@@ -430,10 +396,12 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   return made;
 }
 
-/* Waits until NCCL has launched its work, which waits for no GPU. Under the lock. */
-static ncclResult_t wait_for_nccl(ncs_launcher* launcher, double since, ncs_failure* failure) {
+/* Waits until NCCL has launched its work, which waits for no GPU; or for the GPUs' own work, if no event captures it.
+ * Under the lock. */
+static ncclResult_t wait_for(ncs_launcher* launcher, int stage, double since, ncs_failure* failure) {
   for (;;) {
-    const ncclResult_t status = ncs_ask_nccl(launcher->comm, failure);
+    const ncclResult_t status = stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(launcher->comm, 0, failure)
+                                                      : ncs_ask_nccl(launcher->comm, failure);
     const double now = ncs_now_s();
     if (status != ncclInProgress) return status;
     if (has_expired(launcher, since, now)) return ncclTimeout;
@@ -442,28 +410,13 @@ static ncclResult_t wait_for_nccl(ncs_launcher* launcher, double since, ncs_fail
   }
 }
 
-/* Waits if no event captures the GPUs' own work. Under the lock. */
-static ncclResult_t wait_for_own_work(ncs_launcher* launcher, double since, ncs_failure* failure) {
-  ncclResult_t status = ncclInProgress;
-  while (status == ncclInProgress) {
-    const double now = ncs_now_s();
-    if (has_expired(launcher, since, now)) return ncclTimeout;
-    if (wants_out(launcher, now)) return ncclInProgress;
-    status = ncs_nccl_wait_for_devices(launcher->comm, 0.05, failure);
-  }
-  return status;
-}
-
 /* Begins a stage of a group's launch, and records it for threads that cannot get the lock meanwhile. */
 static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
-  ncs_launch_failure reported;
   made->since = ncs_now_s();
-  memset(&reported, 0, sizeof(reported));
-  reported.status = ncclInProgress;
-  reported.stage = stage;
-  name_group(made, &reported);
   pthread_mutex_lock(&launcher->launching_mutex);
-  launcher->launching = reported;
+  launcher->launching = made->named;
+  launcher->launching.status = ncclInProgress;
+  launcher->launching.stage = stage;
   launcher->launching_since = made->since;
   pthread_mutex_unlock(&launcher->launching_mutex);
 }
@@ -476,7 +429,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
   ncclResult_t status = ncclSuccess;
   *stage = NCS_OWN_WORK;
   begin_stage(launcher, made, *stage);
-  if (cuda->cuCtxRecordEvent == NULL) status = wait_for_own_work(launcher, made->since, failure);
+  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, *stage, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL)
       status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
@@ -484,8 +437,8 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
   if (status != ncclSuccess) return status;
   *stage = NCS_LAUNCHING;
   begin_stage(launcher, made, *stage);
-  status = ncs_launch_group(comm, collectives, made->n_collectives, failure);
-  if (status == ncclSuccess) status = wait_for_nccl(launcher, made->since, failure);
+  status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
+  if (status == ncclSuccess) status = wait_for(launcher, *stage, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
     if (status == ncclSuccess) status = make_event(launcher, failure, &made->end[r]);
@@ -507,11 +460,11 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
     return status;
   }
   if (launcher->first == NULL) stay(launcher); /* a request from before the group does not count */
-  made->number = ++launcher->n_launched;
-  made->first = launcher->n_collectives + 1;
+  made->named.group = ++launcher->n_launched;
+  made->named.first = launcher->n_collectives + 1;
   made->since = ncs_now_s();
-  launcher->n_collectives += made->n_collectives;
-  status = enter(launcher, 0, failure, &current);
+  launcher->n_collectives += made->named.n_collectives;
+  status = ncs_enter(&launcher->cuda, launcher->contexts[0], failure, &current);
   if (status == ncclSuccess) status = enqueue(launcher, made, collectives, failure, &stage);
   pthread_mutex_lock(&launcher->launching_mutex);
   launcher->launching.status = ncclSuccess;
@@ -521,7 +474,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
     launcher->doomed = launcher->comm;
     fail_groups(launcher, made, status, stage, ncs_now_s() - made->since, failure);
   }
-  leave(launcher, current);
+  launcher->cuda.cuCtxSetCurrent(current);
   return status;
 }
 
@@ -619,30 +572,28 @@ static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t s
   CUcontext current = NULL;
   ncclResult_t status;
   if (launched->end[rank] == NULL || cuda->cuCtxWaitEvent == NULL) return ncclSuccess;
-  status = enter(launcher, rank, failure, &current);
+  status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
   if (status != ncclSuccess) return status;
   status = stream != NULL ? ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(stream, launched->end[rank], 0),
                                            "cudaStreamWaitEvent", failure)
                           : ncs_check_cuda(cuda, cuda->cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank]),
                                            "cuCtxWaitEvent", failure);
-  leave(launcher, current);
+  launcher->cuda.cuCtxSetCurrent(current);
   return status;
 }
 
-ncclResult_t ncs_launched_wait(ncs_launched* launched) {
+static ncclResult_t look_for_end(void* launched_, ncs_failure* failure) {
+  const ncs_launched* launched = launched_;
   ncs_launcher* launcher = launched->launcher;
-  const double began = ncs_now_s();
-  for (;;) {
-    int has_ended, has_failed;
-    pthread_mutex_lock(&launcher->mutex);
-    has_ended = launched->has_ended;
-    has_failed = launched->has_failed;
-    pthread_mutex_unlock(&launcher->mutex);
-    if (has_failed || has_ended) return has_failed ? ncclRemoteError : ncclSuccess;
-    look_once(launcher);
-    ncs_nap(ncs_now_s() - began);
-  }
+  ncclResult_t status;
+  pthread_mutex_lock(&launcher->mutex);
+  status = launched->has_failed ? ncclRemoteError : launched->has_ended ? ncclSuccess : ncclInProgress;
+  pthread_mutex_unlock(&launcher->mutex);
+  if (status == ncclInProgress) look_once(launcher, failure);
+  return status;
 }
+
+ncclResult_t ncs_launched_wait(ncs_launched* launched) { return ncs_poll(look_for_end, launched, HUGE_VAL, NULL); }
 
 /* Also after a failure: the memory must not be reused before the group has ended. */
 static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
@@ -771,13 +722,7 @@ ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* laun
 }
 
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
-  const double began = ncs_now_s();
-  for (;;) {
-    const double waited_s = ncs_now_s() - began;
-    const ncclResult_t status = look_once(launcher);
-    if (status != ncclInProgress || waited_s >= slice_s) return status;
-    ncs_nap(waited_s);
-  }
+  return ncs_poll(look_once, launcher, slice_s, NULL);
 }
 
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
@@ -804,10 +749,11 @@ ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure
   }
   first = launcher->comm != NULL ? launcher->first : NULL;
   if (first != NULL) {
+    const int stage = first->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
+    describe(launcher, first, stage, pending);
     pending->status = ncclInProgress;
-    pending->stage = first->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
+    pending->stage = stage;
     pending->waited_s = ncs_now_s() - first->since;
-    describe(launcher, first, pending->stage, pending);
   }
   pthread_mutex_unlock(&launcher->mutex);
   return ncclSuccess;
@@ -820,15 +766,16 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher) {
   return ncclSuccess;
 }
 
+static ncclResult_t look_at_abort(void* launcher_, ncs_failure* failure) {
+  ncs_launcher* launcher = launcher_;
+  int is_under_way;
+  (void)failure;
+  pthread_mutex_lock(&launcher->mutex);
+  is_under_way = launcher->doomed != NULL;
+  pthread_mutex_unlock(&launcher->mutex);
+  return is_under_way ? ncclInProgress : ncclSuccess;
+}
+
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s) {
-  const double began = ncs_now_s();
-  for (;;) {
-    const double waited_s = ncs_now_s() - began;
-    int is_under_way;
-    pthread_mutex_lock(&launcher->mutex);
-    is_under_way = launcher->doomed != NULL;
-    pthread_mutex_unlock(&launcher->mutex);
-    if (!is_under_way || waited_s >= slice_s) return is_under_way ? ncclInProgress : ncclSuccess;
-    ncs_nap(waited_s);
-  }
+  return ncs_poll(look_at_abort, launcher, slice_s, NULL);
 }

@@ -2,13 +2,14 @@
 #include "tf/api.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 ncs_tf_library ncs_tf;
 
 int ncs_tf_read_input(TF_OpKernelContext* context, int index, ncs_tf_view* seen, TF_Status* status) {
   TF_Tensor* tensor = NULL;
   ncs_tf.TF_GetInput(context, index, &tensor, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return 0;
+  if (!ncs_tf_is_ok(status)) return 0;
   seen->data = ncs_tf.TF_TensorData(tensor);
   seen->count = ncs_tf.TF_TensorElementCount(tensor);
   ncs_tf.TF_DeleteTensor(tensor);
@@ -19,7 +20,7 @@ int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MO
   TF_Tensor* tensor = NULL;
   int n_dims;
   ncs_tf.TF_GetInput(context, index, &tensor, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return -1;
+  if (!ncs_tf_is_ok(status)) return -1;
   n_dims = ncs_tf.TF_NumDims(tensor);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(tensor, d);
   ncs_tf.TF_DeleteTensor(tensor);
@@ -32,7 +33,7 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
   TF_Tensor* tensor = ncs_tf.TF_ForwardInputOrAllocateOutput(context, candidates, n_candidates, index, dims, n_dims,
                                                              &forwarded, status);
   void* data;
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return NULL;
+  if (!ncs_tf_is_ok(status)) return NULL;
   data = ncs_tf.TF_TensorData(tensor);
   ncs_tf.TF_DeleteTensor(tensor);
   return data;
@@ -53,10 +54,35 @@ void ncs_tf_fail(TF_Status* status, int code, const char* message) {
   ncs_tf.TF_SetStatus(status, code, code == TF_RESOURCE_EXHAUSTED ? message : words);
 }
 
+int ncs_tf_is_ok(const TF_Status* status) { return ncs_tf.TF_GetCode(status) == TF_OK; }
+
+void* ncs_tf_calloc(size_t count, size_t size, TF_Status* status) {
+  void* made = calloc(count > 0 ? count : 1, size);
+  if (made == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
+  return made;
+}
+
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status) {
   int64_t value = 0;
-  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrInt64(context, name, &value, status);
+  if (ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelConstruction_GetAttrInt64(context, name, &value, status);
   return value;
+}
+
+int ncs_tf_read_dtype(TF_OpKernelConstruction* context, TF_Status* status) {
+  int dtype = 0;
+  if (ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
+  return dtype;
+}
+
+int64_t* ncs_tf_read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status) {
+  int32_t size = 0, ignored;
+  int64_t* list = NULL;
+  if (ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, name, &size, &ignored, status);
+  *length = size > 0 ? size : 0;
+  if (ncs_tf_is_ok(status)) list = ncs_tf_calloc((size_t)*length, sizeof(*list), status);
+  if (list != NULL && *length > 0)
+    ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, list, *length, status);
+  return list;
 }
 
 /* TensorFlow's number of a dtype and NCCL's. */

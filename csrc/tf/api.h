@@ -111,8 +111,18 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
                          int64_t rows, TF_Status* status);
 
-/* An integer attribute; 0 if there was a failure before. */
+/* An integer attribute, or the dtype "T"; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
+int ncs_tf_read_dtype(TF_OpKernelConstruction* context, TF_Status* status);
+
+/* An attribute that is a list of *length integers, to be freed by the caller; NULL on failure, here or before. */
+int64_t* ncs_tf_read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status);
+
+/* Whether nothing has failed so far. */
+int ncs_tf_is_ok(const TF_Status* status);
+
+/* As calloc, for at least one object; fails if memory is short. */
+void* ncs_tf_calloc(size_t count, size_t size, TF_Status* status);
 
 /* Fails with a sentence, after the words by which Python knows it (compat/tensorflow.py); if memory is short, as
  * TensorFlow itself fails, without them. */
@@ -130,6 +140,24 @@ typedef struct {
   int is_stateful;         /* it runs for its side effects */
   const char* on_host[3];  /* not NULL: for GPUs, too, with these arguments in the host's memory */
 } ncs_tf_op;
+
+/* Defines a kernel's functions for TensorFlow: create_NAME returns a zeroed `type`, filled in by read_NAME from the
+ * op's attributes; run_NAME calls compute_NAME. What these write into the status is the op's failure. */
+#define NCS_TF_KERNEL(type, name)                                                                  \
+  static void* create_##name(TF_OpKernelConstruction* context) {                                   \
+    TF_Status* status = ncs_tf.TF_NewStatus();                                                     \
+    type* kernel = ncs_tf_calloc(1, sizeof(type), status);                                         \
+    if (kernel != NULL) read_##name(context, kernel, status);                                      \
+    if (!ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelConstruction_Failure(context, status);            \
+    ncs_tf.TF_DeleteStatus(status);                                                                \
+    return kernel;                                                                                 \
+  }                                                                                                \
+  static void run_##name(void* kernel, TF_OpKernelContext* context) {                              \
+    TF_Status* status = ncs_tf.TF_NewStatus();                                                     \
+    compute_##name(kernel, context, status);                                                       \
+    if (!ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelContext_Failure(context, status);                 \
+    ncs_tf.TF_DeleteStatus(status);                                                                \
+  }
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_timestamp;
 extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver;

@@ -14,28 +14,17 @@ typedef struct {
   int dtype; /* NCCL's; -1: unknown */
 } collective_kernel;
 
-static void* create_collective(TF_OpKernelConstruction* context, int reduces) {
-  TF_Status* status = ncs_tf.TF_NewStatus();
-  collective_kernel* kernel = calloc(1, sizeof(*kernel));
-  int dtype = 0;
-  if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  else {
-    kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
-    kernel->tensors = ncs_tf_read_attr(context, "tensors", status);
-    if (reduces) kernel->op = ncs_tf_read_attr(context, "op", status);
-    if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
-    kernel->dtype = ncs_tf_find_dtype(dtype);
-    if (ncs_tf.TF_GetCode(status) == TF_OK && kernel->dtype < 0)
-      ncs_tf_fail(status, TF_INVALID_ARGUMENT, "unknown dtype");
-  }
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
-  ncs_tf.TF_DeleteStatus(status);
-  return kernel;
+static void read_all_gather(TF_OpKernelConstruction* context, collective_kernel* kernel, TF_Status* status) {
+  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
+  kernel->tensors = ncs_tf_read_attr(context, "tensors", status);
+  kernel->dtype = ncs_tf_find_dtype(ncs_tf_read_dtype(context, status));
+  if (ncs_tf_is_ok(status) && kernel->dtype < 0) ncs_tf_fail(status, TF_INVALID_ARGUMENT, "unknown dtype");
 }
 
-static void* create_all_reduce(TF_OpKernelConstruction* context) { return create_collective(context, 1); }
-
-static void* create_all_gather(TF_OpKernelConstruction* context) { return create_collective(context, 0); }
+static void read_all_reduce(TF_OpKernelConstruction* context, collective_kernel* kernel, TF_Status* status) {
+  read_all_gather(context, kernel, status);
+  kernel->op = ncs_tf_read_attr(context, "op", status);
+}
 
 /* Reads all ranks' tensor v and makes its output. */
 static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
@@ -66,30 +55,26 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
   reduced->recv = ncs_tf_make_output(context, v, own, &own, reduced->count >= NCS_FEW, -1, status);
 }
 
-static void compute_all_reduce(void* kernel_, TF_OpKernelContext* context) {
-  const collective_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_all_reduce(const collective_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   const size_t n_ranks = (size_t)kernel->ranks, n_tensors = (size_t)kernel->tensors;
-  double* weights = malloc(n_ranks * sizeof(*weights));
-  ncs_reduced* reduced = calloc(n_tensors, sizeof(*reduced));
-  const void** sends = malloc(n_ranks * n_tensors * sizeof(*sends));
+  double* weights = ncs_tf_calloc(n_ranks, sizeof(*weights), status);
+  ncs_reduced* reduced = ncs_tf_calloc(n_tensors, sizeof(*reduced), status);
+  const void** sends = ncs_tf_calloc(n_ranks * n_tensors, sizeof(*sends), status);
   ncs_tf_view seen;
-  if (weights == NULL || reduced == NULL || sends == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  for (int r = 0; r < kernel->ranks && ncs_tf.TF_GetCode(status) == TF_OK; ++r)
+  for (int r = 0; r < kernel->ranks && ncs_tf_is_ok(status); ++r)
     if (ncs_tf_read_input(context, r, &seen, status)) weights[r] = *(const double*)seen.data;
-  for (int v = 0; v < kernel->tensors && ncs_tf.TF_GetCode(status) == TF_OK; ++v)
+  for (int v = 0; v < kernel->tensors && ncs_tf_is_ok(status); ++v)
     prepare_tensor(context, kernel, v, weights, &reduced[v], sends + (size_t)v * n_ranks, status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK &&
-      ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks, kernel->dtype, (int)kernel->op) !=
-          ncclSuccess)
+  if (ncs_tf_is_ok(status) && ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks, kernel->dtype,
+                                             (int)kernel->op) != ncclSuccess)
     ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                 "Expected weights of 0 or 1 where nothing can be scaled. Received: others");
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
   free(sends);
   free(reduced);
   free(weights);
-  ncs_tf.TF_DeleteStatus(status);
 }
+
+NCS_TF_KERNEL(collective_kernel, all_reduce)
 
 const ncs_tf_op ncs_tf_all_reduce = {
     "NcclsyncAllReduce",
@@ -98,7 +83,7 @@ const ncs_tf_op ncs_tf_all_reduce = {
     {"weights: ranks * double", "sends: sent * T", NULL},
     "results: tensors * T",
     create_all_reduce,
-    compute_all_reduce,
+    run_all_reduce,
     free,
     0,
     {NULL},
@@ -149,28 +134,23 @@ static void prepare_gathered(TF_OpKernelContext* context, const collective_kerne
   }
 }
 
-static void compute_all_gather(void* kernel_, TF_OpKernelContext* context) {
-  const collective_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_all_gather(const collective_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   const size_t n_ranks = (size_t)kernel->ranks, n_pieces = n_ranks * (size_t)kernel->tensors;
-  piece* pieces = calloc(n_pieces, sizeof(*pieces));
-  size_t* begins = malloc((n_pieces + 1) * sizeof(*begins));
-  if (pieces == NULL || begins == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  for (int v = 0; v < kernel->tensors && ncs_tf.TF_GetCode(status) == TF_OK; ++v)
+  piece* pieces = ncs_tf_calloc(n_pieces, sizeof(*pieces), status);
+  size_t bytes = 0, *begins = ncs_tf_calloc(n_pieces + 1, sizeof(*begins), status);
+  for (int v = 0; v < kernel->tensors && ncs_tf_is_ok(status); ++v)
     prepare_gathered(context, kernel, v, pieces + (size_t)v * n_ranks, status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) {
-    size_t bytes = begins[0] = 0;
-    for (size_t p = 0; p < n_pieces; ++p) {
-      begins[p + 1] = begins[p] + (pieces[p].bytes + NCS_COPIED_AT_ONCE - 1) / NCS_COPIED_AT_ONCE;
-      bytes += pieces[p].bytes;
-    }
-    ncs_pool_run_parts(ncs_tf.pool, copy_block, pieces, begins, n_pieces, bytes <= NCS_COPIED_AT_ONCE);
+  for (size_t p = 0; p < n_pieces && ncs_tf_is_ok(status); ++p) {
+    begins[p + 1] = begins[p] + (pieces[p].bytes + NCS_COPIED_AT_ONCE - 1) / NCS_COPIED_AT_ONCE;
+    bytes += pieces[p].bytes;
   }
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
+  if (ncs_tf_is_ok(status))
+    ncs_pool_run_parts(ncs_tf.pool, copy_block, pieces, begins, n_pieces, bytes <= NCS_COPIED_AT_ONCE);
   free(begins);
   free(pieces);
-  ncs_tf.TF_DeleteStatus(status);
 }
+
+NCS_TF_KERNEL(collective_kernel, all_gather)
 
 const ncs_tf_op ncs_tf_all_gather = {
     "NcclsyncAllGather",
@@ -179,7 +159,7 @@ const ncs_tf_op ncs_tf_all_gather = {
     {"sends: sent * T", NULL},
     "results: tensors * T",
     create_all_gather,
-    compute_all_gather,
+    run_all_gather,
     free,
     0,
     {NULL},

@@ -61,11 +61,6 @@ static void fail_by(TF_Status* status, ncclResult_t result, const ncs_failure* f
   ncs_tf_fail(status, result == ncclInvalidArgument ? TF_INVALID_ARGUMENT : TF_INTERNAL, message);
 }
 
-static void end_kernel(TF_OpKernelContext* context, TF_Status* status) {
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
-  ncs_tf.TF_DeleteStatus(status);
-}
-
 /* NULL: not on a GPU, or not known. */
 static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
@@ -83,44 +78,20 @@ typedef struct {
 
 static void destroy_exchange(void* kernel_) {
   exchange_kernel* kernel = kernel_;
-  if (kernel != NULL) free(kernel->kinds);
+  if (kernel != NULL) {
+    free(kernel->kinds);
+    free(kernel->ops);
+    free(kernel->roots);
+  }
   free(kernel);
 }
 
-/* An attribute that is a list of `n` integers. */
-static void read_list(TF_OpKernelConstruction* context, const char* name, int64_t* values, int n, TF_Status* status) {
-  if (ncs_tf.TF_GetCode(status) == TF_OK && n > 0)
-    ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, values, n, status);
-}
-
-static exchange_kernel* make_exchange(TF_OpKernelConstruction* context, TF_Status* status) {
-  exchange_kernel* kernel = calloc(1, sizeof(*kernel));
-  int32_t n = 0, total = 0;
-  if (kernel == NULL) {
-    ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-    return NULL;
-  }
+static void read_exchange(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
   kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK)
-    ncs_tf.TF_OpKernelConstruction_GetAttrSize(context, "kinds", &n, &total, status);
-  kernel->n = n;
-  kernel->kinds = calloc(3 * (size_t)n + 1, sizeof(*kernel->kinds));
-  if (kernel->kinds == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  else {
-    kernel->ops = kernel->kinds + n;
-    kernel->roots = kernel->ops + n;
-    read_list(context, "kinds", kernel->kinds, n, status);
-    read_list(context, "ops", kernel->ops, n, status);
-    read_list(context, "roots", kernel->roots, n, status);
-  }
-  return kernel;
-}
-
-static void* end_create(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
-  ncs_tf.TF_DeleteStatus(status);
-  return kernel;
+  kernel->kinds = ncs_tf_read_list(context, "kinds", &kernel->n, status);
+  kernel->ops = ncs_tf_read_list(context, "ops", &kernel->n, status);
+  kernel->roots = ncs_tf_read_list(context, "roots", &kernel->n, status);
 }
 
 /* ---- Arrive ---- */
@@ -138,14 +109,10 @@ static void let_go(void* held_) {
   free(tensors);
 }
 
-static void* create_arrive(TF_OpKernelConstruction* context) {
-  TF_Status* status = ncs_tf.TF_NewStatus();
-  exchange_kernel* kernel = make_exchange(context, status);
-  if (kernel != NULL) {
-    kernel->rank = ncs_tf_read_attr(context, "rank", status);
-    kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
-  }
-  return end_create(context, kernel, status);
+static void read_arrive(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
+  read_exchange(context, kernel, status);
+  kernel->rank = ncs_tf_read_attr(context, "rank", status);
+  kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
 }
 
 /* Whether tensor i shares its memory with no other input: TensorFlow may merge two ops with equal results. */
@@ -181,28 +148,25 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
     return;
   }
   recv = ncs_tf.TF_AllocateTemp(context, ncs_tf.TF_TensorType(send), dims, n_dims, &attributes, status);
-  if (ncs_tf.TF_GetCode(status) != TF_OK) return;
+  if (!ncs_tf_is_ok(status)) return;
   all->tensors[2 * i + 1] = recv;
   buffer->recv = ncs_tf.TF_TensorData(recv);
 }
 
 static void release_arrival(void* arrival) { ncs_arrival_release(arrival); }
 
-static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
-  const exchange_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_arrive(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   ncs_launcher* launcher = (ncs_launcher*)(intptr_t)kernel->launcher;
-  held* all = calloc(1, sizeof(*all) + 2 * (size_t)kernel->n * sizeof(*all->tensors));
-  ncs_buffer* buffers = calloc((size_t)kernel->n + 1, sizeof(*buffers));
+  held* all = ncs_tf_calloc(1, sizeof(*all) + 2 * (size_t)kernel->n * sizeof(*all->tensors), status);
+  ncs_buffer* buffers = ncs_tf_calloc((size_t)kernel->n, sizeof(*buffers), status);
   ncs_arrival* arrival = NULL;
   ncs_failure failure = {"", "no memory", -1};
-  if (all == NULL || buffers == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
   if (all != NULL) all->n = kernel->n;
-  for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
+  for (int i = 0; i < kernel->n && ncs_tf_is_ok(status); ++i)
     ncs_tf.TF_GetInput(context, i, &all->tensors[2 * i], status);
-  for (int i = 0; i < kernel->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
+  for (int i = 0; i < kernel->n && ncs_tf_is_ok(status); ++i)
     prepare_tensor(context, kernel, i, all, &buffers[i], status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) {
+  if (ncs_tf_is_ok(status)) {
     const ncs_buffers arriving = {buffers, kernel->n, all, let_go};
     const ncclResult_t result =
         ncs_arrive(launcher, (int)kernel->rank, find_stream(context), &arriving, &failure, &arrival);
@@ -211,82 +175,71 @@ static void compute_arrive(void* kernel_, TF_OpKernelContext* context) {
   if (arrival != NULL) hand_over(context, arrival, release_arrival, status);
   else if (all != NULL) let_go(all);
   free(buffers);
-  end_kernel(context, status);
 }
+
+NCS_TF_KERNEL(exchange_kernel, arrive)
 
 /* ---- Launch ---- */
 
-static void* create_launch(TF_OpKernelConstruction* context) {
-  TF_Status* status = ncs_tf.TF_NewStatus();
-  exchange_kernel* kernel = make_exchange(context, status);
-  if (kernel != NULL) kernel->label = ncs_tf_read_attr(context, "label", status);
-  return end_create(context, kernel, status);
+static void read_launch(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
+  read_exchange(context, kernel, status);
+  kernel->label = ncs_tf_read_attr(context, "label", status);
 }
 
 static void release_launched(void* launched) { ncs_launched_release(launched); }
 
-static void compute_launch(void* kernel_, TF_OpKernelContext* context) {
-  const exchange_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_launch(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   ncs_launcher* launcher = (ncs_launcher*)(intptr_t)kernel->launcher;
-  ncs_arrival** arrivals = calloc((size_t)kernel->ranks, sizeof(*arrivals));
-  ncs_collective* collectives = calloc((size_t)kernel->n + 1, sizeof(*collectives));
+  ncs_arrival** arrivals = ncs_tf_calloc((size_t)kernel->ranks, sizeof(*arrivals), status);
+  ncs_collective* collectives = ncs_tf_calloc((size_t)kernel->n, sizeof(*collectives), status);
   ncs_launched* launched = NULL;
   ncs_failure failure = {"", "no memory", -1};
-  if (arrivals == NULL || collectives == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  for (int r = 0; r < kernel->ranks && ncs_tf.TF_GetCode(status) == TF_OK; ++r)
-    arrivals[r] = read_token(context, r, status);
-  for (int i = 0; i < kernel->n && collectives != NULL; ++i) {
-    collectives[i].kind = (int)kernel->kinds[i];
-    collectives[i].op = (int)kernel->ops[i];
-    collectives[i].root = (int)kernel->roots[i];
-  }
-  if (ncs_tf.TF_GetCode(status) == TF_OK) {
-    const ncclResult_t result =
-        ncs_launch(launcher, kernel->label, arrivals, collectives, kernel->n, &failure, &launched);
+  for (int r = 0; r < kernel->ranks && ncs_tf_is_ok(status); ++r) arrivals[r] = read_token(context, r, status);
+  if (ncs_tf_is_ok(status)) {
+    ncclResult_t result;
+    for (int i = 0; i < kernel->n; ++i) {
+      collectives[i].kind = (int)kernel->kinds[i];
+      collectives[i].op = (int)kernel->ops[i];
+      collectives[i].root = (int)kernel->roots[i];
+    }
+    result = ncs_launch(launcher, kernel->label, arrivals, collectives, kernel->n, &failure, &launched);
     if (result != ncclSuccess) fail_by(status, result, &failure);
   }
   if (launched != NULL) hand_over(context, launched, release_launched, status);
   free(collectives);
   free(arrivals);
-  end_kernel(context, status);
 }
+
+NCS_TF_KERNEL(exchange_kernel, launch)
 
 /* ---- Deliver ---- */
 
-static void* create_deliver(TF_OpKernelConstruction* context) {
-  TF_Status* status = ncs_tf.TF_NewStatus();
-  exchange_kernel* kernel = calloc(1, sizeof(*kernel));
-  if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  else {
-    kernel->rank = ncs_tf_read_attr(context, "rank", status);
-    kernel->waits = ncs_tf_read_attr(context, "waits", status);
-    kernel->passes = ncs_tf_read_attr(context, "passes", status);
-  }
-  return end_create(context, kernel, status);
+static void read_deliver(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
+  kernel->rank = ncs_tf_read_attr(context, "rank", status);
+  kernel->waits = ncs_tf_read_attr(context, "waits", status);
+  kernel->passes = ncs_tf_read_attr(context, "passes", status);
 }
 
-static void compute_deliver(void* kernel_, TF_OpKernelContext* context) {
-  const exchange_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_deliver(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   ncs_launched* launched = read_token(context, 0, status);
   ncs_failure failure = {"", "", -1};
-  if (launched != NULL && kernel->passes) {
+  const held* all;
+  ncclResult_t result;
+  if (launched == NULL) return;
+  if (kernel->passes) {
     if (kernel->waits) ncs_launched_wait(launched); /* the delivery reports a failure */
-  } else if (launched != NULL) {
-    const held* all = ncs_launched_get_kept(launched, (int)kernel->rank);
-    for (int i = 0; all != NULL && i < all->n && ncs_tf.TF_GetCode(status) == TF_OK; ++i) {
-      const TF_Tensor* recv = all->tensors[2 * i + 1];
-      ncs_tf.TF_SetOutput(context, i, recv != NULL ? recv : all->tensors[2 * i], status);
-    }
-    {
-      const ncclResult_t result =
-          ncs_deliver(launched, (int)kernel->rank, find_stream(context), (int)kernel->waits, &failure);
-      if (result != ncclSuccess && ncs_tf.TF_GetCode(status) == TF_OK) fail_by(status, result, &failure);
-    }
+    return;
   }
-  end_kernel(context, status);
+  all = ncs_launched_get_kept(launched, (int)kernel->rank);
+  for (int i = 0; all != NULL && i < all->n && ncs_tf_is_ok(status); ++i) {
+    const TF_Tensor* recv = all->tensors[2 * i + 1];
+    ncs_tf.TF_SetOutput(context, i, recv != NULL ? recv : all->tensors[2 * i], status);
+  }
+  result = ncs_deliver(launched, (int)kernel->rank, find_stream(context), (int)kernel->waits, &failure);
+  if (result != ncclSuccess && ncs_tf_is_ok(status)) fail_by(status, result, &failure);
 }
+
+NCS_TF_KERNEL(exchange_kernel, deliver)
 
 /* ---- Ops ---- */
 
@@ -297,7 +250,7 @@ const ncs_tf_op ncs_tf_arrive = {
     {"sends: T", NULL},
     "token: int64",
     create_arrive,
-    compute_arrive,
+    run_arrive,
     destroy_exchange,
     1,
     {"token", NULL},
@@ -309,7 +262,7 @@ const ncs_tf_op ncs_tf_launch = {
     {"tokens: ranks * int64", NULL},
     "launched: int64",
     create_launch,
-    compute_launch,
+    run_launch,
     destroy_exchange,
     1,
     {NULL},
@@ -322,7 +275,7 @@ const ncs_tf_op ncs_tf_deliver = {
     {"launched: int64", NULL},
     "results: T",
     create_deliver,
-    compute_deliver,
+    run_deliver,
     destroy_exchange,
     1,
     {"launched", NULL},

@@ -8,35 +8,25 @@ typedef struct {
   int64_t span, ends, tokens, values;
 } timestamp_kernel;
 
-static void* create_timestamp(TF_OpKernelConstruction* context) {
-  TF_Status* status = ncs_tf.TF_NewStatus();
-  timestamp_kernel* kernel = calloc(1, sizeof(*kernel));
-  if (kernel == NULL) ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  else {
-    kernel->meter = (ncs_meter*)(intptr_t)ncs_tf_read_attr(context, "meter", status);
-    kernel->span = ncs_tf_read_attr(context, "span", status);
-    kernel->ends = ncs_tf_read_attr(context, "ends", status);
-    kernel->tokens = ncs_tf_read_attr(context, "n_tokens", status);
-    kernel->values = ncs_tf_read_attr(context, "n_values", status);
-  }
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelConstruction_Failure(context, status);
-  ncs_tf.TF_DeleteStatus(status);
-  return kernel;
+static void read_timestamp(TF_OpKernelConstruction* context, timestamp_kernel* kernel, TF_Status* status) {
+  kernel->meter = (ncs_meter*)(intptr_t)ncs_tf_read_attr(context, "meter", status);
+  kernel->span = ncs_tf_read_attr(context, "span", status);
+  kernel->ends = ncs_tf_read_attr(context, "ends", status);
+  kernel->tokens = ncs_tf_read_attr(context, "n_tokens", status);
+  kernel->values = ncs_tf_read_attr(context, "n_values", status);
 }
 
-static void compute_timestamp(void* kernel_, TF_OpKernelContext* context) {
-  const timestamp_kernel* kernel = kernel_;
-  TF_Status* status = ncs_tf.TF_NewStatus();
+static void compute_timestamp(const timestamp_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   int64_t value = 0;
   ncs_tf_view seen;
   if (kernel->values > 0 && ncs_tf_read_input(context, (int)kernel->tokens, &seen, status))
     value = *(const int64_t*)seen.data;
-  if (ncs_tf.TF_GetCode(status) == TF_OK &&
+  if (ncs_tf_is_ok(status) &&
       ncs_meter_record(kernel->meter, (int)kernel->span, (int)kernel->ends, value) != ncclSuccess)
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
-  if (ncs_tf.TF_GetCode(status) != TF_OK) ncs_tf.TF_OpKernelContext_Failure(context, status);
-  ncs_tf.TF_DeleteStatus(status);
 }
+
+NCS_TF_KERNEL(timestamp_kernel, timestamp)
 
 const ncs_tf_op ncs_tf_timestamp = {
     "NcclsyncTimestamp",
@@ -44,7 +34,7 @@ const ncs_tf_op ncs_tf_timestamp = {
     {"tokens: n_tokens * float", "values: n_values * int64", NULL},
     NULL,
     create_timestamp,
-    compute_timestamp,
+    run_timestamp,
     free,
     1,
     {NULL},

@@ -96,15 +96,12 @@ def base_method_replaced(model: keras.Model, name: str, method: Callable[..., An
     """
     reached: list[bool] = []
 
-    def replacing(base: Callable) -> Callable:
-        @functools.wraps(base)
-        def replaced(self, *args, **kwargs):
-            if self is not model:
-                return base(self, *args, **kwargs)
-            reached.append(True)
-            return method(*args, **kwargs)
-
-        return replaced
+    @tf_compat.wrapping
+    def replacing(base, self, *args, **kwargs):
+        if self is not model:
+            return base(self, *args, **kwargs)
+        reached.append(True)
+        return method(*args, **kwargs)
 
     with tf_compat.methods_wrapped(keras.Model.__mro__, name, replacing):
         yield reached

@@ -444,6 +444,19 @@ def methods_wrapped(
                 setattr(cls, name, method)
 
 
+def wrapping(replacement: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """Return a `wrap` for `methods_wrapped`: a decorator of a function of a method and its arguments."""
+
+    def wrap(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def replaced(*args, **kwargs):
+            return replacement(method, *args, **kwargs)
+
+        return replaced
+
+    return wrap
+
+
 def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
     """Return an iterator's dataset, and all datasets that it is made of."""
     found: list[tf.data.Dataset] = []

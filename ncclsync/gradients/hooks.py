@@ -7,7 +7,6 @@ one.
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,14 +37,11 @@ def step_hooks(compression: ErrorFeedback | None = None, sharding: OptimizerShar
 def tapes_checked() -> contextlib.AbstractContextManager[None]:
     """Refuse a tape that Horovod wraps."""
 
-    def checking(gradient: Callable) -> Callable:
-        @functools.wraps(gradient)
-        def checked_gradient(self, *args, **kwargs):
-            if ops.current_context() is not None:
-                other_libraries.check_not_horovods(self)
-            return gradient(self, *args, **kwargs)
-
-        return checked_gradient
+    @tf_compat.wrapping
+    def checking(gradient, self, *args, **kwargs):
+        if ops.current_context() is not None:
+            other_libraries.check_not_horovods(self)
+        return gradient(self, *args, **kwargs)
 
     return tf_compat.methods_wrapped([tf.GradientTape], "gradient", checking)
 
@@ -62,42 +58,39 @@ def gradients_reduced(
         sharding: adds up the gradients that are first used by the update of the optimizer's state.
     """
 
-    def reducing(apply: Callable) -> Callable:
-        @functools.wraps(apply)
-        def reducing_apply(self, grads, trainable_variables=None, **kwargs):
-            context = ops.current_context()
-            if context is not None:
-                other_libraries.check_not_horovods(self)
-            # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
-            if context is None or _is_nested("apply"):
+    @tf_compat.wrapping
+    def reducing(apply, self, grads, trainable_variables=None, **kwargs):
+        context = ops.current_context()
+        if context is not None:
+            other_libraries.check_not_horovods(self)
+        # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
+        if context is None or getattr(_nested, "apply", False):
+            return apply(self, grads, trainable_variables, **kwargs)
+        with _nesting():
+            if not context.can_exchange():  # in a branch or loop, which gets whole inputs
                 return apply(self, grads, trainable_variables, **kwargs)
-            with _nesting("apply"):
-                if not context.can_exchange():  # in a branch or loop, which gets whole inputs
-                    return apply(self, grads, trainable_variables, **kwargs)
-                grads = list(grads)
-                if trainable_variables is not None:
-                    trainable_variables = list(trainable_variables)
-                for gradient, variable in zip(grads, trainable_variables or (), strict=False):
-                    if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
-                        gradient.set_shape(variable.shape)  # a trace may have lost it, and packing needs it
-                if keras_optimizers.accumulates(self):
-                    return _apply_accumulated(apply, self, grads, trainable_variables, context)
-                left: list[Any] = grads
-                added: list[Any] = [None] * len(grads)
-                if compression is not None:
-                    variables = keras_optimizers.built_for(self, trainable_variables)
-                    added = compression.add_up(grads, variables, context)
-                    left = [g if a is None else None for g, a in zip(grads, added, strict=True)]
-                addends: list[Any] = [None] * len(grads)
-                if sharding is not None:
-                    addends = sharding.leave_addends(self, left)
-                    left = [g if a is None else None for g, a in zip(left, addends, strict=True)]
-                reduced = ops.whole(left, rows_add_up=_adds_rows_up(self))
-                sums = zip(added, addends, reduced, strict=True)
-                chosen = [next((one for one in given if one is not None), None) for given in sums]
-                return apply(self, chosen, trainable_variables, **kwargs)
-
-        return reducing_apply
+            grads = list(grads)
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+            for gradient, variable in zip(grads, trainable_variables or (), strict=False):
+                if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+                    gradient.set_shape(variable.shape)  # a trace may have lost it, and packing needs it
+            if keras_optimizers.accumulates(self):
+                return _apply_accumulated(apply, self, grads, trainable_variables, context)
+            left: list[Any] = grads
+            added: list[Any] = [None] * len(grads)
+            if compression is not None:
+                variables = keras_optimizers.built_for(self, trainable_variables)
+                added = compression.add_up(grads, variables, context)
+                left = [g if a is None else None for g, a in zip(grads, added, strict=True)]
+            addends: list[Any] = [None] * len(grads)
+            if sharding is not None:
+                addends = sharding.leave_addends(self, left)
+                left = [g if a is None else None for g, a in zip(left, addends, strict=True)]
+            reduced = ops.whole(left, rows_add_up=_adds_rows_up(self))
+            sums = zip(added, addends, reduced, strict=True)
+            chosen = [next((one for one in given if one is not None), None) for given in sums]
+            return apply(self, chosen, trainable_variables, **kwargs)
 
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", reducing)
 
@@ -138,28 +131,21 @@ def _apply_accumulated(
 def functions_inlined() -> contextlib.AbstractContextManager[None]:
     """Trace a `tf.function` that a step calls as a part of the step, not as a separate function."""
 
-    def inlining(call: Callable) -> Callable:
-        @functools.wraps(call)
-        def inlined(self, *args, **kwargs):
-            context = ops.current_context()
-            # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
-            if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
-                return call(self, *args, **kwargs)
-            return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
-
-        return inlined
+    @tf_compat.wrapping
+    def inlining(call, self, *args, **kwargs):
+        context = ops.current_context()
+        # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
+        if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
+            return call(self, *args, **kwargs)
+        return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
 
     return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
 
 
-def _is_nested(what: str) -> bool:
-    return getattr(_nested, what, False)
-
-
 @contextlib.contextmanager
-def _nesting(what: str) -> Iterator[Any]:
-    setattr(_nested, what, True)
+def _nesting() -> Iterator[None]:
+    _nested.apply = True
     try:
         yield
     finally:
-        setattr(_nested, what, False)
+        _nested.apply = False

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,31 +40,25 @@ class Observer:
     def hooks(self) -> Iterator[None]:
         """Observe tapes and loss scales."""
 
-        def observing(gradient: Callable) -> Callable:
-            @functools.wraps(gradient)
-            def observed(tape, target, sources, output_gradients=None, **kwargs):
-                nested, self._nested = self._nested, True
-                try:
-                    gradients = gradient(tape, target, sources, output_gradients, **kwargs)
-                finally:
-                    self._nested = nested
-                context = ops.current_context()
-                # Nothing can be taken out of a branch or a loop. A tape within a gradient, which recomputes something
-                # to differentiate it, is a part of that gradient.
-                if context is not None and context.can_exchange() and not nested:
-                    self._record(sources, gradients)
-                return gradients
+        @tf_compat.wrapping
+        def observing(gradient, tape, target, sources, output_gradients=None, **kwargs):
+            nested, self._nested = self._nested, True
+            try:
+                gradients = gradient(tape, target, sources, output_gradients, **kwargs)
+            finally:
+                self._nested = nested
+            context = ops.current_context()
+            # Nothing can be taken out of a branch or a loop. A tape within a gradient, which recomputes something
+            # to differentiate it, is a part of that gradient.
+            if context is not None and context.can_exchange() and not nested:
+                self._record(sources, gradients)
+            return gradients
 
-            return observed
-
-        def recording(scale_loss: Callable) -> Callable:
-            @functools.wraps(scale_loss)
-            def recorded(optimizer, loss):
-                scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
-                self.scale = tf.convert_to_tensor(scale)
-                return scale_loss(optimizer, loss)
-
-            return recorded
+        @tf_compat.wrapping
+        def recording(scale_loss, optimizer, loss):
+            scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+            self.scale = tf.convert_to_tensor(scale)
+            return scale_loss(optimizer, loss)
 
         with (
             tf_compat.methods_wrapped([tf.GradientTape], "gradient", observing),

@@ -7,7 +7,6 @@ the optimizer's state.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -158,15 +157,12 @@ class OptimizerSharding:
             copies: returns the towers' copies of a variable of tower 0's.
         """
 
-        def sharding(update: Callable) -> Callable:
-            @functools.wraps(update)
-            def sharded_update(optimizer, grads, trainable_variables):
-                context = ops.current_context()
-                if context is None or tf.executing_eagerly() or self._is_twin(optimizer):
-                    return update(optimizer, grads, trainable_variables)
-                return self._update(optimizer, update, grads, trainable_variables, copies, context)
-
-            return sharded_update
+        @tf_compat.wrapping
+        def sharding(update, optimizer, grads, trainable_variables):
+            context = ops.current_context()
+            if context is None or tf.executing_eagerly() or self._is_twin(optimizer):
+                return update(optimizer, grads, trainable_variables)
+            return self._update(optimizer, update, grads, trainable_variables, copies, context)
 
         return keras_optimizers.updates_wrapped(sharding)
 

@@ -54,7 +54,7 @@ class Expression:
     def node(
         self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
     ) -> Any:
-        """Return a node that runs the expression once for each set of inputs among the values.
+        """Return a node that runs the expression.
 
         Args:
             name: the node's.
@@ -63,12 +63,10 @@ class Expression:
             controls: further dependencies, written as a node's inputs.
             alone: whether it runs on the calling thread only.
         """
-        instances = len(values) // len(self.repeats)
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
-        n_results = instances * (self.outputs + self.sums)
-        attributes = {"T": dtype, "instances": instances, "repeats": self.repeats, "outputs": self.outputs}
-        attributes |= {"sums": self.sums, "code": self.code, "alone": int(alone)}
-        attributes |= {"n_values": len(values), "n_results": n_results}
+        attributes = {"T": dtype, "repeats": self.repeats, "outputs": self.outputs, "sums": self.sums}
+        attributes |= {"code": self.code, "alone": int(alone)}
+        attributes |= {"n_values": len(values), "n_results": self.outputs + self.sums}
         for attribute, value in attributes.items():
             set_attribute(node, attribute, value)
         return node
@@ -130,7 +128,7 @@ class Writer:
             sums: (name of the addends, period, whether the mean is wanted).
         """
         known = tuple(repeat for repeat in repeats if repeat is not None)
-        too_many = self.registers + len(sums) > MOST_REGISTERS
+        too_many = max(self.registers, len(results)) + len(sums) > MOST_REGISTERS
         if not (self._steps or sums) or too_many or len(known) < len(repeats):
             return None
         registers: dict[Any, int] = {name: i for i, name in enumerate([*inputs, *range(len(self._steps))])}

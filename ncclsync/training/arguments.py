@@ -1,8 +1,10 @@
-"""Bind the arguments of a model's method that takes callbacks, such as `fit`, Keras' or an override."""
+"""Check arguments; bind those of a model's method that takes callbacks, such as `fit`, Keras' or an override."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 _REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -33,3 +35,11 @@ def takes(method: Callable[..., Any], name: str) -> bool:
     """Return whether a method takes an argument of that name."""
     parameters = inspect.signature(method).parameters
     return name in parameters or any(one.kind is _NAMED for one in parameters.values())
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise TypeError or ValueError unless an argument is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}")
+    if value < least:
+        raise ValueError(f"Expected {name} to be at least {least}. Received: {value}")

@@ -17,6 +17,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError
 from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.feeding import CountingDataset
+from ncclsync.training.arguments import check_whole
 
 _ENDLESS = 1 << 62  # samples
 _COUNTED = (
@@ -59,12 +60,9 @@ class Local(tf_compat.SameDataset):
         specs = tf.nest.flatten(dataset.element_spec) if isinstance(dataset, tf.data.Dataset) else [None]
         if not all(isinstance(one, tf.TensorSpec) for one in specs):
             raise TypeError(f"Expected a tf.data.Dataset of dense tensors, a sample each. Received: {dataset!r}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"Expected batch_size to be a whole number. Received: {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"Expected batch_size to be at least 1. Received: {batch_size}")
+        check_whole("batch_size", batch_size, 1)
         super().__init__(dataset.batch(batch_size))
-        self.batch_size, self._samples = batch_size, dataset
+        self.batch_size, self._samples = int(batch_size), dataset
         self._made: dict[Any, LocalRows] = {}  # by the parts of all processes: steps are traced for its variable
 
     @property

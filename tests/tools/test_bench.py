@@ -287,7 +287,7 @@ def test_all_reduce(tmp_path):
         *("all-reduce", "--towers", "3", "--sizes", "4B,4KiB", "--rounds", "1"),
         *("--against", "tensorflow", "--plot", "it.png"),
     )
-    libraries = ["ncclsync", "memcpy", *TensorFlowReducer.libraries]
+    libraries = ["ncclsync", "memcpy", *TensorFlowReducer.NAMES]
     assert [row["side"] for row in found["rows"]] == libraries * 2
     for row in found["rows"]:
         assert row["more"]["wrong"] == 0

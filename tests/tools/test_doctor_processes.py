@@ -55,7 +55,7 @@ def test_nccl_settings_differ(backend, severity):
 
 def test_processes_tell_each_other_plain_data():
     """What is written is read as it was."""
-    problems = [Problem(WARNING, "this", "That is wrong.", "Mend it.")]
+    problems = [Problem("this", "That is wrong.", "Mend it.")]
     told = process(1, "b", "nccl", problems, {"NCCL_ALGO": "Ring"}, Keras="3.15.1")
     assert read(written(told), 1, "b") == told
 
@@ -91,7 +91,7 @@ def test_backends_differ():
 
 def test_problems_are_told_once():
     """What all have as it is, what some have with their names."""
-    all_have, one_has = (Problem(WARNING, name, f"{name} is wrong.", "Mend it.") for name in ("this", "that"))
+    all_have, one_has = (Problem(name, f"{name} is wrong.", "Mend it.") for name in ("this", "that"))
     found = list(merged([process(0, problems=[all_have]), process(1, "b", problems=[all_have, one_has])]))
     assert [one.text for one in found] == ["this is wrong.", "process 1 on b: that is wrong."]
 

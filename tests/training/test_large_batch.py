@@ -363,8 +363,8 @@ def test_data_of_unknown_length():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"reference_batch_size": 0}, ValueError, "Expected reference_batch_size of at least 1. Received: 0"),
-        ({"batch_size": 2.0}, TypeError, "Expected batch_size to be an int. Received: 2.0"),
+        ({"reference_batch_size": 0}, ValueError, "Expected reference_batch_size to be at least 1. Received: 0"),
+        ({"batch_size": 2.0}, TypeError, "Expected batch_size to be a whole number. Received: 2.0"),
         ({"warmup_epochs": -1}, ValueError, "Expected warmup_epochs of at least 0. Received: -1"),
         ({"warmup_epochs": "5"}, TypeError, "Expected warmup_epochs to be a number. Received: '5'"),
         ({"rule": "cubic"}, ValueError, "Expected rule to be 'linear' or 'sqrt'. Received: 'cubic'"),

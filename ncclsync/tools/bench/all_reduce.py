@@ -15,11 +15,11 @@ import numpy as np
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, significant, size_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
+from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, ratio_to, significant, size_text, time_text
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, filling, ratio, take_turns
 
 PEERS = ("mpi", "tensorflow")
-TOWERS = (2, 4, 8)
+NUMBERS_OF_TOWERS = (2, 4, 8)
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 
@@ -27,23 +27,14 @@ _MOST_ITERATIONS = 2000
 def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
     """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
-    Args:
-        given: `towers` (None: `TOWERS`), `sizes` (in bytes), `against`, `dtype`, `backend` (None: nccl if there is a
-            GPU), `rounds`.
-        show: reports progress.
-
-    Returns:
-        The result; None in all processes of a launcher but the first.
-
-    Raises:
-        BenchError: ncclsync itself cannot be run; a peer that cannot only leaves a note.
+    A peer that cannot be run only leaves a note. Returns None in all processes of a launcher but the first.
     """
     process = find_process()
     if process is not None:
         return _between_processes(given, show, process)
     given.backend = given.backend or ("nccl" if glob.glob("/dev/nvidia[0-9]*") else "cpu")
     rows, notes = [], dict.fromkeys(missing(given))
-    for towers in given.towers or TOWERS:
+    for towers in given.towers or NUMBERS_OF_TOWERS:
         with contextlib.ExitStack() as stack:
             sides = []
             for start in _starts(given, towers):
@@ -113,7 +104,8 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
 def _time_case(
     given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side | ProcessSide], show: Callable[[str], None]
 ) -> list[Row]:
-    count = max(1, size // _item_bytes(given.dtype))
+    item_bytes = np.dtype(given.dtype).itemsize
+    count = max(1, size // item_bytes)
     timers: dict[str, Callable[[], float]] = {}
     owners: dict[str, Side | ProcessSide] = {}
     for side in sides:
@@ -127,54 +119,42 @@ def _time_case(
     wrong = {library: side.ask("wrong", library=library)["wrong"] for library, side in owners.items()}
     for side in sides:
         side.ask("prepare", count=1, dtype=given.dtype)  # frees the memory for the next process
-    actual = count * _item_bytes(given.dtype)
+    actual = count * item_bytes
     case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": given.dtype}
     rows = []
     for library, samples in seconds.items():
         spread = Spread.of(samples)
         beside: list[str] = [other for other in ("memcpy", "mpi", "ncclsync") if other in seconds and other != library]
         ratios = {other: ratio(samples, seconds[other]) for other in beside}
-        more: dict[str, float] = {"wrong": wrong[library]}
+        figures: dict[str, float] = {"wrong": wrong[library]}
         if library != "memcpy":  # a copy reduces nothing
             algbw = actual / spread.median / 1e9
-            more |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
-        rows.append(Row(case, library, spread, ratios, more))
+            figures |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
+        rows.append(Row(case, library, spread, ratios, figures))
     return rows
 
 
 def _iterations(side: Side | ProcessSide, library: str) -> int:
     """Return how many collectives fill a turn; run one first, to warm up."""
     side.ask("run", library=library, iterations=1)
-    once = side.ask("run", library=library, iterations=1)["seconds"]
-    return int(min(max(_TURN_S / max(once, 1e-9), 1), _MOST_ITERATIONS))
+    return filling(_TURN_S, side.ask("run", library=library, iterations=1)["seconds"], _MOST_ITERATIONS)
 
 
 def _turn(side: Side | ProcessSide, library: str, iterations: int) -> float:
     return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
 
 
-def _item_bytes(dtype: str) -> int:
-    return np.dtype(dtype).itemsize
-
-
-def listings() -> list[Listing]:
-    """Return the table."""
-    columns = [
-        Column("towers", lambda row: str(row.case["towers"])),
+TABLES = [
+    [
+        TOWERS,
         Column("size", lambda row: size_text(row.case["size_bytes"])),
         Column("count", lambda row: str(row.case["count"])),
         Column("type", lambda row: row.case["dtype"]),
         Column("library", lambda row: row.side, "left"),
         Column("time", lambda row: time_text(row.value)),
-        Column("algbw\nGB/s", _number("algbw_gb_s")),
-        Column("busbw\nGB/s", _number("busbw_gb_s")),
-        Column("#wrong", lambda row: str(row.more["wrong"])),
-        Column("time ÷\nmemcpy's", ratio_to("memcpy")),
-        Column("time ÷\nMPI's", ratio_to("mpi")),
-        Column("time ÷\nncclsync's", ratio_to("ncclsync")),
+        Column("algbw\nGB/s", more("algbw_gb_s", significant)),
+        Column("busbw\nGB/s", more("busbw_gb_s", significant)),
+        Column("#wrong", more("wrong")),
+        *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
     ]
-    return [Listing(columns)]
-
-
-def _number(name: str) -> Callable[[Row], str]:
-    return lambda row: significant(row.more[name]) if name in row.more else ""
+]

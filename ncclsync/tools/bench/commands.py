@@ -18,7 +18,7 @@ from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.progress import Progress
-from ncclsync.tools.bench.results import Listing, Result, show, write_json
+from ncclsync.tools.bench.results import Result, Tables, show, write_json
 from ncclsync.tools.bench.turns import BenchError
 from ncclsync.tools.processes import tell_of
 
@@ -31,12 +31,14 @@ _LIBRARIES = (
     "its work); sharded: ncclsync with shard_optimizer; processes: ncclsync as 2 processes, by mpirun, which share the "
     "towers"
 )
+_MIRRORED = "mirrored: tf.distribute.MirroredStrategy"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 _BETWEEN_PROCESSES = ("all-reduce", "exchange", "overlap")
 
 # None: another process has the result.
 Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result | None]
+Option = tuple[str, dict[str, Any]]  # of argparse's
 
 
 def add_bench(commands: Any) -> None:
@@ -50,107 +52,106 @@ def add_bench(commands: Any) -> None:
         "result was wrong; 2: nothing was measured.",
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    _add_all_reduce(benchmarks)
-    _add_exchange(benchmarks)
-    _add_overlap(benchmarks)
-    _add_copies(benchmarks)
-    _add_step(benchmarks)
-    _add_start(benchmarks)
-    _add_feed(benchmarks)
-    _add_memory(benchmarks)
+
+    def add(benchmark: Benchmark, tables: Tables, *options: Option, name: str, **texts: str) -> None:
+        parser = benchmarks.add_parser(name, **texts)
+        parser.set_defaults(run=lambda given: _run(given, benchmark, tables))
+        for flag, about in (*options, *_OUTPUTS):
+            parser.add_argument(flag, **about)
+
+    _add_collectives(add)
+    _add_trainings(add)
 
 
-def _add_all_reduce(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "all-reduce",
+def _add_collectives(add: Callable[..., None]) -> None:
+    add(
         all_reduce.bench_all_reduce,
-        all_reduce.listings,
+        all_reduce.TABLES,
+        ("--towers", {"type": listed(at_least(2)), "metavar": "N,N", "help": "default 2,4,8; not under mpirun"}),
+        _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer; "),
+        _against(
+            all_reduce.PEERS,
+            ",".join(all_reduce.PEERS),
+            "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
+            "CollectiveReduceV2, beside ncclsync's op in a graph",
+        ),
+        ("--dtype", {"choices": _DTYPES, "default": "float32", "help": "default %(default)s"}),
+        (
+            "--backend",
+            {
+                "choices": ("nccl", "cpu"),
+                "help": "nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
+            },
+        ),
+        _rounds(11, "turns of each library for each size"),
+        name="all-reduce",
         help="the collective alone, as nccl-tests does",
         description="Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
         "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
         "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
     )
-    parser.add_argument("--towers", type=listed(at_least(2)), metavar="N,N", help="default 2,4,8; not under mpirun")
-    parser.add_argument(
-        "--sizes",
-        type=listed(_size),
-        default=[4 << 10, 1 << 20, 25 << 20, 100 << 20],
-        metavar="SIZE,SIZE",
-        help="of each tower's buffer; default 4KiB,1MiB,25MiB,100MiB",
-    )
-    _add_against(
-        parser,
-        all_reduce.PEERS,
-        list(all_reduce.PEERS),
-        "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
-        "CollectiveReduceV2, beside ncclsync's op in a graph",
-    )
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
-    parser.add_argument(
-        "--backend",
-        choices=("nccl", "cpu"),
-        help="nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
-    )
-    _add_rounds(parser, 11, "turns of each library for each size")
-
-
-def _add_exchange(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "exchange",
+    add(
         exchange.bench_exchange,
-        exchange.listings,
+        exchange.TABLES,
+        _list("--towers", at_least(2), "2,4,8", "N,N"),
+        _rounds(11, "turns of each graph"),
+        name="exchange",
         help="the host time of an all-reduce between towers on GPUs",
         description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
         "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers. By a launcher: the "
         "towers are divided among its processes.",
     )
-    parser.add_argument("--towers", type=listed(at_least(2)), default=[2, 4, 8], metavar="N,N", help="default 2,4,8")
-    _add_rounds(parser, 11, "turns of each graph")
-
-
-def _add_overlap(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "overlap",
+    add(
         overlap.bench_overlap,
-        overlap.listings,
+        overlap.TABLES,
+        _towers(2),
+        (
+            "--link",
+            {
+                "type": link,
+                "metavar": "GB/s,µs",
+                "help": "show too what `plan` predicts for it, such as run.py's --link",
+            },
+        ),
+        _rounds(5, "turns of each side"),
+        name="overlap",
         help="the share of the exchange that back-propagation hides",
         description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
         "GPUs as towers. By a launcher: the towers are divided among its processes.",
     )
-    _add_towers(parser, 2)
-    parser.add_argument(
-        "--link", type=link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
-    )
-    _add_rounds(parser, 5, "turns of each side")
-
-
-def _add_copies(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "copies",
+    add(
         copies.bench_copies,
-        copies.listings,
+        copies.TABLES,
+        _towers(2),
+        _rounds(3, "turns of each side"),
+        name="copies",
         help="whether batches are copied to GPUs beside the computation",
         description="Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
         "alone, over 100 steps each: at best a step takes as long as the longer of the two. Needs as many GPUs as "
         "towers.",
     )
-    _add_towers(parser, 2)
-    _add_rounds(parser, 3, "turns of each side")
 
 
-def _add_step(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "step",
+def _add_trainings(add: Callable[..., None]) -> None:
+    add(
         training.bench_step,
-        training.step_listings,
+        training.STEP_TABLES,
+        _models(",".join(training.MODEL_NAMES)),
+        _towers(),
+        _against(training.PEERS, "mirrored,single", _LIBRARIES),
+        ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
+        _flag(
+            "--cpu",
+            "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
+            "memory, an op on one thread on both sides",
+        ),
+        _flag("--watched", "also time steps that Timeline and Throughput watch"),
+        _shards("also time steps"),
+        _rounds(15, "turns of each side"),
+        name="step",
         help="one step of training inside fit, and where its time goes",
         description="Time a step inside fit, beside the same model under MirroredStrategy and on one "
         "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
@@ -159,151 +160,91 @@ def _add_step(benchmarks: Any) -> None:
         "callbacks, logs). They are differences of timings of the same step with parts left out, so that a "
         "small one may be negative by noise.",
     )
-    _add_model(parser, list(training.MODEL_NAMES))
-    _add_towers(parser)
-    _add_against(parser, training.PEERS, ["mirrored", "single"], _LIBRARIES)
-    parser.add_argument("--no-split", dest="split", action="store_false", help="only whole steps")
-    parser.add_argument(
-        "--cpu",
-        action="store_true",
-        help="only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
-        "memory, an op on one thread on both sides",
-    )
-    parser.add_argument("--watched", action="store_true", help="also time steps that Timeline and Throughput watch")
-    _add_shards(parser, "also time steps with so many shards for each tower, of the same batch; default none")
-    _add_rounds(parser, 15, "turns of each side")
-
-
-def _add_shards(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--shards", type=listed(_times), default=[], metavar="1x,2x", help=text)
-
-
-def _times(text: str) -> int:
-    """Return 2 for "2x"."""
-    return at_least(1)(text.removesuffix("x"))
-
-
-def _add_start(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "start",
+    add(
         training.bench_start,
-        training.start_listings,
+        training.START_TABLES,
+        _models("resnet50"),
+        _list("--towers", at_least(1), "1,2,4,8", "N,N"),
+        _against(("mirrored",), "mirrored", _MIRRORED),
+        _rounds(3, "fresh processes of each side"),
+        name="start",
         help="from the call of the decorated factory to the end of the first step",
         description="Time from the call of the decorated factory to the end of the first step, without "
         "imports, each time in a fresh process.",
     )
-    _add_model(parser, ["resnet50"])
-    _add_numbers_of_towers(parser)
-    _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
-    _add_rounds(parser, 3, "fresh processes of each side")
-
-
-def _add_feed(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "feed",
+    feeds, peers = training.FEEDS, ("mirrored", "single")
+    add(
         training.bench_feed,
-        training.feed_listings,
+        training.FEED_TABLES,
+        _models("mlp"),
+        _towers(),
+        _list("--data", _one_of(feeds), ",".join(feeds), "KIND,KIND"),
+        _against(peers, "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"),
+        _rounds(15, "turns of each side"),
+        name="feed",
         help="fit on NumPy, tf.data and a generator",
         description="Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a "
         "constant batch that is in memory already, which is the ceiling: 1 means that feeding costs nothing.",
     )
-    _add_model(parser, ["mlp"])
-    _add_towers(parser)
-    feeds = training.FEEDS
-    parser.add_argument(
-        "--data",
-        type=listed(_one_of(feeds)),
-        default=list(feeds),
-        metavar="KIND,KIND",
-        help=f"of {', '.join(feeds)}; default: all",
-    )
-    peers = ("mirrored", "single")
-    _add_against(parser, peers, [], "what feeding costs mirrored (MirroredStrategy), single (plain Keras)")
-    _add_rounds(parser, 15, "turns of each side")
-
-
-def _add_memory(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks,
-        "memory",
+    rows = "of the batch; default: each model's own, as of `step`, and with --shards 64 times that"
+    add(
         training.bench_memory,
-        training.memory_listings,
+        training.MEMORY_TABLES,
+        _models("resnet50"),
+        _list("--towers", at_least(1), "1,2,4,8", "N,N"),
+        _against(("mirrored",), "mirrored", _MIRRORED),
+        _shards("also measure"),
+        _flag("--activations", "also tell how much more than needed is taken, beside one tower's activations"),
+        ("--batch-size", {"type": at_least(1), "metavar": "ROWS", "help": rows}),
+        _rounds(3, "fresh processes of each side"),
+        name="memory",
         help="peak resident memory of the host by number of towers",
         description="Measure the peak resident memory of a process that trains for a few steps, each time a "
         "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
         "share of the rows, and the activations, are the peak less that of one row for each tower.",
     )
-    _add_model(parser, ["resnet50"])
-    _add_numbers_of_towers(parser)
-    _add_against(parser, ("mirrored",), ["mirrored"], "mirrored: tf.distribute.MirroredStrategy")
-    _add_shards(parser, "also measure so many shards for each tower, of the same batch; default none")
-    parser.add_argument(
-        "--activations",
-        action="store_true",
-        help="also tell how much more than needed is taken, beside one tower's activations",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        metavar="ROWS",
-        help="of the batch; default: each model's own, as of `step`, and with --shards 64 times that",
-    )
-    _add_rounds(parser, 3, "fresh processes of each side")
 
 
-def _add_model(parser: argparse.ArgumentParser, default: list[str]) -> None:
+_OUTPUTS: tuple[Option, ...] = (
+    ("--json", {"type": pathlib.Path, "metavar": "FILE", "help": "write all figures there as well"}),
+    (
+        "--plot",
+        {"type": pathlib.Path, "metavar": "FILE.png", "help": "draw them, to .png, .svg or .pdf; needs matplotlib"},
+    ),
+)
+
+
+def _list(flag: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
+    return flag, {"type": listed(parse), "default": default, "metavar": metavar, "help": f"{meaning}default {default}"}
+
+
+def _models(default: str) -> Option:
     names = training.MODEL_NAMES
-    parser.add_argument(
-        "--model",
-        type=listed(_one_of(names)),
-        default=default,
-        metavar="NAME,NAME",
-        help=f"of {', '.join(names)}; default {','.join(default)}",
-    )
+    return _list("--model", _one_of(names), default, "NAME,NAME", f"of {', '.join(names)}; ")
 
 
-def _add_towers(parser: argparse.ArgumentParser, least: int = 1) -> None:
-    parser.add_argument("--towers", type=at_least(least), default=4, metavar="N", help="default %(default)s")
+def _against(choices: tuple[str, ...], default: str, meaning: str) -> Option:
+    return _list("--against", _one_of(choices), default, "NAME,NAME", f"{meaning}; 'none' for none; ")
 
 
-def _add_numbers_of_towers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--towers", type=listed(at_least(1)), default=[1, 2, 4, 8], metavar="N,N", help="default 1,2,4,8"
-    )
+def _shards(what: str) -> Option:
+    return _list("--shards", _times, "none", "1x,2x", f"{what} with so many shards for each tower, of the same batch; ")
 
 
-def _add(
-    benchmarks: Any, name: str, benchmark: Benchmark, listings: Callable[[], list[Listing]], **texts: str
-) -> argparse.ArgumentParser:
-    """Add a benchmark, with the arguments of all benchmarks."""
-    parser = benchmarks.add_parser(name, **texts)
-    parser.set_defaults(run=lambda given: _run(given, benchmark, listings))
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
-    parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="FILE.png", help="draw them, to .png, .svg or .pdf; needs matplotlib"
-    )
-    return parser
+def _towers(least: int = 1) -> Option:
+    return "--towers", {"type": at_least(least), "default": 4, "metavar": "N", "help": "default %(default)s"}
 
 
-def _add_against(parser: argparse.ArgumentParser, choices: tuple[str, ...], default: list[str], meaning: str) -> None:
-    parser.add_argument(
-        "--against",
-        type=listed(_one_of(choices)),
-        default=default,
-        metavar="NAME,NAME",
-        help=f"{meaning}; 'none' for none; default {','.join(default) or 'none'}",
-    )
+def _rounds(default: int, meaning: str) -> Option:
+    about = {"type": at_least(1), "default": default, "metavar": "N", "help": f"{meaning}; default %(default)s"}
+    return "--rounds", about
 
 
-def _add_rounds(parser: argparse.ArgumentParser, default: int, meaning: str) -> None:
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=default, metavar="N", help=f"{meaning}; default %(default)s"
-    )
+def _flag(flag: str, meaning: str) -> Option:
+    return flag, {"action": "store_true", "help": meaning}
 
 
-def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[], list[Listing]]) -> int:
+def _run(given: argparse.Namespace, benchmark: Benchmark, tables: Tables) -> int:
     """Run a benchmark; of several processes only the first shows the result, or the error."""
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
@@ -323,7 +264,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, listings: Callable[[],
     if result is None:
         return DONE
     progress.clear()
-    show(result, listings())
+    show(result, tables)
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     if given.plot:
@@ -364,3 +305,8 @@ def _size(text: str) -> int:
     if not found or found[2] not in _UNITS or found[1].count(".") > 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 4KiB or 25MiB, received {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _times(text: str) -> int:
+    """Return 2 for "2x"."""
+    return at_least(1)(text.removesuffix("x"))

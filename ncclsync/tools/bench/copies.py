@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.tools.bench.exchange import check_gpus
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_to, time_of, time_text
+from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, ratio_to, time_text
 from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
 
 _WIDTH, _ROWS = 4096, 256  # of a tower's inputs: 4 MiB
@@ -16,15 +16,7 @@ _STEPS = 100  # of a turn
 
 
 def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time steps in fit, steps without copies, and copies.
-
-    Args:
-        given: `towers`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time steps in fit, steps without copies, and copies."""
     show("importing TensorFlow")
     check_gpus(given.towers)
     import tensorflow as tf
@@ -57,9 +49,9 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
         }
         seconds = take_turns(timers, given.rounds, show)
     ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}
-    more = {f"{name}_s": Spread.of(seconds[name]) for name in ("compute", "copy")}
+    figures = {f"{name}_s": Spread.of(seconds[name]) for name in ("compute", "copy")}
     case = {"towers": given.towers, "batch_size": given.towers * _ROWS, "steps": _STEPS}
-    return Result("copies", "s", (Row(case, "ncclsync", Spread.of(seconds["fit"]), ratios, more),))
+    return Result("copies", "s", (Row(case, "ncclsync", Spread.of(seconds["fit"]), ratios, figures),))
 
 
 class _Kept:
@@ -88,13 +80,12 @@ def _dense() -> Any:
     return model
 
 
-def listings() -> list[Listing]:
-    """Return the table."""
-    columns = [
-        Column("towers", lambda row: str(row.case["towers"])),
+TABLES = [
+    [
+        TOWERS,
         Column("step\nin fit", lambda row: time_text(row.value)),
-        Column("without\ncopies", time_of("compute_s")),
-        Column("copies\nalone", time_of("copy_s")),
+        Column("without\ncopies", more("compute_s", time_text)),
+        Column("copies\nalone", more("copy_s", time_text)),
         Column("step ÷\nthe longer", ratio_to("the longer")),
     ]
-    return [Listing(columns)]
+]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, time_text
+from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
 
 OPS, EMPTY = "ops", "empty graph"
@@ -22,15 +22,7 @@ _CALLS = 5  # of a turn
 
 
 def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one.
-
-    Args:
-        given: `towers`, a list; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one."""
     show("importing TensorFlow")
     process, own = find_process(), [check_gpus(towers) for towers in given.towers]
     from ncclsync.training.loop import Towers
@@ -76,6 +68,14 @@ def check_gpus(towers: int) -> int:
     return towers
 
 
+def on(device: str, tensor: Any) -> Any:
+    """Return a tensor's copy on a device, such as "GPU:0"."""
+    import tensorflow as tf
+
+    with tf.device(f"/{device}"):
+        return tf.identity(tensor)
+
+
 def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
     import numpy as np
     import tensorflow as tf
@@ -83,18 +83,13 @@ def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None
     from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.ops import group_ops
 
-    sent, communicator, devices = [], joined.communicator, joined.devices
-    for rank, device in zip(communicator.ranks, devices, strict=True):
-        with tf.device(f"/{device}"):
-            sent.append(tf.identity(tf.fill([_ELEMENTS], float(rank))))
-    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * len(devices)
+    communicator, devices = joined.communicator, joined.devices
 
     def passed(*tensors: Any) -> list[Any]:
-        placed = []
-        for device, tensor in zip(devices, tensors, strict=True):
-            with tf.device(f"/{device}"):
-                placed.append(tf.identity(tensor))
-        return placed
+        return [on(device, tensor) for device, tensor in zip(devices, tensors, strict=True)]
+
+    sent = passed(*(tf.fill([_ELEMENTS], float(rank)) for rank in communicator.ranks))
+    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * len(devices)
 
     def in_a_row(*tensors: Any) -> Sequence[Any]:
         column, turns = passed(*tensors), group_ops.Turns([], str)
@@ -135,12 +130,11 @@ def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None
     return rows
 
 
-def listings() -> list[Listing]:
-    """Return the table."""
-    columns = [
-        Column("towers", lambda row: str(row.case["towers"])),
+TABLES = [
+    [
+        TOWERS,
         Column("by", lambda row: row.side, "left"),
         Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-        Column("#wrong", lambda row: str(row.more["wrong"])),
+        Column("#wrong", more("wrong")),
     ]
-    return [Listing(columns)]
+]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.communicator.processes import find_process
-from ncclsync.tools.bench.exchange import check_gpus, is_first
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, ratio_text, time_of, time_text
+from ncclsync.tools.bench.exchange import check_gpus, is_first, on
+from ncclsync.tools.bench.results import STEP, TOWERS, Column, Result, Row, median_text, more, ratio_text, time_text
 from ncclsync.tools.bench.turns import BenchError, Spread, device_timer, take_turns
 
 BUCKETS = 5
@@ -25,15 +25,7 @@ _STEPS = 3  # of a turn
 
 
 def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time a step with and without its exchanges, and these alone; None but in the first of several processes.
-
-    Args:
-        given: `towers`; `rounds`; `link` to predict for, or None.
-        show: reports progress.
-
-    Raises:
-        BenchError: see `check_gpus`.
-    """
+    """Time a step with and without its exchanges, and these alone; None but in the first of several processes."""
     show("importing TensorFlow")
     here = check_gpus(given.towers)
     import tensorflow as tf
@@ -60,7 +52,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         seconds = take_turns(timers, given.rounds, show)
         leads = [parts.lead() for _ in range(given.rounds)]
     turns = zip(seconds["without"], seconds["exchange"], seconds["step"], strict=True)
-    more: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "without_s": Spread.of(seconds["without"]),
         "exchange_s": Spread.of(seconds["exchange"]),
         "hidden": Spread.of([(without + exchange - step) / exchange for without, exchange, step in turns]),
@@ -71,10 +63,13 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     if not is_first(find_process()):
         return None
     if given.link is not None:
-        predicted_s = _predicted_s(given.link, given.towers, more["without_s"].median, bucket_bytes)
-        more |= {"predicted_s": predicted_s, "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]])}
+        predicted_s = _predicted_s(given.link, given.towers, figures["without_s"].median, bucket_bytes)
+        figures |= {
+            "predicted_s": predicted_s,
+            "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]]),
+        }
     case = {"model": f"dense, {len(_WIDTHS)} layers", "towers": given.towers, "batch_size": given.towers * _ROWS}
-    return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, more),))
+    return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, figures),))
 
 
 def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
@@ -125,17 +120,12 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     from ncclsync.compat import tensorflow as tf_compat
     from ncclsync.ops import device_ops
 
-    sends: list[list[Any]] = []  # [B][N]
-    for size in sizes:
-        sends.append([])
-        for device in towers.devices:
-            with tf.device(f"/{device}"):
-                sends[-1].append(tf.zeros([size // 4]))
+    sends = [[on(device, tf.zeros([size // 4])) for device in towers.devices] for size in sizes]  # [B][N]
 
     def exchange() -> list[Any]:
         launched: list[Any] = []
         for column in sends:
-            placed = [_on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
+            placed = [on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
             before = [one.token for one in launched[-1:]]
             collectives = [AllReduce((), (), "sum")]
             launched.append(
@@ -148,30 +138,18 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     return timer
 
 
-def _on(device: str, tensor: Any) -> Any:
-    import tensorflow as tf
-
-    with tf.device(f"/{device}"):
-        return tf.identity(tensor)
-
-
-def listings() -> list[Listing]:
-    """Return the tables: the hidden share, and the host's lead."""
-    hidden = [
-        Column("towers", lambda row: str(row.case["towers"])),
-        Column("step", lambda row: time_text(row.value)),
-        Column("without\nexchanges", time_of("without_s")),
-        Column("exchanges\nalone", time_of("exchange_s")),
-        Column("hidden", lambda row: f"{row.more['hidden'].median:.0%}"),
-        Column("step\nby plan", _predicted),
-        Column("÷\nmeasured", lambda row: ratio_text(row.more.get("predicted_ratio"))),
-    ]
-    lead = [
-        Column("the call of a step\nreturns after", time_of("called_s")),
-        Column("the step has ended\nafter", time_of("ended_s")),
-    ]
-    return [Listing(hidden), Listing(lead)]
-
-
-def _predicted(row: Row) -> str:
-    return time_text(Spread.of([row.more["predicted_s"]])).partition(" (")[0] if "predicted_s" in row.more else ""
+TABLES = [
+    [
+        TOWERS,
+        STEP,
+        Column("without\nexchanges", more("without_s", time_text)),
+        Column("exchanges\nalone", more("exchange_s", time_text)),
+        Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
+        Column("step\nby plan", more("predicted_s", median_text)),
+        Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
+    ],
+    [
+        Column("the call of a step\nreturns after", more("called_s", time_text)),
+        Column("the step has ended\nafter", more("ended_s", time_text)),
+    ],
+]

@@ -1,6 +1,6 @@
 """Start processes by mpirun, or drive those that mpirun has started, for `bench all-reduce`.
 
-Process 0 asks, and all processes work, by `ranks.MpiReducer`. TensorFlow's own collectives, whose server a process
+Process 0 asks, and all processes work: see `ranks`. TensorFlow's own collectives, whose server a process
 starts once, run in a child of each process.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.ranks import MpiReducer
-from ncclsync.tools.bench.reducers import Reducer
+from ncclsync.tools.bench.ranks import MpiReducer, Ranks
 from ncclsync.tools.bench.turns import BenchError, Side
 from ncclsync.tools.processes import join, mpi_versions
 
@@ -78,7 +77,7 @@ class ProcessSide:
         """
         try:
             self._peers = join(process)
-            self._reducer = MpiReducer(process.size, ("ncclsync", "memcpy", "mpi"))
+            self._reducer, self._ranks = MpiReducer(process.size, beside=True), Ranks()
         except NcclSyncError as error:
             raise BenchError(str(error)) from error
         hosts = len(set(self._peers.hosts))
@@ -105,29 +104,22 @@ class ProcessSide:
         return next(filter(None, errors), "")
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Let all processes work, in process 0; see `Side.ask`."""
-        request = {"do": do, **details}
-        self._reducer.share(request)
-        return self._serve(request)
+        """Let all processes work, in process 0; see `Side.ask` and `Ranks.join`."""
+        return self._ranks.join(self._serve(self._ranks.share({"do": do, **details})))
 
     def follow(self) -> None:
         """Serve process 0's requests until it ends."""
-        while (request := self._reducer.share(None))["do"] != "end":
-            self._serve(request)
+        while (request := self._ranks.share(None))["do"] != "end":
+            self._ranks.join(self._serve(request))
 
     def _serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Work in this process; return process 0's answer, or of wrong elements the sum."""
+        """Work in this process; return its answer."""
         if request.get("library") == _GRPC:
             assert self._child is not None
-            answer = self._child.ask(**request)
-            if request["do"] == "wrong":
-                answer["wrong"] = self._reducer.total(answer["wrong"])
-            self._reducer.barrier()
-            return answer
-        answer = Reducer.serve(self._reducer, request)
+            return self._child.ask(**request)
+        answer = self._reducer.serve(request)
         if request["do"] == "prepare" and self._child is not None:
-            libraries = self._child.ask(**request)["libraries"]
-            answer["libraries"] = (*answer["libraries"], *libraries)
+            answer["libraries"] += self._child.ask(**request)["libraries"]
         return answer
 
     def __enter__(self) -> "ProcessSide":
@@ -136,7 +128,7 @@ class ProcessSide:
     def __exit__(self, *_: object) -> None:
         """Let the others end, and end the children."""
         if self._peers.rank == 0:
-            self._reducer.share({"do": "end"})
+            self._ranks.share({"do": "end"})
         self._stack.close()
 
 

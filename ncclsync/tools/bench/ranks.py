@@ -7,10 +7,52 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.communicator import MpiCommunicator, empty_aligned
+from ncclsync.communicator import MpiCommunicator
 from ncclsync.communicator.messages import MOST_BYTES
-from ncclsync.tools.bench.reducers import Reducer, count_wrong, pattern, timed
+from ncclsync.tools.bench.reducers import BufferReducer, Reducer, pattern, reduce_by_tensorflow
 from ncclsync.tools.bench.turns import Requests
+
+
+class Ranks:
+    """Have all processes of mpirun work on what process 0 is asked, and join their answers."""
+
+    def __init__(self) -> None:
+        """Join the others."""
+        from mpi4py import MPI
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+
+    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
+        """Give rank 0's request to all; sleep between two looks, where MPI itself would spin."""
+        if request is not None:
+            for other in range(1, self.size):
+                self._send(request, other)
+            return request
+        while not self._world.Iprobe(source=0):
+            time.sleep(0.001)
+        return self._receive(0)
+
+    def join(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return in process 0 the longest time, and the sums of the cores' work and of wrong elements."""
+        if self.rank > 0:
+            self._send(values, 0)
+            return values
+        each = [values, *(self._receive(other) for other in range(1, self.size))]
+        found = {name: [one[name] for one in each] for name in values}
+        return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
+
+    def _send(self, values: dict[str, Any], to: int) -> None:
+        """Send values as JSON: MPI's own objects are pickled."""
+        self._world.Send([json.dumps(values).encode(), self._mpi.BYTE], dest=to)
+
+    def _receive(self, source: int) -> dict[str, Any]:
+        status = self._mpi.Status()
+        self._world.Probe(source=source, status=status)
+        received = bytearray(min(status.Get_count(self._mpi.BYTE), MOST_BYTES))
+        self._world.Recv([received, self._mpi.BYTE], source=source)
+        values: dict[str, Any] = json.loads(received)
+        return values
 
 
 class RankRequests:
@@ -18,130 +60,43 @@ class RankRequests:
 
     def __init__(self, requests: Requests) -> None:
         """Join the others."""
-        from mpi4py import MPI
-
-        self._requests, self._world = requests, MPI.COMM_WORLD
+        self._requests, self._ranks = requests, Ranks()
 
     def next(self) -> dict[str, Any]:
         """Return the next request."""
-        return share(self._world, self._requests.next() if self._world.Get_rank() == 0 else None)
+        return self._ranks.share(self._requests.next() if self._ranks.rank == 0 else None)
 
-    def answer(self, **values: float) -> None:
-        """Answer the last request: the longest time, and the sum of the cores' work in all processes."""
-        each = [values]
-        if self._world.Get_rank() > 0:
-            send(self._world, values, 0)
-        else:
-            each += [receive(self._world, other) for other in range(1, self._world.Get_size())]
-            found = {name: [one[name] for one in each] for name in values}
-            self._requests.answer(**{name: sum(all_) if "cpu" in name else max(all_) for name, all_ in found.items()})
+    def answer(self, **values: Any) -> None:
+        """Answer the last request, for all; see `Ranks.join`."""
+        joined = self._ranks.join(values)
+        if self._ranks.rank == 0:
+            self._requests.answer(**joined)
 
 
-def share(world: Any, request: dict[str, Any] | None) -> dict[str, Any]:
-    """Give rank 0's request to all ranks of MPI; sleep between two looks, where MPI itself would spin."""
-    if request is not None:
-        for other in range(1, world.Get_size()):
-            send(world, request, other)
-        return request
-    while not world.Iprobe(source=0):
-        time.sleep(0.001)
-    return receive(world, 0)
+class MpiReducer(BufferReducer):
+    """Run a rank of mpirun's processes: MPI's own all-reduce and, if asked, ncclsync's, and a copy."""
 
-
-def send(world: Any, values: dict[str, Any], to: int) -> None:
-    """Send values to a rank of MPI, as JSON: MPI's own objects are pickled."""
-    world.Send([json.dumps(values).encode(), _mpi().BYTE], dest=to)
-
-
-def receive(world: Any, source: int) -> dict[str, Any]:
-    """Return the next values that a rank of MPI has sent."""
-    status = _mpi().Status()
-    world.Probe(source=source, status=status)
-    received = bytearray(min(status.Get_count(_mpi().BYTE), MOST_BYTES))
-    world.Recv([received, _mpi().BYTE], source=source)
-    values: dict[str, Any] = json.loads(received)
-    return values
-
-
-def _mpi() -> Any:
-    from mpi4py import MPI
-
-    return MPI
-
-
-class MpiReducer(Reducer):
-    """Run a rank of mpirun's processes; the driver asks rank 0, and all ranks do the same.
-
-    ncclsync, MPI's own all-reduce and a copy work on the same buffers.
-    """
-
-    libraries: tuple[str, ...] = ("mpi",)
-
-    def __init__(self, towers: int, libraries: tuple[str, ...] = ("mpi",)) -> None:
+    def __init__(self, towers: int, beside: bool = False) -> None:
         """Join the others. Collective.
 
         Args:
             towers: number of ranks.
-            libraries: of "ncclsync", "memcpy" and "mpi".
+            beside: whether to run ncclsync and a copy on the same buffers.
         """
-        super().__init__(towers)
-        self.libraries, self._world = libraries, _mpi().COMM_WORLD
-        self.rank = self._world.Get_rank()
-        self._communicator = MpiCommunicator(1) if "ncclsync" in libraries else None
+        from mpi4py import MPI
 
-    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Give rank 0's request to all ranks; see the function `share`."""
-        return share(self._world, request)
-
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-        self._world.Barrier()
-
-    def total(self, number: int) -> int:
-        """Return the sum of all ranks' numbers."""
-        total = np.zeros(1, np.int64)
-        self._world.Allreduce(np.array([number]), total)
-        return int(total[0])
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        self._send, self._recv = empty_aligned(count, dtype), empty_aligned(count, dtype)
-        self._send[:], self._recv[:] = pattern(self.rank, count, dtype), 99
+        self._world = MPI.COMM_WORLD
+        super().__init__(towers, [self._world.Get_rank()], MpiCommunicator(1) if beside else None, 1)
+        by_mpi = {"mpi": lambda: self._world.Allreduce(self.sends[0], self.recvs[0])}
+        self.libraries = {**self.libraries, **by_mpi} if beside else by_mpi
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`; returns when the last rank has its result."""
-        self.barrier()
+        self._world.Barrier()
         began = time.perf_counter()
-        for _ in range(iterations):
-            self._reduce(library)
-        self.barrier()
+        super().run(library, iterations)
+        self._world.Barrier()
         return time.perf_counter() - began
-
-    def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
-        self._recv[:] = 99
-        self._reduce(library)
-        if library == "memcpy":
-            return self.total(int(np.count_nonzero(self._recv != self._send)))
-        return self.total(count_wrong([self._recv], self.towers))
-
-    def _reduce(self, library: str) -> None:
-        if library == "mpi":
-            self._world.Allreduce(self._send, self._recv)
-        elif library == "memcpy":
-            np.copyto(self._recv, self._send)
-        elif self._communicator is not None:
-            self._communicator.all_reduce([self._send], [self._recv])
-
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """See `Reducer.serve`; serves on all ranks."""
-        self.share(request)
-        return super().serve(request)
-
-    def follow(self) -> None:
-        """Serve rank 0's requests until this process is ended."""
-        while True:
-            super().serve(self.share(None))
 
 
 class GrpcReducer(Reducer):
@@ -149,8 +104,6 @@ class GrpcReducer(Reducer):
 
     Each rank has its own driver; all ranks must get the same request at the same time.
     """
-
-    libraries = ("tf grpc",)
 
     def __init__(self, towers: int, rank: int, addresses: list[str]) -> None:
         """Join; returns when all ranks have joined.
@@ -177,6 +130,7 @@ class GrpcReducer(Reducer):
         self._instance = 10_000  # above the strategy's own keys
         self._meet = self._graph([1], "float32")
         self._one = self._on_device(np.ones(1, "float32"))
+        self.libraries = {"tf grpc": lambda: [self._reduce(self._send)]}
 
     def _on_device(self, array: np.ndarray) -> Any:
         with self._tf.device(self._device):
@@ -190,17 +144,7 @@ class GrpcReducer(Reducer):
 
         def reduce(tensor):
             with tf.device(self._device):
-                return tf.raw_ops.CollectiveReduceV2(
-                    input=tensor,
-                    group_size=self.towers,
-                    group_key=10_000,
-                    instance_key=instance,  # one for each shape
-                    ordering_token=[],
-                    merge_op="Add",
-                    final_op="Id",
-                    communication_hint="ring",
-                    timeout_seconds=60,
-                )
+                return reduce_by_tensorflow(tensor, self.towers, instance, 10_000, "ring")
 
         return tf.function(reduce, input_signature=[tf.TensorSpec(shape, dtype)], autograph=False)
 
@@ -212,8 +156,4 @@ class GrpcReducer(Reducer):
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`; the ranks meet before."""
         self._meet(self._one).numpy()
-        return timed(lambda: self._reduce(self._send).numpy(), iterations)
-
-    def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of this rank's result."""
-        return count_wrong([self._reduce(self._send).numpy()], self.towers)
+        return super().run(library, iterations)

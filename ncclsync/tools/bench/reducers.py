@@ -36,13 +36,13 @@ def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
 
 
 class Reducer(abc.ABC):
-    """Run some libraries' all-reduces over the same input. `towers` ranks; `prepare` comes first.
+    """Run some libraries' all-reduces over the same input of `towers` ranks; `prepare` comes first.
 
     Attributes:
-        libraries: their names.
+        libraries: by name, a function that reduces once.
     """
 
-    libraries: tuple[str, ...]
+    libraries: dict[str, Callable[[], Any]]
 
     def __init__(self, towers: int) -> None:
         """Prepare for so many ranks."""
@@ -52,92 +52,96 @@ class Reducer(abc.ABC):
     def prepare(self, count: int, dtype: str) -> None:
         """Make the input, `count` elements per rank; free earlier buffers."""
 
-    @abc.abstractmethod
     def run(self, library: str, iterations: int) -> float:
         """All-reduce so many times; return the seconds that took."""
+        began = time.perf_counter()
+        for _ in range(iterations):
+            self.libraries[library]()
+        return time.perf_counter() - began
 
-    @abc.abstractmethod
     def wrong(self, library: str) -> int:
-        """All-reduce the pattern once; return how many elements of all ranks' results are wrong."""
+        """All-reduce the pattern once; return how many elements of this process' results are wrong."""
+        return count_wrong([tensor.numpy() for tensor in self.libraries[library]()], self.towers)
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve a request of the driver; return the answer."""
         if request["do"] == "prepare":
             self.prepare(request["count"], request["dtype"])
-            return {"libraries": self.libraries}
+            return {"libraries": [*self.libraries]}
         if request["do"] == "run":
             return {"seconds": self.run(request["library"], request["iterations"])}
         return {"wrong": self.wrong(request["library"])}
 
 
-def timed(function: Callable[[], Any], iterations: int) -> float:
-    """Return how many seconds so many calls take."""
-    began = time.perf_counter()
-    for _ in range(iterations):
-        function()
-    return time.perf_counter() - began
+class BufferReducer(Reducer):
+    """Reduce from buffers to buffers, one of each for every rank here: in host memory, by NumPy."""
 
+    def __init__(self, towers: int, ranks: Sequence[int], communicator: Communicator | None, cores: int) -> None:
+        """Prepare; the libraries are "ncclsync", if there is a communicator, and a copy of the same bytes, "memcpy".
 
-class HostReducer(Reducer):
-    """Reduce in this process' memory: by ncclsync, and a copy of the same bytes."""
-
-    libraries = ("ncclsync", "memcpy")
-
-    def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
-        """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
+        Args:
+            towers: number of ranks, in all processes.
+            ranks: of this process.
+            communicator: of these ranks.
+            cores: that a copy uses.
+        """
         super().__init__(towers)
-        self._communicator = communicator or CpuCommunicator(towers)
-        self._cores = len(os.sched_getaffinity(0))
-        self._threads = concurrent.futures.ThreadPoolExecutor(self._cores)
-        self._sends: list[np.ndarray] = []
-        self._recvs: list[np.ndarray] = []
+        self.libraries = {"memcpy": self._copy}
+        if communicator is not None:
+            reduce = communicator.all_reduce
+            self.libraries = {"ncclsync": lambda: reduce(self.sends, self.recvs), **self.libraries}
+        self._ranks, self._cores = ranks, cores
+        self._threads = concurrent.futures.ThreadPoolExecutor(cores)
+        self.sends: list[Any] = []
+        self.recvs: list[Any] = []
+
+    def make(self, rank: int, array: np.ndarray) -> Any:
+        """Return a buffer of a rank with the array's elements."""
+        made = empty_aligned(array.size, array.dtype.name)
+        made[:] = array
+        return made
 
     def prepare(self, count: int, dtype: str) -> None:
         """See `Reducer.prepare`."""
-        self._sends, self._recvs = [], []
-        for rank in range(self.towers):
-            for buffers in (self._sends, self._recvs):
-                buffers.append(empty_aligned(count, dtype))
-                buffers[-1][:] = pattern(rank, count, dtype)
-
-    def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`."""
-        return timed(self._copy if library == "memcpy" else self._all_reduce, iterations)
+        self.sends, self.recvs = [], []
+        for rank in self._ranks:
+            self.sends.append(self.make(rank, pattern(rank, count, dtype)))
+            self.recvs.append(self.make(rank, pattern(rank, count, dtype)))
 
     def wrong(self, library: str) -> int:
         """See `Reducer.wrong`; of a copy, elements that differ from their source."""
-        for recv in self._recvs:
-            recv[:] = 99
+        for i, rank in enumerate(self._ranks):
+            self.recvs[i] = self.make(rank, np.full_like(np.asarray(self.sends[i]), 99))
         self.run(library, 1)
+        results = [np.asarray(recv) for recv in self.recvs]
         if library == "memcpy":
-            pairs = zip(self._sends, self._recvs, strict=True)
-            return sum(int(np.count_nonzero(send != recv)) for send, recv in pairs)
-        return count_wrong(self._recvs, self.towers)
-
-    def _all_reduce(self) -> None:
-        self._communicator.all_reduce(self._sends, self._recvs)
+            return sum(int(np.count_nonzero(result != send)) for result, send in zip(results, self.sends, strict=True))
+        return count_wrong(results, self.towers)
 
     def _copy(self) -> None:
-        """Copy all ranks' bytes, on all cores: an all-reduce reads and writes as many."""
-        pairs = zip(self._sends, self._recvs, strict=True)
-        if self._sends[0].nbytes * self.towers < _FEW_BYTES:
-            for send, recv in pairs:
+        """Copy all ranks' bytes: an all-reduce reads and writes as many."""
+        if self._cores == 1 or self.sends[0].nbytes * len(self.sends) < _FEW_BYTES:
+            for send, recv in zip(self.sends, self.recvs, strict=True):
                 np.copyto(recv, send)
             return
-        parts = [
-            (part_to, part_from)
-            for send, recv in pairs
-            for part_to, part_from in zip(
-                np.array_split(recv, self._cores), np.array_split(send, self._cores), strict=True
-            )
-        ]
-        list(self._threads.map(np.copyto, *zip(*parts, strict=True)))
+        to, source = (
+            [part for buffer in buffers for part in np.array_split(buffer, self._cores)]
+            for buffers in (self.recvs, self.sends)
+        )
+        list(self._threads.map(np.copyto, to, source))
 
 
-class NcclReducer(Reducer):
+class HostReducer(BufferReducer):
+    """Reduce in this process' memory: by ncclsync, and a copy of the same bytes on all cores."""
+
+    def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
+        """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
+        cores = len(os.sched_getaffinity(0))
+        super().__init__(towers, range(towers), communicator or CpuCommunicator(towers), cores)
+
+
+class NcclReducer(BufferReducer):
     """Reduce in the memory of N GPUs, by NCCL. TensorFlow, always installed, allocates the buffers."""
-
-    libraries = ("ncclsync",)
 
     def __init__(self, towers: int) -> None:
         """Join the first N GPUs.
@@ -146,7 +150,6 @@ class NcclReducer(Reducer):
             BenchError: TensorFlow sees fewer.
             NcclUnavailableError: NCCL cannot be used.
         """
-        super().__init__(towers)
         import tensorflow as tf
 
         gpus = tf.config.list_physical_devices("GPU")
@@ -154,28 +157,32 @@ class NcclReducer(Reducer):
             raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {len(gpus)}")
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
-        self._communicator = NcclCommunicator(list(range(towers)))
-        self._sends: list[Any] = []
-        self._recvs: list[Any] = []
+        super().__init__(towers, range(towers), NcclCommunicator(list(range(towers))), 1)
+        del self.libraries["memcpy"]
 
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
+    def make(self, rank: int, array: np.ndarray) -> Any:
+        """See `BufferReducer.make`."""
         import tensorflow as tf
 
-        self._sends, self._recvs = [], []
-        for rank in range(self.towers):
-            with tf.device(f"/GPU:{rank}"):
-                self._sends.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
-                self._recvs.append(tf.fill([count], tf.cast(99, dtype)))
+        with tf.device(f"/GPU:{rank}"):
+            return tf.identity(tf.constant(array))
 
-    def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`; a collective has happened when it returns."""
-        return timed(lambda: self._communicator.all_reduce(self._sends, self._recvs), iterations)
 
-    def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`."""
-        self.run(library, 1)
-        return count_wrong([recv.numpy() for recv in self._recvs], self.towers)
+def reduce_by_tensorflow(tensor: Any, towers: int, instance: int, group: int = 1, hint: str = "auto") -> Any:
+    """Return a rank's result of TensorFlow's own all-reduce; `instance` is another one for each shape."""
+    import tensorflow as tf
+
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tensor,
+        group_size=towers,
+        group_key=group,
+        instance_key=instance,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+        communication_hint=hint,
+        timeout_seconds=60,
+    )
 
 
 class TensorFlowReducer(Reducer):
@@ -185,7 +192,7 @@ class TensorFlowReducer(Reducer):
     works on one CPU, where all towers get the same result, many times in each call of its graph.
     """
 
-    libraries = ("ncclsync op", "tf collective")
+    OWN, TENSORFLOW = NAMES = ("ncclsync op", "tf collective")
 
     def __init__(self, towers: int) -> None:
         """Divide the CPU into N logical ones: once per process."""
@@ -201,17 +208,7 @@ class TensorFlowReducer(Reducer):
             results = []
             for rank, tensor in enumerate(tensors):
                 with tf.device(f"/CPU:{rank}"):
-                    result = tf.raw_ops.CollectiveReduceV2(
-                        input=tensor,
-                        group_size=towers,
-                        group_key=1,
-                        instance_key=instance,  # one for each shape
-                        ordering_token=[],
-                        merge_op="Add",
-                        final_op="Id",
-                        timeout_seconds=60,
-                    )
-                    results.append(result)
+                    results.append(reduce_by_tensorflow(tensor, towers, instance))
             return results
 
         instances = itertools.count(1)
@@ -229,15 +226,19 @@ class TensorFlowReducer(Reducer):
                 tensors = own(*tensors)
             return tensors[0]
 
-        self._wrap, self._own, self._chain = wrap, *(tf.function(one, autograph=False) for one in (own, chain))
-        self._inputs: list[Any] = []
-        self._on_one: list[Any] = []
+        own_graph, self._chain = (tf.function(one, autograph=False) for one in (own, chain))
+        self._wrap = wrap
+        self.libraries = {
+            self.OWN: lambda: own_graph(*self._on_one),
+            self.TENSORFLOW: lambda: self._collective(*self._inputs),
+        }
 
     def prepare(self, count: int, dtype: str) -> None:
         """See `Reducer.prepare`."""
         import tensorflow as tf
 
-        self._inputs, self._on_one = [], []
+        self._inputs: list[Any] = []
+        self._on_one: list[Any] = []
         self._collective = self._wrap(dtype)
         for rank in range(self.towers):
             with tf.device(f"/CPU:{rank}"):
@@ -245,16 +246,12 @@ class TensorFlowReducer(Reducer):
         with tf.device("/CPU:0"):
             self._on_one = [tf.identity(tensor) for tensor in self._inputs]
 
-    def _reduce(self, library: str) -> list[Any]:
-        return self._collective(*self._inputs) if library == "tf collective" else self._own(*self._on_one)
-
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
-        if library == "tf collective" or iterations < _WORTH_A_CHAIN:
-            return timed(lambda: self._reduce(library), iterations)
+        if library == self.TENSORFLOW or iterations < _WORTH_A_CHAIN:
+            return super().run(library, iterations)
         calls = -(-iterations // _CHAINED)
-        return timed(lambda: self._chain(*self._on_one), calls) * iterations / (calls * _CHAINED)
-
-    def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`."""
-        return count_wrong([tensor.numpy() for tensor in self._reduce(library)], self.towers)
+        began = time.perf_counter()
+        for _ in range(calls):
+            self._chain(*self._on_one)
+        return (time.perf_counter() - began) * iterations / (calls * _CHAINED)

@@ -64,12 +64,7 @@ class Column:
     justify: Literal["left", "right"] = "right"
 
 
-@dataclasses.dataclass(frozen=True)
-class Listing:
-    """Describe a table: its columns, and the rows that it shows."""
-
-    columns: Sequence[Column]
-    has: Callable[[Row], bool] = lambda row: True
+Tables = Sequence[Sequence[Column]]
 
 
 def machine() -> dict[str, Any]:
@@ -145,53 +140,64 @@ def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> No
     file.write_text(json.dumps(as_json(result, command), indent=1) + "\n", encoding="utf-8")
 
 
-def show(result: Result, listings: Sequence[Listing]) -> None:
-    """Print the tables that have a row, an empty line between cases, then the notes."""
+def show(result: Result, tables: Tables) -> None:
+    """Print the tables that have a row, an empty line between cases, then the notes.
+
+    The first table has all rows; further ones have those for which their last column is not empty.
+    """
     import rich.box
     from rich.console import Console
     from rich.table import Table
 
     # Lines are folded for a terminal only.
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for listing in listings:
+    for columns in tables:
         table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for column in listing.columns:
+        for column in columns:
             table.add_column(column.head, justify=column.justify, no_wrap=True)
         before: Any = None
-        for row in filter(listing.has, result.rows):
+        for row in result.rows:
+            texts = [column.text(row) for column in columns]
+            if columns is not tables[0] and not texts[-1]:
+                continue
             if before not in (None, row.case):
                 table.add_section()
             before = row.case
-            table.add_row(*(column.text(row) for column in listing.columns))
+            table.add_row(*texts)
         if table.row_count:
             console.print(table, markup=False, highlight=False)
     for note in result.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def more(name: str, text: Callable[[Any], str] = str) -> Callable[[Row], str]:
+    """Return the text of a column: one of the further figures; "" if a row has none."""
+    return lambda row: text(row.more[name]) if name in row.more else ""
+
+
 def ratio_to(other: str) -> Callable[[Row], str]:
     """Return the text of a column: the ratio to another side."""
-    return lambda row: ratio_text(row.ratios.get(other))
+    return lambda row: ratio_text(row.ratios[other]) if other in row.ratios else ""
 
 
-def time_of(name: str) -> Callable[[Row], str]:
-    """Return the text of a column: a time among the further figures."""
-    return lambda row: time_text(row.more.get(name))
+def median_text(seconds: float) -> str:
+    """Return a time, such as "2.31 ms"."""
+    scale, unit = _scale(seconds)
+    return f"{significant(seconds * scale)} {unit}"
 
 
-def time_text(spread: Spread | None) -> str:
+def time_text(spread: Spread) -> str:
     """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
-    if spread is None:
-        return ""
-    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if abs(spread.median) * s >= 1), (1e6, "µs"))
-    low, high = significant(spread.q1 * scale), significant(spread.q3 * scale)
-    return f"{significant(spread.median * scale)} {unit} ({low}–{high})"
+    scale, _ = _scale(spread.median)
+    return f"{median_text(spread.median)} ({significant(spread.q1 * scale)}–{significant(spread.q3 * scale)})"
 
 
-def ratio_text(spread: Spread | None) -> str:
+def _scale(seconds: float) -> tuple[float, str]:
+    return next(((s, unit) for s, unit in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * s >= 1), (1e6, "µs"))
+
+
+def ratio_text(spread: Spread) -> str:
     """Return a median ratio and its quartiles, such as "0.35 (0.34–0.37)"."""
-    if spread is None:
-        return ""
     return f"{significant(spread.median)} ({significant(spread.q1)}–{significant(spread.q3)})"
 
 
@@ -208,3 +214,13 @@ def significant(number: float) -> str:
     if number == 0 or abs(number) >= 100:
         return f"{number:.0f}"
     return f"{number:.2f}" if abs(number) >= 1 else f"{number:.3g}"
+
+
+# Columns of several benchmarks.
+TOWERS = Column("towers", lambda row: str(row.case["towers"]))
+STEP = Column("step", lambda row: time_text(row.value))
+
+
+def of_model(side: str) -> list[Column]:
+    """Return the columns that name a model, a number of towers and a side, which is called so."""
+    return [Column("model", lambda row: row.case["model"], "left"), TOWERS, Column(side, lambda row: row.side, "left")]

@@ -9,18 +9,19 @@ from typing import Any
 
 from ncclsync.tools.bench.processes import launched
 from ncclsync.tools.bench.results import (
+    STEP,
     Column,
-    Listing,
     Result,
     Row,
+    more,
+    of_model,
     ratio_text,
     ratio_to,
     significant,
     size_text,
-    time_of,
     time_text,
 )
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, filling, ratio, take_turns
 
 # The rows of a batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
@@ -44,16 +45,7 @@ Show = Callable[[str], None]
 
 
 def bench_step(given: argparse.Namespace, show: Show) -> Result:
-    """Time a step inside `fit`, and the parts of ncclsync's.
-
-    Args:
-        given: `model`, a list; `towers`; `against`; `split`; `watched`; `shards`, a list of how many for each tower;
-            `cpu`, which is for the seconds of cores beside one device's, and nothing else; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed, or towers cannot be divided among processes.
-    """
+    """Time a step inside `fit`, and the parts of ncclsync's."""
     if given.cpu:
         given = argparse.Namespace(**{**vars(given), "against": ["single"], "split": False})
     feed = "constant" if given.cpu else "tf.data"
@@ -63,36 +55,31 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         launched(PROCESSES)
     rows: list[Row] = []
     notes: list[str] = []
+    libraries, shards = ["ncclsync", *given.against], _by_shards(given.shards)
+    variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
+    watched = ("watched",) if given.watched else ()
     for model in given.model:
-        libraries = ["ncclsync", *given.against]
-        started = {name: _fit_side(name, model, given.towers, feed, one_thread=given.cpu) for name in libraries}
-        started |= {
-            name: _fit_side("ncclsync", model, given.towers, feed, each * given.towers, one_thread=given.cpu)
-            for name, each in _by_shards(given.shards).items()
-        }
-        variants = ("whole", "local", "compute") if given.split and given.towers > 1 else ()
-        watched = ("watched",) if given.watched else ()
-        asked = (*variants, *watched)
-        seconds, cpu_seconds, compiled = _fit_in_turns(started, asked, given.rounds, _about(model, show))
+        side_of = functools.partial(_fit_side, model=model, towers=given.towers, feed=feed, one_thread=given.cpu)
+        started = {library: side_of(library) for library in libraries}
+        started |= {name: side_of("ncclsync", shards=each * given.towers) for name, each in shards.items()}
+        seconds, cpu_seconds, compiled = _fit_in_turns(
+            started, (*variants, *watched), given.rounds, _about(model, show)
+        )
         notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
-        for library in libraries:
-            spread = Spread.of(seconds[library])
-            ratios = {other: ratio(seconds[library], seconds[other]) for other in libraries if other != library}
-            samples = BATCH_SIZES[model] // (given.towers if library == "shard" else 1)
-            more: dict[str, Any] = {"samples_per_s": samples / spread.median}
-            more["cpu_s"] = Spread.of(cpu_seconds[library])
-            if "single" in libraries and library != "single":
-                more["cpu_of_single"] = ratio(cpu_seconds[library], cpu_seconds["single"])
-            if library == "ncclsync" and variants:
-                more |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
-            if library == "ncclsync" and watched:
-                more["watched"] = ratio(seconds["watched"], seconds[library])
-            rows.append(Row(case, library, spread, ratios, more))
-        for name in _by_shards(given.shards):
-            spread, ratios = Spread.of(seconds[name]), {"ncclsync": ratio(seconds[name], seconds["ncclsync"])}
-            more = {"samples_per_s": BATCH_SIZES[model] / spread.median, "cpu_s": Spread.of(cpu_seconds[name])}
-            rows.append(Row(case, name, spread, ratios, more))
+        for name in started:
+            spread = Spread.of(seconds[name])
+            others = ["ncclsync"] if name in shards else libraries
+            ratios = {other: ratio(seconds[name], seconds[other]) for other in others if other != name}
+            samples = BATCH_SIZES[model] // (given.towers if name == "shard" else 1)
+            figures: dict[str, Any] = {"samples_per_s": samples / spread.median, "cpu_s": Spread.of(cpu_seconds[name])}
+            if "single" in others and name != "single":
+                figures["cpu_of_single"] = ratio(cpu_seconds[name], cpu_seconds["single"])
+            if name == "ncclsync" and variants:
+                figures |= {f"{part}_s": Spread.of(samples) for part, samples in _split(seconds).items()}
+            if name == "ncclsync" and watched:
+                figures["watched"] = ratio(seconds["watched"], seconds[name])
+            rows.append(Row(case, name, spread, ratios, figures))
     return Result("step", "s", tuple(rows), tuple(notes))
 
 
@@ -106,15 +93,7 @@ def _split(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def bench_feed(given: argparse.Namespace, show: Show) -> Result:
-    """Time a step inside `fit` on data of several kinds, and on a constant batch.
-
-    Args:
-        given: `model`, a list; `towers`; `against`; `data`, a list of `FEEDS`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
-    """
+    """Time a step inside `fit` on data of several kinds, and on a constant batch."""
     rows: list[Row] = []
     notes: list[str] = []
     for model in given.model:
@@ -129,9 +108,9 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
             spread = Spread.of(seconds[name])
-            more: dict[str, Any] = {"samples_per_s": BATCH_SIZES[model] / spread.median}
-            more["of_ceiling"] = ratio(seconds[_feed_name(library, "constant")], seconds[name])
-            rows.append(Row(case, name, spread, {}, more))
+            ceiling = ratio(seconds[_feed_name(library, "constant")], seconds[name])
+            figures = {"samples_per_s": BATCH_SIZES[model] / spread.median, "of_ceiling": ceiling}
+            rows.append(Row(case, name, spread, {}, figures))
     return Result("feed", "s", tuple(rows), tuple(notes))
 
 
@@ -177,7 +156,7 @@ def _fit_in_turns(
                 side.ask(do, steps=1)
             once = side.ask(do, steps=2)
             compiled += [name] * once.get("xla", False)
-            steps = int(min(max(_TURN_S / once["seconds"], 1), _MOST_STEPS))
+            steps = filling(_TURN_S, once["seconds"], _MOST_STEPS)
             timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
         return take_turns(timers, rounds, show), cpu_seconds, compiled
 
@@ -195,36 +174,21 @@ def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float
 
 
 def bench_start(given: argparse.Namespace, show: Show) -> Result:
-    """Time from the factory's call to the end of the first step, each in a fresh process.
-
-    Args:
-        given: `model`, a list; `towers`, a list; `against`; `rounds`.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
-    """
+    """Time from the factory's call to the end of the first step, each in a fresh process."""
     return _fresh_processes(given, show, "start", "seconds", ("build_seconds",), {})
 
 
 def bench_memory(given: argparse.Namespace, show: Show) -> Result:
-    """Measure the peak resident memory, each in a fresh process; as `bench_start`.
+    """Measure the peak resident memory, each in a fresh process.
 
-    Args:
-        given: as of `bench_start`; and `shards`, a list of how many for each tower; `activations`, whether one row
-            is measured, too; `batch_size`, None for each model's own, with `shards` 64 times that: few rows take
-            less memory than the weights' gradients.
-        show: reports progress.
-
-    Raises:
-        BenchError: a process failed.
+    With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
     """
-    more = ("imported_bytes", "state_bytes")
-    return _fresh_processes(given, show, "memory", "bytes", more, {"steps": _MEMORY_STEPS, "rows": given.batch_size})
+    told = ("imported_bytes", "state_bytes")
+    return _fresh_processes(given, show, "memory", "bytes", told, {"steps": _MEMORY_STEPS, "rows": given.batch_size})
 
 
 def _fresh_processes(
-    given: argparse.Namespace, show: Show, kind: str, key: str, more: Sequence[str], extra: dict[str, Any]
+    given: argparse.Namespace, show: Show, kind: str, key: str, told: Sequence[str], extra: dict[str, Any]
 ) -> Result:
     rows: list[Row] = []
     notes: list[str] = []
@@ -255,7 +219,7 @@ def _fresh_processes(
             single = f"{side} × 1"
             if single in values and towers > 1:
                 ratios["one tower"] = ratio(values[name], values[single])
-            figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in more}
+            figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in told}
             if kind == "memory" and single in values:
                 copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
                 needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
@@ -288,78 +252,48 @@ def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str
     return kept[-1][key]
 
 
-def step_listings() -> list[Listing]:
-    """Return the tables of `bench step`: whole steps, shards, the parts of ncclsync's, and what watching costs."""
-    whole = [
-        *_case_columns("library"),
-        Column("step", lambda row: time_text(row.value)),
-        Column("CPU time\nof a step", time_of("cpu_s")),
-        Column("CPU time ÷\none device's", lambda row: ratio_text(row.more.get("cpu_of_single"))),
-        Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
+STEP_TABLES = [
+    [
+        *of_model("library"),
+        STEP,
+        Column("CPU time\nof a step", more("cpu_s", time_text)),
+        Column("CPU time ÷\none device's", more("cpu_of_single", ratio_text)),
+        Column("samples/s", more("samples_per_s", significant)),
         *(Column(f"time ÷\n{peer}'s", ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
+    ],
+    [
+        *of_model("library"),
+        Column("time ÷\nwithout shards=", lambda row: ratio_to("ncclsync")(row) * row.side.endswith("a tower")),
+    ],
+    [*of_model("library"), *(Column(part, more(f"{part}_s", time_text)) for part in PARTS)],
+    [*of_model("library"), Column("watched step ÷\nstep", more("watched", ratio_text))],
+]
+FEED_TABLES = [
+    [
+        *of_model("feed"),
+        STEP,
+        Column("samples/s", more("samples_per_s", significant)),
+        Column("of the\nceiling", more("of_ceiling", ratio_text)),
     ]
-    parts = [*_case_columns("library"), *(Column(part, time_of(f"{part}_s")) for part in PARTS)]
-    watched = [*_case_columns("library"), Column("watched step ÷\nstep", lambda row: ratio_text(row.more["watched"]))]
-    shards = [*_case_columns("library"), Column("time ÷\nwithout shards=", ratio_to("ncclsync"))]
-    return [
-        Listing(whole),
-        Listing(shards, lambda row: "ncclsync" in row.ratios and row.side.endswith("a tower")),
-        Listing(parts, lambda row: f"{PARTS[0]}_s" in row.more),
-        Listing(watched, lambda row: "watched" in row.more),
-    ]
-
-
-def feed_listings() -> list[Listing]:
-    """Return the table of `bench feed`."""
-    columns = [
-        *_case_columns("feed"),
-        Column("step", lambda row: time_text(row.value)),
-        Column("samples/s", lambda row: significant(row.more["samples_per_s"])),
-        Column("of the\nceiling", lambda row: ratio_text(row.more["of_ceiling"])),
-    ]
-    return [Listing(columns)]
-
-
-def start_listings() -> list[Listing]:
-    """Return the table of `bench start`."""
-    columns = [
-        *_case_columns("library"),
+]
+START_TABLES = [
+    [
+        *of_model("library"),
         Column("to the end of\nthe first step", lambda row: time_text(row.value)),
-        Column("of that\nthe factory", time_of("build_seconds")),
+        Column("of that\nthe factory", more("build_seconds", time_text)),
         Column("time ÷\nmirrored's", ratio_to("mirrored")),
         Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
     ]
-    return [Listing(columns)]
-
-
-def memory_listings() -> list[Listing]:
-    """Return the table of `bench memory`."""
-    columns = [
-        *_case_columns("library"),
+]
+MEMORY_TABLES = [
+    [
+        *of_model("library"),
         Column("peak", lambda row: size_text(row.value.median)),
         Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
         Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
         Column("peak ÷\nmirrored's", ratio_to("mirrored")),
-        Column("peak ÷\nneeded", lambda row: ratio_text(row.more.get("of_needed"))),
-    ]
-    shards = [
-        *_case_columns("library"),
-        Column("of what the rows take\nwithout shards=", lambda row: ratio_text(row.more["of_rows"])),
-    ]
-    activations = [
-        *_case_columns("library"),
-        Column("beyond needed ÷\nactivations", lambda row: ratio_text(row.more["beyond"])),
-    ]
-    return [
-        Listing(columns),
-        Listing(shards, lambda row: "of_rows" in row.more),
-        Listing(activations, lambda row: "beyond" in row.more),
-    ]
-
-
-def _case_columns(last: str) -> list[Column]:
-    return [
-        Column("model", lambda row: row.case["model"], "left"),
-        Column("towers", lambda row: str(row.case["towers"])),
-        Column(last, lambda row: row.side, "left"),
-    ]
+        Column("peak ÷\nneeded", more("of_needed", ratio_text)),
+    ],
+    [*of_model("library"), Column("of what the rows take\nwithout shards=", more("of_rows", ratio_text))],
+    [*of_model("library"), Column("beyond needed ÷\nactivations", more("beyond", ratio_text))],
+]

@@ -27,10 +27,9 @@ def main(kind: str, arguments: dict[str, Any]) -> None:
             _find(FUNCTIONS[kind])(requests, **arguments)
             requests.end()
         reducer = _find(REDUCERS[kind])(**arguments)
-        if getattr(reducer, "rank", 0) > 0:
-            reducer.follow()
+        asked = _find("ranks.RankRequests")(requests) if kind == "mpi" else requests
         while True:
-            requests.answer(**reducer.serve(requests.next()))
+            asked.answer(**reducer.serve(asked.next()))
     except Exception as error:  # of any kind: the driver receives it, and raises it
         requests.fail(error)
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 
 from ncclsync.tools.doctor.facts import Variable
@@ -66,21 +67,7 @@ EFFECTS = {
 }
 
 # Shown even if not in the table above. Not all of TF_: Terraform keeps secrets in TF_VAR_….
-_PREFIXES = (
-    "NCCLSYNC_",
-    "NCCL_",
-    "CUDA_",
-    "TF_CPP_",
-    "TF_CUDNN_",
-    "TF_DETERMINISTIC_",
-    "TF_DISABLE_",
-    "TF_ENABLE_",
-    "TF_FORCE_",
-    "TF_GPU_",
-    "TF_NUM_",
-    "TF_USE_",
-    "TF_XLA_",
-)
+_SHOWN = re.compile("(NCCLSYNC|NCCL|CUDA|TF_(CPP|CUDNN|DETERMINISTIC|DISABLE|ENABLE|FORCE|GPU|NUM|USE|XLA))_")
 
 
 def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] = ()) -> tuple[Variable, ...]:
@@ -93,7 +80,7 @@ def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] =
     found = [
         Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else environ[name], "environment", EFFECTS.get(name, ""))
         for name in sorted(environ)
-        if name in EFFECTS or name.startswith(_PREFIXES)
+        if name in EFFECTS or _SHOWN.match(name)
     ]
     for file in files:
         found += (

@@ -115,12 +115,9 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
     facts = answer.facts
     found = AllReduce(backend, len(devices), probes.COUNT, seconds=facts.get("seconds"), log=log)
-    if facts.get("wrong"):
-        return dataclasses.replace(found, kind="wrong", error=facts["wrong"])
-    if facts.get("hang"):
-        return dataclasses.replace(found, kind="hang", error=facts["hang"])
-    if facts.get("error"):
-        return dataclasses.replace(found, kind="raised", error=facts["error"])
+    for name, kind in (("wrong", "wrong"), ("hang", "hang"), ("error", "raised")):
+        if facts.get(name):
+            return dataclasses.replace(found, kind=kind, error=facts[name])
     if answer.ended != "well":
         words = "" if answer.ended == "hang" else f": {answer.output[-1] if answer.output else ''}"
         error = f"{answer.how}, while {answer.stage}{words}"
@@ -130,55 +127,38 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 
 def _versions(host: Host) -> list[Version]:
     """Return the table of versions, with their origins."""
-    driver, libraries, frameworks = host.driver, host.libraries, host.frameworks
-    built_for = f"TensorFlow was built for {frameworks.build_cuda}" if frameworks.build_cuda else ""
-    nccl = libraries.nccl
+    driver, libraries, found, nccl = host.driver, host.libraries, host.frameworks, host.libraries.nccl
+    tensorflow = _and(found.tensorflow_path, "CPU build" if found.cuda_build is False else "")
+    keras = _and(found.keras_path, f"backend {found.keras_backend}") if found.keras_path else found.keras_error
+    cuda = _place(libraries.cuda_runtime, found.build_cuda and f"TensorFlow was built for {found.build_cuda}")
+    cudnn = _place(libraries.cudnn, found.build_cudnn and f"TensorFlow was built for {found.build_cudnn}")
+    origin = "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found"
+    serves = driver.cuda or libraries.driver_cuda
+    by_nccl = _place(nccl, nccl.cuda and f"built with CUDA {nccl.cuda}")
+    other = libraries.is_other_nccl
     return [
         Version("ncclsync", host.ncclsync, host.ncclsync_path),
         Version("Python", host.python, host.python_path),
         Version(
             "TensorFlow",
-            frameworks.tensorflow or _installed("tensorflow"),
-            _and(frameworks.tensorflow_path, "CPU build" if frameworks.cuda_build is False else "")
-            or frameworks.tensorflow_error
-            or "no answer",
+            found.tensorflow or _installed("tensorflow"),
+            tensorflow or found.tensorflow_error or "no answer",
         ),
-        Version(
-            "Keras",
-            frameworks.keras or _installed("keras"),
-            _and(frameworks.keras_path, f"backend {frameworks.keras_backend}")
-            if frameworks.keras_path
-            else frameworks.keras_error or "no answer",
-        ),
-        Version("CUDA", libraries.cuda_runtime.version, _place(libraries.cuda_runtime, built_for)),
-        Version(
-            "cuDNN",
-            libraries.cudnn.version,
-            _place(
-                libraries.cudnn, f"TensorFlow was built for {frameworks.build_cudnn}" if frameworks.build_cudnn else ""
-            ),
-        ),
-        Version(
-            "driver",
-            driver.version or host.kernel_driver,
-            _and(
-                "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found",
-                f"serves CUDA up to {driver.cuda or libraries.driver_cuda}"
-                if driver.cuda or libraries.driver_cuda
-                else "",
-            ),
-        ),
+        Version("Keras", found.keras or _installed("keras"), keras or "no answer"),
+        Version("CUDA", libraries.cuda_runtime.version, cuda),
+        Version("cuDNN", libraries.cudnn.version, cudnn),
+        Version("driver", driver.version or host.kernel_driver, _and(origin, serves and f"serves CUDA up to {serves}")),
         Version("NCCL", None, _place(nccl, f"another library with its calls, version {nccl.version}"))
-        if libraries.is_other_nccl
-        else Version("NCCL", nccl.version, _place(nccl, f"built with CUDA {nccl.cuda}" if nccl.cuda else "")),
+        if other
+        else Version("NCCL", nccl.version, by_nccl),
     ]
 
 
-def _place(library: Library, more: str) -> str:
+def _place(library: Library, more: str | None) -> str:
     return _and(library.path or "none found", more)
 
 
-def _and(text: str | None, more: str) -> str:
+def _and(text: str | None, more: str | None) -> str:
     return ", ".join(filter(None, (text, more)))
 
 

@@ -243,16 +243,16 @@ class Problem:
     """Describe a problem and its remedy.
 
     Attributes:
-        severity: "error": training would fail; "warning": it would run, but slowly or at risk.
         code: a stable name, such as "nccl-missing".
         text: one or two sentences.
         remedy: how to mend it.
+        severity: "error": training would fail; "warning": it would run, but slowly or at risk.
     """
 
-    severity: str = WARNING
     code: str = ""
     text: str = ""
     remedy: str = ""
+    severity: str = WARNING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +307,16 @@ class Host:
     def variable(self, name: str) -> str | None:
         """Return a variable's value; None if it is not set. The environment precedes a file."""
         return next((one.value for one in self.variables if one.name == name), None)
+
+    @property
+    def severity(self) -> str:
+        """Return how bad it is if GPUs, or what joins them, cannot be used: an error if training would use them."""
+        return ERROR if self.choice.backend == "nccl" else WARNING
+
+    @property
+    def may_use_gpus(self) -> bool:
+        """Return whether training would use GPUs, or there are GPUs."""
+        return self.choice.backend == "nccl" or self.gpu_count > 0
 
     @property
     def gpu_count(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from ncclsync.compat.host_gpus import VISIBLE, left_by
-from ncclsync.tools.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
+from ncclsync.tools.doctor.facts import Gpu, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
 _BUSY = 0.5  # of a GPU's memory, used by other processes
@@ -23,7 +23,6 @@ def _driver(host: Host) -> Iterator[Problem]:
     if error == "NotInstalled":
         if seen:
             yield Problem(
-                WARNING,
                 "nvml-not-installed",
                 "There are NVIDIA GPUs, but nvidia-ml-py is not installed: memory and links are unknown.",
                 "pip install nvidia-ml-py",
@@ -32,22 +31,18 @@ def _driver(host: Host) -> Iterator[Problem]:
         if seen or error == "DriverNotLoaded":
             gpus = f"{host.present} NVIDIA GPU(s) are" if host.present else "NVIDIA software is"
             yield Problem(
-                WARNING,
                 "driver-missing",
                 f"{gpus} there, but no driver answers ({error}: {detail}). Training runs on the CPU.",
                 f"Install the NVIDIA driver, or load it (sudo modprobe nvidia). {container}",
             )
     elif error == "LibRmVersionMismatch":
         yield Problem(
-            WARNING,
             "driver-mismatch",
             "The driver's libraries and its kernel module differ in version: no program can use a GPU.",
             "Restart the machine: the driver was updated while it was loaded.",
         )
     elif error is not None and error != "NoAnswer":  # "NoAnswer" is shown as a trouble
-        yield Problem(
-            WARNING, "nvml-error", f"NVML does not answer: {error} ({detail}).", f"Run nvidia-smi. {container}"
-        )
+        yield Problem("nvml-error", f"NVML does not answer: {error} ({detail}).", f"Run nvidia-smi. {container}")
 
 
 def _unseen(host: Host) -> Iterator[Problem]:
@@ -59,7 +54,6 @@ def _unseen(host: Host) -> Iterator[Problem]:
     hidden = host.variable("CUDA_VISIBLE_DEVICES")
     if not visible and hidden is not None:
         yield Problem(
-            WARNING,
             "gpus-hidden",
             f"CUDA_VISIBLE_DEVICES={hidden!r} hides all {everyone} GPU(s). Training runs on the CPU.",
             f"Unset CUDA_VISIBLE_DEVICES, or name GPUs by number: {','.join(map(str, range(everyone)))}.",
@@ -80,41 +74,38 @@ def _unseen(host: Host) -> Iterator[Problem]:
         logged = f" It says: {found.log[-1]}" if found.log else ""
         text = f"{text}.{slow}{logged}"
         remedy = "Compare the driver and the GPUs (nvidia-smi) with what TensorFlow was built for."
-    yield Problem(WARNING, "gpus-unseen", text, remedy)
+    yield Problem("gpus-unseen", text, remedy)
 
 
 def _each_gpu(host: Host) -> Iterator[Problem]:
     built_for = host.frameworks.build_capabilities
     newest = max((_pair(one) for one in built_for), default=None)
     oldest = min((_pair(one) for one in built_for), default=None)
-    severity = ERROR if host.choice.backend == "nccl" else WARNING
     for gpu in visible_gpus(host):
         name = f"GPU {gpu.index}"
         if gpu.error:
             yield Problem(
-                severity,
                 "gpu-lost",
                 f"{name} does not answer ({gpu.error}).",
                 "Look into dmesg for Xid errors; restart the machine; leave it out by CUDA_VISIBLE_DEVICES.",
+                host.severity,
             )
             continue
         if gpu.mig:
             yield Problem(
-                WARNING,
                 "mig",
                 f"{name} is in MIG mode: a process sees one of its instances, and NCCL joins none of them.",
                 f"sudo nvidia-smi -i {gpu.index} -mig 0, to train on whole GPUs.",
             )
         if gpu.prohibited:
             yield Problem(
-                severity,
                 "gpu-prohibited",
                 f"{name} is in compute mode Prohibited.",
                 f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+                host.severity,
             )
         if gpu.memory_bytes and (gpu.used_bytes or 0) > _BUSY * gpu.memory_bytes:
             yield Problem(
-                WARNING,
                 "gpu-busy",
                 f"{name} has {(gpu.used_bytes or 0) / 2**30:.1f} of {gpu.memory_bytes / 2**30:.1f} GiB "
                 "in use by other processes.",
@@ -125,15 +116,14 @@ def _each_gpu(host: Host) -> Iterator[Problem]:
         capability = _pair(gpu.compute_capability)
         if capability < oldest:
             yield Problem(
-                severity,
                 "gpu-too-old",
                 f"{name} has compute capability {gpu.compute_capability}; TensorFlow has code from "
                 f"{'.'.join(map(str, oldest))} on.",
                 "Leave it out by CUDA_VISIBLE_DEVICES, or build TensorFlow for it.",
+                host.severity,
             )
         elif capability[0] > newest[0]:
             yield Problem(
-                WARNING,
                 "gpu-newer-than-tensorflow",
                 f"{name} has compute capability {gpu.compute_capability}; TensorFlow has code up to "
                 f"{'.'.join(map(str, newest))}, and compiles the rest at its first start, for many minutes.",
@@ -148,7 +138,6 @@ def _unequal(host: Host) -> Iterator[Problem]:
             f"{name or 'unknown'} ({(memory or 0) / 2**30:.0f} GiB)" for name, memory in sorted(kinds, key=str)
         )
         yield Problem(
-            WARNING,
             "gpus-unequal",
             f"The GPUs are not alike: {listed}. By default batches are split evenly, and all wait for the slowest.",
             'Give the faster ones more rows by shares="auto", or choose equal ones by CUDA_VISIBLE_DEVICES, with '
@@ -164,7 +153,6 @@ def _links(host: Host) -> Iterator[Problem]:
         more = f" and {len(without) - 6} more" if len(without) > 6 else ""
         reasons = "; ".join(dict.fromkeys(str(link.p2p) for link in without))
         yield Problem(
-            WARNING,
             "no-p2p",
             f"No peer-to-peer access between GPUs {pairs}{more}: {reasons}. "
             "All-reduce goes through the host's memory, several times slower.",
@@ -184,7 +172,6 @@ def _shared_memory(host: Host) -> Iterator[Problem]:
     else:
         return
     yield Problem(
-        WARNING,
         "shm-small",
         f"{text} NCCL's buffers between GPUs without peer-to-peer access are there, and must fit.",
         "In a container: start it with --shm-size=1g. Else: sudo mount -o remount,size=1g /dev/shm, "

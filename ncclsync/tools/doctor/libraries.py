@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ncclsync.tools.doctor.facts import Libraries, Library
 
 # Libraries that TensorFlow loads before it uses a GPU, by the folder of NVIDIA's wheel; for CUDA 12.
-TENSORFLOW_LOADS = {
+_LOADS = {
     "cuda_runtime": "libcudart.so.12",
     "cublas": "libcublas.so.12",
     "cudnn": "libcudnn.so.9",
@@ -34,8 +34,10 @@ def read_libraries() -> Libraries:
             Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path)) for path in nccl_files()
         ),
         nccl_packages=tuple(_nccl_packages()),
-        cuda_runtime=_read_cuda_runtime(),
-        cudnn=_read_cudnn(),
+        cuda_runtime=_read(
+            "cuda_runtime", _LOADS["cuda_runtime"], "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"
+        ),
+        cudnn=_read("cudnn", _LOADS["cudnn"], "cudnnGetVersion", _cudnn_version),
         missing=tuple(_missing()),
         driver_cuda=_cuda_version(driver) if driver else None,
     )
@@ -107,25 +109,23 @@ def _read_nccl() -> Library:
     return Library(version, path, _built_with(path))
 
 
-def _read_cuda_runtime() -> Library:
-    chosen = os.environ.get("NCCLSYNC_CUDART_LIBRARY")
-    path = chosen or wheel_file("cuda_runtime", "libcudart.so.12") or "libcudart.so.12"
-    return _read(path, "libcudart", "cudaRuntimeGetVersion", _cuda_version)
+def _read(package: str, file: str, function: str, dotted: Callable[[int], str], variable: str = "") -> Library:
+    """Load a library that TensorFlow would find, and ask it for its version.
 
-
-def _read_cudnn() -> Library:
-    path = wheel_file("cudnn", "libcudnn.so.9") or "libcudnn.so.9"
-    return _read(path, "libcudnn.", "cudnnGetVersion", _cudnn_version)
-
-
-def _read(path: str, part: str, function: str, version: Callable[[int], str]) -> Library:
+    Args:
+        package: the folder of NVIDIA's wheel.
+        file: its name there, and for the loader.
+        function, dotted: which returns its version as a number, and makes a text of that.
+        variable: that names another file.
+    """
+    path = os.environ.get(variable) or wheel_file(package, file) or file
     try:
         ctypes.CDLL(path)
     except OSError as error:
         return Library(error=str(error))
-    found = path if "/" in path else mapped(part) or path
     number = _call(path, function)
-    return Library(version(number) if number else None, found)
+    found = path if "/" in path else mapped(file.partition(".so")[0] + ".") or path
+    return Library(dotted(number) if number else None, found)
 
 
 def _call(path: str, function: str) -> int | None:
@@ -142,7 +142,7 @@ def _call(path: str, function: str) -> int | None:
 
 
 def _missing() -> Iterator[str]:
-    for package, file in TENSORFLOW_LOADS.items():
+    for package, file in _LOADS.items():
         if wheel_file(package, file) is None:
             try:
                 ctypes.CDLL(file)
@@ -161,16 +161,16 @@ def _built_with(path: str) -> str | None:
 
 
 def _nccl_version(number: int | None) -> str | None:
-    if not number:
-        return None
-    thousand = 10000 if number >= 10000 else 1000  # until 2.8 the minor version had one digit
-    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
+    return None if not number else _dotted(number, 10000 if number >= 10000 else 1000)  # until 2.8: of one digit
+
+
+def _cudnn_version(number: int) -> str:
+    return _dotted(number, 10000 if number >= 90000 else 1000)  # until cuDNN 8 the minor version had one digit
 
 
 def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _cudnn_version(number: int) -> str:
-    thousand = 10000 if number >= 90000 else 1000  # until cuDNN 8 the minor version had one digit
+def _dotted(number: int, thousand: int) -> str:
     return f"{number // thousand}.{number % thousand // 100}.{number % 100}"

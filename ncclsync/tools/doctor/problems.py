@@ -49,13 +49,13 @@ def _tensorflow(host: Host) -> Iterator[Problem]:
     missing = "No module named 'tensorflow'" in found.tensorflow_error
     if missing:
         remedy = _REINSTALL_GPU if host.gpu_count else "pip install 'tensorflow>=2.20'"
-        yield Problem(ERROR, "tensorflow-missing", "TensorFlow is not installed in this Python.", remedy)
+        yield Problem("tensorflow-missing", "TensorFlow is not installed in this Python.", remedy, ERROR)
     elif found.tensorflow_error:
         text = f"TensorFlow cannot be imported: {found.tensorflow_error}"
-        yield Problem(ERROR, "tensorflow-broken", text, _REINSTALL_TENSORFLOW)
+        yield Problem("tensorflow-broken", text, _REINSTALL_TENSORFLOW, ERROR)
     elif found.tensorflow and _below(found.tensorflow, OLDEST_TENSORFLOW):
         text = f"Expected TensorFlow 2.20 or newer. Received: {found.tensorflow}"
-        yield Problem(ERROR, "tensorflow-old", text, "pip install --upgrade 'tensorflow>=2.20'")
+        yield Problem("tensorflow-old", text, "pip install --upgrade 'tensorflow>=2.20'", ERROR)
 
 
 def _keras(host: Host) -> Iterator[Problem]:
@@ -63,44 +63,44 @@ def _keras(host: Host) -> Iterator[Problem]:
     asked = host.variable("KERAS_BACKEND")
     backend = found.keras_backend or asked
     if "No module named 'keras'" in found.keras_error:
-        yield Problem(ERROR, "keras-missing", "Keras is not installed in this Python.", "pip install 'keras>=3.10'")
+        yield Problem("keras-missing", "Keras is not installed in this Python.", "pip install 'keras>=3.10'", ERROR)
     elif backend is not None and backend != "tensorflow":
         text = f"Expected Keras to run on the TensorFlow backend. Received: {backend!r}"
         if found.keras_error:
             text += f"; importing Keras ends in {found.keras_error}"
         where = "KERAS_BACKEND" if asked else '"backend" in ~/.keras/keras.json'
-        yield Problem(ERROR, "keras-backend", text, f"Set {where} to tensorflow.")
+        yield Problem("keras-backend", text, f"Set {where} to tensorflow.", ERROR)
     elif found.keras_error and not (found.tensorflow_error and "tensorflow" in found.keras_error):
         text = f"Keras cannot be imported: {found.keras_error}"
-        yield Problem(ERROR, "keras-broken", text, "pip install --force-reinstall 'keras>=3.10'")
+        yield Problem("keras-broken", text, "pip install --force-reinstall 'keras>=3.10'", ERROR)
     elif found.keras and _below(found.keras, OLDEST_KERAS):
         severity = ERROR if _below(found.keras, (3,)) else WARNING
         text = f"Expected Keras 3.10 or newer. Received: {found.keras}"
-        yield Problem(severity, "keras-old", text, "pip install --upgrade 'keras>=3.10'")
+        yield Problem("keras-old", text, "pip install --upgrade 'keras>=3.10'", severity)
 
 
 def _ncclsync(host: Host) -> Iterator[Problem]:
     error = host.frameworks.ncclsync_error
     if _EXTENSION in error or _EXTENSION in (host.libraries.nccl.error or ""):
         yield Problem(
-            ERROR,
             "extension-missing",
             f"The compiled part of ncclsync cannot be loaded: {error or host.libraries.nccl.error}",
             "Install ncclsync again by pip; without a wheel for this machine that takes a C compiler.",
+            ERROR,
         )
     elif error and host.frameworks.keras_backend in ("tensorflow", None) and not host.frameworks.keras_error:
         yield Problem(
-            ERROR,
             "ncclsync-broken",
             f"ncclsync does not work with this TensorFlow and Keras: {error}",
             "Install the versions that the README names as tested.",
+            ERROR,
         )
 
 
 def apart(words: str) -> Problem:
     """Return the problem that this process cannot be joined with others; the message's last sentence is the remedy."""
     words, _, remedy = words.rpartition(". ")
-    return Problem(ERROR, "processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.")
+    return Problem("processes-apart", f"The processes cannot be joined: {words}.", f"{remedy.rstrip('.')}.", ERROR)
 
 
 def _apart(host: Host) -> Iterator[Problem]:
@@ -115,19 +115,19 @@ def _troubles(host: Host) -> Iterator[Problem]:
         "frameworks": f"Run python -c 'import tensorflow, keras' to see more; {_REINSTALL_TENSORFLOW}",
     }
     for one in host.troubles:
-        severity = ERROR if one.question == "frameworks" or host.choice.backend == "nccl" else WARNING
+        severity = ERROR if one.question == "frameworks" else host.severity
         remedy = remedies[one.question]
         if one.stage == "compiling by XLA":
             remedy = "Correct XLA_FLAGS, or unset it."
         words = f": {one.words}" if one.words else ""
         text = f"Expected an answer when {one.stage}. Received: {one.how}{words}"
-        yield Problem(severity, f"{one.question}-unanswered", text, remedy)
+        yield Problem(f"{one.question}-unanswered", text, remedy, severity)
 
 
 def _nccl(host: Host) -> Iterator[Problem]:
     nccl, chosen = host.libraries.nccl, host.variable("NCCLSYNC_NCCL_LIBRARY")
     needed = host.choice.backend == "nccl"
-    severity, asked_for = ERROR if needed else WARNING, host.frameworks.build_nccl
+    asked_for = host.frameworks.build_nccl
     if nccl.error:
         if _EXTENSION in nccl.error or not (needed or host.gpu_count or chosen):
             return
@@ -140,18 +140,18 @@ def _nccl(host: Host) -> Iterator[Problem]:
                 text = f"NCCL cannot be used, it is too old or broken: {nccl.error}"
             remedy = "pip install --upgrade nvidia-nccl-cu12"
         code = "nccl-old" if "or newer. Received: NCCL" in nccl.error else "nccl-unusable"
-        yield Problem(severity, code, text, remedy)
+        yield Problem(code, text, remedy, host.severity)
     elif host.libraries.is_other_nccl:
         if needed or chosen:
             text = f"Expected NCCL. Received: {nccl.path}, another library with its calls, version {nccl.version}."
             remedy = "Unset NCCLSYNC_NCCL_LIBRARY." if chosen else "pip install nvidia-nccl-cu12"
-            yield Problem(WARNING, "nccl-other", text, remedy)
+            yield Problem("nccl-other", text, remedy)
     elif nccl.version and asked_for and _below(nccl.version, _numbers(asked_for)):
         text = (
             f"NCCL {nccl.version} from {nccl.path} is older than {asked_for}, "
             "the oldest that this TensorFlow's package asks for."
         )
-        yield Problem(WARNING, "nccl-older-than-tensorflow", text, _newer_nccl(host))
+        yield Problem("nccl-older-than-tensorflow", text, _newer_nccl(host))
 
 
 def _nccl_twice(host: Host) -> Iterator[Problem]:
@@ -160,7 +160,6 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
         listed = "; ".join(f"{copy.version or 'of unknown version'} in {copy.path}" for copy in copies)
         taken = host.libraries.nccl.path or "none of them"
         yield Problem(
-            WARNING,
             "nccl-twice",
             f"NCCL is there {len(copies)} times: {listed}. ncclsync takes {taken}; "
             "TensorFlow or another library may load another one into the same process.",
@@ -168,7 +167,6 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
         )
     if len(packages) > 1:
         yield Problem(
-            WARNING,
             "nccl-packages",
             f"These packages write the same file, nvidia/nccl/lib/libnccl.so.2: {', '.join(packages)}. "
             "The one installed last has won.",
@@ -194,13 +192,12 @@ def _driver_age(host: Host) -> Iterator[Problem]:
         text = f"The {driver} serves CUDA up to {serves}, and {library} was built with CUDA {built_with}."
         remedy = f"Update the driver to one that serves CUDA {built_with}"
         if _below(serves, _numbers(built_with)[:1]):
-            severity = ERROR if host.choice.backend == "nccl" else WARNING
             text += " It fails with 'CUDA driver version is insufficient for CUDA runtime version'."
             remedy += f", or install {library} for CUDA {serves.split('.')[0]}" if library == "NCCL" else ""
-            yield Problem(severity, code, text, f"{remedy}.")
+            yield Problem(code, text, f"{remedy}.", host.severity)
         elif library == "NCCL":
             text += " The same major version: it runs, but not on GPUs newer than the driver."
-            yield Problem(WARNING, code, text, f"{remedy} if anything fails.")
+            yield Problem(code, text, f"{remedy} if anything fails.")
 
 
 def _cuda_runtime(host: Host) -> Iterator[Problem]:
@@ -209,7 +206,7 @@ def _cuda_runtime(host: Host) -> Iterator[Problem]:
     if runtime.error and (chosen or needed):
         remedy = "Unset NCCLSYNC_CUDART_LIBRARY." if chosen else "pip install nvidia-cuda-runtime-cu12"
         text = f"CUDA's runtime cannot be loaded: {runtime.error}"
-        yield Problem(ERROR if needed else WARNING, "cuda-runtime-unusable", text, remedy)
+        yield Problem("cuda-runtime-unusable", text, remedy, host.severity)
 
 
 def _all_reduce(host: Host) -> Iterator[Problem]:
@@ -236,7 +233,7 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
         "crash": (f"The {what} ends its process: {said}.{log}", f"{why}{again}"),
         "raised": (f"The {what} fails: {said}.{log}", f"{why}{again}"),
     }[found.kind]
-    yield Problem(ERROR, f"all-reduce-{found.kind}", *problem)
+    yield Problem(f"all-reduce-{found.kind}", *problem, severity=ERROR)
 
 
 def _newer_nccl(host: Host) -> str:

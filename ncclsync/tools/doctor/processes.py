@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
@@ -19,43 +20,23 @@ from ncclsync.tools.processes import join, mpi_versions, tell_of
 
 _NAMED = 3  # processes that a message names
 
-# Settings that name a host's own resource may differ between hosts.
-_OF_A_HOST = frozenset(
-    {
-        "NCCLSYNC_CUDART_LIBRARY",
-        "NCCLSYNC_CUDA_DRIVER_LIBRARY",
-        "NCCLSYNC_NCCL_LIBRARY",
-        "NCCL_CONF_FILE",
-        "NCCL_DEBUG",
-        "NCCL_DEBUG_FILE",
-        "NCCL_DEBUG_SUBSYS",
-        "NCCL_GRAPH_FILE",
-        "NCCL_HOSTID",
-        "NCCL_IB_HCA",
-        "NCCL_SOCKET_IFNAME",
-        "NCCL_TOPO_FILE",
-    }
+# Settings that must be alike: of NCCL, and those that change numbers; but for names of a host's own resources.
+_ALIKE = re.compile(
+    "NCCL_|NCCLSYNC_|(KERAS_BACKEND|NVIDIA_TF32_OVERRIDE|TF_DETERMINISTIC_OPS|TF_ENABLE_ONEDNN_OPTS|(TF_)?XLA_FLAGS)$"
 )
-_CHANGE_NUMBERS = (
-    "KERAS_BACKEND",
-    "NVIDIA_TF32_OVERRIDE",
-    "TF_DETERMINISTIC_OPS",
-    "TF_ENABLE_ONEDNN_OPTS",
-    "TF_XLA_FLAGS",
-    "XLA_FLAGS",
+_OF_A_HOST = re.compile(
+    "NCCLSYNC_(CUDART|CUDA_DRIVER|NCCL)_LIBRARY|NCCL_(CONF|GRAPH|TOPO)_FILE|NCCL_DEBUG(_FILE|_SUBSYS)?"
+    "|NCCL_(HOSTID|IB_HCA|SOCKET_IFNAME)"
 )
 
 # Each process traces the program by these: its exchanges and its bits must be equal.
 _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
+_PIP = "Install the same on all hosts: pip install '%s=={}'"
 _REMEDIES = {
-    "ncclsync": "Install the same on all hosts: pip install 'ncclsync=={}'",
-    "TensorFlow": "Install the same on all hosts: pip install 'tensorflow=={}'",
-    "Keras": "Install the same on all hosts: pip install 'keras=={}'",
+    **{name: _PIP % name.lower() for name in (*_DECISIVE, "mpi4py")},
     "Python": "Start all processes with Python {}.",
     "NCCL": "Install the same on all hosts, pip install 'nvidia-nccl-cu12=={}', or name one by NCCLSYNC_NCCL_LIBRARY.",
     "driver": "Install the NVIDIA driver {} on all hosts.",
-    "mpi4py": "Install the same on all hosts: pip install 'mpi4py=={}'",
-    "MPI": "Install {} on all hosts.",
 }
 
 
@@ -92,10 +73,10 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
             joint = dataclasses.replace(joint, ok=not kind, error=words, kind=kind)
         elif backends == {"cpu"}:
             text = f"CPU towers of several processes are joined by MPI alone, and {process.launcher} has started these."
-            problems = [*problems, Problem(ERROR, "processes-without-mpi", text, f"Start them by: {process.by_mpi}.")]
+            problems = [*problems, Problem("processes-without-mpi", text, f"Start them by: {process.by_mpi}.", ERROR)]
     except NcclSyncError as error:
         remedy = "Look at what that process has printed; run doctor there by itself."
-        problems = [*problems, Problem(ERROR, "processes-lost", str(error), remedy)]
+        problems = [*problems, Problem("processes-lost", str(error), remedy, ERROR)]
     if process.rank > 0:
         return None
     return judged(report.host, report, problems, everyone, joint)
@@ -150,7 +131,7 @@ def judged(
         way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_mpi
         remedy = f"Look whether the hosts reach each other by the network that {way}."
         text = f"The all-reduce over all {len(everyone)} processes fails: {joint.error.rstrip('.')}."
-        problems = [*problems, Problem(ERROR, f"joint-all-reduce-{joint.kind}", text, remedy)]
+        problems = [*problems, Problem(f"joint-all-reduce-{joint.kind}", text, remedy, ERROR)]
     ordered = tuple(by_severity(problems))
     words = summarize(host, ordered)
     if everyone:
@@ -195,7 +176,7 @@ def read(text: str, rank: int, host: str) -> ProcessFacts:
 
 def must_be_alike(name: str) -> bool:
     """Return whether a variable must have the same value in all processes."""
-    return name in _CHANGE_NUMBERS or (name.startswith(("NCCL_", "NCCLSYNC_")) and name not in _OF_A_HOST)
+    return bool(_ALIKE.match(name)) and not _OF_A_HOST.fullmatch(name)
 
 
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
@@ -244,36 +225,31 @@ def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
 def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
-    backends = _groups(everyone, {one.rank: one.backend for one in everyone})
-    if len(backends) > 1:
-        text = f"The backend differs between processes: {_said(backends, 'none')}."
-        yield Problem(ERROR, "processes-backend", text, "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.")
+
+    def differing(values: Sequence[str | None]) -> dict[str | None, list[ProcessFacts]] | None:
+        """Return the processes by their values; None if all are alike."""
+        found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
+        for one, value in zip(everyone, values, strict=True):
+            found[value].append(one)
+        return found if len(found) > 1 else None
+
+    if groups := differing([one.backend for one in everyone]):
+        text = f"The backend differs between processes: {_said(groups, 'none')}."
+        yield Problem("processes-backend", text, "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.", ERROR)
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
-        groups = _groups(everyone, {one.rank: one.versions.get(component) for one in everyone})
-        if len(groups) > 1:
+        if groups := differing([one.versions.get(component) for one in everyone]):
             decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
             known = next(value for value in groups if value is not None)
             remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.").format(known)
             text = f"{component} differs between processes: {_said(groups, 'none')}."
-            yield Problem(ERROR if decisive else WARNING, f"processes-{component}", text, remedy)
+            yield Problem(f"processes-{component}", text, remedy, ERROR if decisive else WARNING)
     for name in sorted({name for one in everyone for name in one.settings}):
-        groups = _groups(everyone, {one.rank: one.settings.get(name) for one in everyone})
-        if len(groups) > 1:
+        if groups := differing([one.settings.get(name) for one in everyone]):
             by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
             effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
-            yield Problem(
-                ERROR if by_variable and by_nccl else WARNING,
-                f"processes-{name}",
-                f"{name} differs between processes, {effect}: {_said(groups, 'not set')}.",
-                f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts.",
-            )
-
-
-def _groups(everyone: Sequence[ProcessFacts], values: Mapping[int, str | None]) -> dict[str | None, list[ProcessFacts]]:
-    found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
-    for one in everyone:
-        found[values[one.rank]].append(one)
-    return found
+            text = f"{name} differs between processes, {effect}: {_said(groups, 'not set')}."
+            remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
+            yield Problem(f"processes-{name}", text, remedy, ERROR if by_variable and by_nccl else WARNING)
 
 
 def _said(groups: Mapping[str | None, Sequence[ProcessFacts]], nothing: str) -> str:

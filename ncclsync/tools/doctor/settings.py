@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 
-from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
+from ncclsync.tools.doctor.facts import WARNING, Host, Problem
 
 _TRUE = ("1", "true", "yes", "on")
 
@@ -25,27 +25,27 @@ _FILES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_GRAPH_FILE")
 
 
 def _slow(host: Host) -> Iterator[Problem]:
-    if host.choice.backend != "nccl" and not host.gpu_count:
+    if not host.may_use_gpus:
         return
     for name, values, effect in _SLOW:
         value = host.variable(name)
         if value and (values is None or value.lower() in values):
-            yield _problem(WARNING, name, f"{name}={value} {effect}.", f"{_unset(host, name)}.")
+            yield _problem(name, f"{name}={value} {effect}.", f"{_unset(host, name)}.")
 
 
 def _nvls(host: Host) -> Iterator[Problem]:
     asked = host.frameworks.nvls_variable
-    if asked is None or (host.choice.backend != "nccl" and not host.gpu_count):
+    if asked is None or not host.may_use_gpus:
         return
     name = asked.partition("=")[0]
     text = f"{asked} asks for NVLS, whose sums differ from call to call, although op determinism is on."
-    yield _problem(WARNING, f"{name}-nvls", text, f"{_unset(host, name)}: NVLS is then kept out.")
+    yield _problem(f"{name}-nvls", text, f"{_unset(host, name)}: NVLS is then kept out.")
 
 
 def _interfaces(host: Host) -> Iterator[Problem]:
     """Find a setting that leaves no interface: ranks meet by one even within a host."""
     value = host.variable("NCCL_SOCKET_IFNAME")
-    if not value or (host.choice.backend != "nccl" and not host.gpu_count):
+    if not value or not host.may_use_gpus:
         return
     without, names = value.startswith("^"), value.lstrip("^=").split(",")
     exact = value.lstrip("^").startswith("=")
@@ -53,9 +53,8 @@ def _interfaces(host: Host) -> Iterator[Problem]:
         found for found in host.interfaces for name in names if (found == name if exact else found.startswith(name))
     }
     if not (set(host.interfaces) - named if without else named):
-        severity = ERROR if host.choice.backend == "nccl" else WARNING
         text = f"NCCL_SOCKET_IFNAME={value} leaves no network interface of {', '.join(host.interfaces)}."
-        yield _problem(severity, "NCCL_SOCKET_IFNAME", text, f"{_unset(host, 'NCCL_SOCKET_IFNAME')}, or name one.")
+        yield _problem("NCCL_SOCKET_IFNAME", text, f"{_unset(host, 'NCCL_SOCKET_IFNAME')}, or name one.", host.severity)
 
 
 def _files(host: Host) -> Iterator[Problem]:
@@ -63,7 +62,7 @@ def _files(host: Host) -> Iterator[Problem]:
         value = host.variable(name)
         if value and not os.path.isfile(value):
             text = f"{name} names a file that is not there: {value}."
-            yield _problem(WARNING, name, text, f"{_unset(host, name)}, or correct it.")
+            yield _problem(name, text, f"{_unset(host, name)}, or correct it.")
 
 
 def _threads(host: Host) -> Iterator[Problem]:
@@ -79,13 +78,12 @@ def _threads(host: Host) -> Iterator[Problem]:
         text = f"OMP_NUM_THREADS=1 leaves OpenMP libraries one of {host.cores} cores."
     else:
         return
-    yield _problem(WARNING, "OMP_NUM_THREADS", text, f"Unset it, or set OMP_NUM_THREADS={host.cores}.")
+    yield _problem("OMP_NUM_THREADS", text, f"Unset it, or set OMP_NUM_THREADS={host.cores}.")
 
 
 def _tensorflow(host: Host) -> Iterator[Problem]:
     if (host.variable("TF_USE_LEGACY_KERAS") or "").lower() in _TRUE:
         yield _problem(
-            WARNING,
             "TF_USE_LEGACY_KERAS",
             "TF_USE_LEGACY_KERAS makes tf.keras Keras 2, whose models nccl_parallel refuses.",
             "Unset it, or build models with keras instead of tf.keras.",
@@ -99,7 +97,6 @@ def _tensorflow(host: Host) -> Iterator[Problem]:
             workers = 0
         if workers > 1:
             yield _problem(
-                WARNING,
                 "TF_CONFIG",
                 f"TF_CONFIG describes {workers} tasks; towers wait for all of them.",
                 "Start all tasks. To train in this process alone: Unset TF_CONFIG, or write processes=False.",
@@ -107,15 +104,14 @@ def _tensorflow(host: Host) -> Iterator[Problem]:
     value = host.variable("TF_XLA_FLAGS") or ""
     if "tf_xla_auto_jit" in value and not value.rstrip().endswith(("=0", "=-1")):
         yield _problem(
-            WARNING,
             "TF_XLA_FLAGS",
             f"TF_XLA_FLAGS={value} lets XLA compile parts of any graph, with roundings of its own.",
             "Unset it; compile(jit_compile=True) decides for a model.",
         )
 
 
-def _problem(severity: str, name: str, text: str, remedy: str) -> Problem:
-    return Problem(severity, f"variable-{name}", text, remedy)
+def _problem(name: str, text: str, remedy: str, severity: str = WARNING) -> Problem:
+    return Problem(f"variable-{name}", text, remedy, severity)
 
 
 def _unset(host: Host, name: str) -> str:

@@ -17,7 +17,7 @@ from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.factories import UsageError, load, model_and_data
-from ncclsync.tools.plan.results import Found, cluster_text, listings, result_of
+from ncclsync.tools.plan.results import TABLES, Found, cluster_text, result_of
 
 PREDICTED = 0  # exit code; `cli` shows errors, with 2
 
@@ -99,7 +99,7 @@ def _plan(given: argparse.Namespace) -> int:
     finally:
         progress.clear()
     result = result_of(given.factory, given.link, given.gpus, cluster, found)
-    show(result, listings())
+    show(result, TABLES)
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     return PREDICTED

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.program.program import Program, Segment
-from ncclsync.tools.bench.turns import Spread, device_timer, take_turns
+from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
 from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.laying_out import lay_out
@@ -49,7 +49,7 @@ def step_seconds(
         for _ in range(2):
             _seconds(model, iterator, 1)
         once = _seconds(model, iterator, 2)
-        steps = int(min(max(_TURN_S / once, 1), _MOST_STEPS))
+        steps = filling(_TURN_S, once, _MOST_STEPS)
         timers[str(batch)] = functools.partial(_seconds, model, iterator, steps)
     found = take_turns(timers, rounds, show)
     return {int(batch): Spread.of(samples) for batch, samples in found.items()}

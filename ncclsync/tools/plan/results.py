@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ncclsync.program.links import Cluster, Link
-from ncclsync.tools.bench.results import Column, Listing, Result, Row, significant, size_text, time_text
+from ncclsync.tools.bench.results import Column, Result, Row, median_text, more, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY, POOR_EFFICIENCY, Prediction, predict, step_seconds
 from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
@@ -55,7 +55,7 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
     workload, batch = found.workload("median"), found.batch_size
     case = {"model": model, "batch_size": batch, "link": link}
     compute = workload.compute
-    more: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "samples_per_s": batch / compute.of(batch),
         "measured_s": {str(size): dataclasses.asdict(one) for size, one in found.seconds.items()},
         "fixed_s": compute.fixed_s,
@@ -64,7 +64,7 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
         "cluster": dataclasses.asdict(cluster),
         "stages": [dataclasses.asdict(stage) for stage in workload.stages],
     }
-    rows = [Row(case, "1", found.spread(lambda one: one.compute.of(batch)), {}, more)]
+    rows = [Row(case, "1", found.spread(lambda one: one.compute.of(batch)), {}, measured)]
     predictions = [predict(workload, count, batch, cluster) for count in gpus]
     for one in predictions:
         step = functools.partial(step_seconds, gpus=one.gpus, batch=batch, cluster=cluster)
@@ -95,9 +95,9 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
                 f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency "
                 f"below {POOR_EFFICIENCY:.0%}."
             )
-    parts = f"{_ms(compute.fixed_s)} and {_ms(compute.per_sample_s)} per sample"
+    parts = f"{median_text(compute.fixed_s)} and {median_text(compute.per_sample_s)} per sample"
     if len(found.seconds) == 1:
-        parts = f"{_ms(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
+        parts = f"{median_text(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
     notes.append(f"Compute: {found.origin}. A step on one GPU takes {parts}.")
     notes.append(f"Links: {cluster_text(cluster)}.")
     notes += _crossings(cluster, found, predictions)
@@ -136,7 +136,7 @@ def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) ->
         crossing_s = one.crossing_bytes / cluster.between.bandwidth
         yield (
             f"{one.gpus} GPUs are {cluster.hosts(one.gpus)} hosts: {size_text(one.crossing_bytes)} leave each, and as "
-            f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {_ms(crossing_s)}; "
+            f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {median_text(crossing_s)}; "
             f"by {' and '.join(one.algorithms)}."
         )
     if cluster.within is None:
@@ -150,37 +150,6 @@ def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) ->
     yield f"How, by NCCL{'' if cluster.within is None else ', hierarchically'}: {'; '.join(named)}."
 
 
-def listings() -> list[Listing]:
-    """Return the table: a row for one GPU, then for each number of GPUs."""
-    columns = [
-        Column("GPUs", lambda row: row.side),
-        Column("exchanged", _more("exchanged_bytes", size_text)),
-        Column("buckets", _more("buckets", str)),
-        Column("exchange", _more("communication_s", _ms)),
-        Column("by", _more("algorithms", " ".join), "left"),
-        Column("leaves\na host", _more("crossing_bytes", lambda size: size_text(size) if size else "nothing")),
-        Column("over-\nlapped", _more("overlapped", _percent)),
-        Column("step", lambda row: _ms(row.value.median) if row.value.samples == 1 else time_text(row.value)),
-        Column("without\noverlap", _more("sequential_s", _ms)),
-        Column("effi-\nciency", _more("efficiency", _percent)),
-        Column("without\noverlap", _more("sequential_efficiency", _percent)),
-        Column("speed-up", _more("speedup", significant)),
-        Column("samples/s", _more("samples_per_s", lambda rate: f"{float(f'{rate:.3g}'):.0f}")),
-        Column(f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU", _batch("good_batch")),
-        Column("beats one GPU\nfrom batch", _batch("winning_batch")),
-        Column("better", _better, "left"),
-    ]
-    return [Listing(columns)]
-
-
-def _more(name: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
-    return lambda row: text(row.more[name]) if name in row.more else ""
-
-
-def _batch(name: str) -> Callable[[Row], str]:
-    return _more(name, lambda batch: "never" if batch is None else str(batch))
-
-
 def _better(row: Row) -> str:
     if row.side == "1":
         return ""
@@ -191,8 +160,31 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _ms(seconds: float) -> str:
-    return time_text(Spread(seconds, seconds, seconds, 1)).partition(" (")[0]
+def _batch(size: int | None) -> str:
+    return "never" if size is None else str(size)
+
+
+# A row for one GPU, then for each number of GPUs.
+TABLES = [
+    [
+        Column("GPUs", lambda row: row.side),
+        Column("exchanged", more("exchanged_bytes", size_text)),
+        Column("buckets", more("buckets", str)),
+        Column("exchange", more("communication_s", median_text)),
+        Column("by", more("algorithms", " ".join), "left"),
+        Column("leaves\na host", more("crossing_bytes", lambda size: size_text(size) if size else "nothing")),
+        Column("over-\nlapped", more("overlapped", _percent)),
+        Column("step", lambda row: median_text(row.value.median) if row.value.samples == 1 else time_text(row.value)),
+        Column("without\noverlap", more("sequential_s", median_text)),
+        Column("effi-\nciency", more("efficiency", _percent)),
+        Column("without\noverlap", more("sequential_efficiency", _percent)),
+        Column("speed-up", more("speedup", significant)),
+        Column("samples/s", more("samples_per_s", lambda rate: f"{float(f'{rate:.3g}'):.0f}")),
+        Column(f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU", more("good_batch", _batch)),
+        Column("beats one GPU\nfrom batch", more("winning_batch", _batch)),
+        Column("better", _better, "left"),
+    ]
+]
 
 
 def cluster_text(cluster: Cluster) -> str:

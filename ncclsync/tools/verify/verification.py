@@ -20,6 +20,7 @@ from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_ba
 from ncclsync.tools.verify.comparison import compare
 from ncclsync.tools.verify.diagnosis import disagreement, false_step, missing_digits, own_code, rounding, seen_nan
 from ncclsync.tools.verify.report import Difference, Report
+from ncclsync.training.arguments import check_whole
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
 
@@ -179,9 +180,6 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
     if not callable(factory):
         raise TypeError(f"Expected a function that returns a compiled keras.Model. Received: {factory!r}")
     for name, value, least in (("towers", towers, 2), ("steps", steps, 1), ("batch_size", batch_size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Expected {name} to be an int. Received: {value!r}")
-        if value < least:
-            raise ValueError(f"Expected {name} to be at least {least}. Received: {name}={value}")
+        check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
         raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {tolerance!r}")

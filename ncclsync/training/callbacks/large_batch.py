@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.training.arguments import named_arguments
+from ncclsync.training.arguments import check_whole, named_arguments
 from ncclsync.training.callbacks.learning_rate import Rule, ScaledRate, scale_rate
 
 LOG_KEY = "effective_learning_rate"
@@ -70,10 +70,10 @@ class LargeBatch(keras.callbacks.Callback):
             TypeError, ValueError: bad arguments.
         """
         super().__init__()
-        _check_count("reference_batch_size", reference_batch_size)
-        for name, count in {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}.items():
-            if count is not None:
-                _check_count(name, count)
+        counts = {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}
+        for name, count in {"reference_batch_size": reference_batch_size, **counts}.items():
+            if count is not None or name not in counts:
+                check_whole(name, count, 1)
         if isinstance(warmup_epochs, bool) or not isinstance(warmup_epochs, (int, float)):
             raise TypeError(f"Expected warmup_epochs to be a number. Received: {warmup_epochs!r}")
         if not 0 <= warmup_epochs < float("inf"):
@@ -173,10 +173,3 @@ def _follow_always(model: keras.Model, recipe: LargeBatch) -> ScaledRate:
     if not rate.known and (recipe.steps_per_epoch or recipe.warmup_epochs == 0):
         rate.begin(recipe.warmup_epochs, recipe.steps_per_epoch or 0)
     return rate
-
-
-def _check_count(name: str, count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"Expected {name} to be an int. Received: {count!r}")
-    if count < 1:
-        raise ValueError(f"Expected {name} of at least 1. Received: {count}")

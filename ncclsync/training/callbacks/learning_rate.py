@@ -16,6 +16,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import count_rows
 from ncclsync.towers.step import leaves_of, python_step
@@ -75,8 +76,8 @@ class ScaledRate:
         self._previous = _variable(self._reference(), "previous_rate")
         keras_optimizers.wrap_update(self._optimizer, self._wrap)
         outer = model.optimizer
-        vars(outer)["save_own_variables"] = self._settled_before(outer.save_own_variables)
-        vars(outer)["load_own_variables"] = self._told_after(outer.load_own_variables)
+        vars(outer)["save_own_variables"] = tf_compat.wrapping(self._save_settled)(outer.save_own_variables)
+        vars(outer)["load_own_variables"] = tf_compat.wrapping(self._load_and_note)(outer.load_own_variables)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -202,21 +203,13 @@ class ScaledRate:
     def _batches_per_update(self) -> int:
         return self._optimizer.gradient_accumulation_steps or 1
 
-    def _settled_before(self, save: Callable) -> Callable:
-        @functools.wraps(save)
-        def save_settled(store):
-            self.settle()
-            save(store)
+    def _save_settled(self, save: Callable, store: Any) -> None:
+        self.settle()
+        save(store)
 
-        return save_settled
-
-    def _told_after(self, load: Callable) -> Callable:
-        @functools.wraps(load)
-        def load_and_tell(store):
-            load(store)
-            self._previous.assign(self._reference())
-
-        return load_and_tell
+    def _load_and_note(self, load: Callable, store: Any) -> None:
+        load(store)
+        self._previous.assign(self._reference())
 
 
 def scaled_rate_of(model: keras.Model) -> ScaledRate | None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from ncclsync.semantics.shards import digest_of_rows
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
+from ncclsync.training.arguments import check_whole
 
 
 class Position(NamedTuple):
@@ -85,11 +86,8 @@ class Shuffled(CountingDataset):
             TypeError: `batch_size` or `seed` is no whole number.
             ValueError: `batch_size` or `seed` is too small; arrays have no samples, or different numbers of samples.
         """
-        for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}")
-            if value < least:
-                raise ValueError(f"Expected {name} to be at least {least}. Received: {value}")
+        check_whole("batch_size", batch_size, 1)
+        check_whole("seed", seed, 0)
         self.batch_size = int(batch_size)
         self.seed = int(seed)
         if y is None and sample_weight is not None:

@@ -123,84 +123,60 @@ static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
     reduce_weighted(pool, dtype, size, count);
 }
 
-/* (a * b + a) / b and a * b, of an array and an operand that repeats itself, for two instances; of the second one, the
- * quotient is in the array's memory, which no later step reads. */
-static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat) {
+/* (a * b + a) / b and a * b, of an array and an operand that repeats itself; `in_place`: the quotient is in the array's
+ * memory, which no later step reads. */
+static void compute(ncs_pool* pool, size_t count, size_t period, size_t repeat, int in_place) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, NCS_ADD, 2, 0, NCS_DIVIDE, 3, 1, 4, 2};
   const ncs_expression expression = {code, 2, 2, 0, 3, 0};
-  float *a[2], *b[2], *quotient[2], *product[2];
-  ncs_operand inputs[2][2];
-  void* outputs[2][2];
-  ncs_instance instances[2];
+  float *a = malloc(count * sizeof(float)), *b = malloc(period * sizeof(float));
+  float *quotient = in_place ? a : malloc(count * sizeof(float)), *product = malloc(count * sizeof(float));
+  const ncs_operand inputs[] = {{a, count, 1}, {b, period, repeat}};
+  void* const outputs[] = {quotient, product};
   EXPECT(ncs_expression_is_valid(&expression, 11) && !ncs_expression_is_valid(&expression, 10));
-  for (int k = 0; k < 2; ++k) {
-    a[k] = malloc(count * sizeof(float));
-    b[k] = malloc(period * sizeof(float));
-    quotient[k] = k == 1 ? a[k] : malloc(count * sizeof(float));
-    product[k] = malloc(count * sizeof(float));
-    for (size_t i = 0; i < count; ++i) a[k][i] = (float)(i % 1000);
-    for (size_t i = 0; i < period; ++i) b[k][i] = (float)(i % 7 + 2);
-    inputs[k][0] = (ncs_operand){a[k], count, 1};
-    inputs[k][1] = (ncs_operand){b[k], period, repeat};
-    outputs[k][0] = quotient[k];
-    outputs[k][1] = product[k];
-    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
+  for (size_t i = 0; i < count; ++i) a[i] = (float)(i % 1000);
+  for (size_t i = 0; i < period; ++i) b[i] = (float)(i % 7 + 2);
+  EXPECT(ncs_expression_run(pool, &expression, inputs, outputs, count, 0) == ncclSuccess);
+  for (size_t i = 0; i < count; ++i) {
+    const float y = (float)(i % 1000), x = b[i / repeat % period];
+    EXPECT(quotient[i] == (y * x + y) / x);
+    EXPECT(product[i] == y * x);
   }
-  EXPECT(ncs_expression_run(pool, &expression, instances, 2, 0) == ncclSuccess);
-  for (int k = 0; k < 2; ++k) {
-    for (size_t i = 0; i < count; ++i) {
-      const float y = (float)(i % 1000), x = b[k][i / repeat % period];
-      EXPECT(quotient[k][i] == (y * x + y) / x);
-      EXPECT(product[k][i] == y * x);
-    }
-    if (quotient[k] != a[k]) free(a[k]);
-    free(b[k]);
-    free(quotient[k]);
-    free(product[k]);
-  }
+  if (!in_place) free(quotient);
+  free(a);
+  free(b);
+  free(product);
 }
 
 /* Sums of a * b and the mean of a over one period, and the sum of all of a * b; small whole numbers, so exact. */
 static void add_up(ncs_pool* pool, size_t count, size_t period) {
   int64_t code[] = {NCS_MULTIPLY, 0, 1, 2, (int64_t)period, 0, 0, (int64_t)period, 1, 2, 1, 0};
   const ncs_expression expression = {code, 2, 0, 3, 1, 0};
-  float *a[2], *b[2], *sums[2][3];
-  ncs_operand inputs[2][2];
-  void* outputs[2][3];
-  ncs_instance instances[2];
+  float *a = malloc(count * sizeof(float) + 1), *b = malloc(count * sizeof(float) + 1), *sums[3];
+  const ncs_operand inputs[] = {{a, count, 1}, {b, count, 1}};
+  double all = 0;
   EXPECT(ncs_expression_is_valid(&expression, 12) && !ncs_expression_is_valid(&expression, 11));
   code[4] = NCS_MOST_PERIOD + 1;
   EXPECT(!ncs_expression_is_valid(&expression, 12));
   code[4] = (int64_t)period;
-  for (int k = 0; k < 2; ++k) {
-    a[k] = malloc(count * sizeof(float));
-    b[k] = malloc(count * sizeof(float));
-    for (size_t i = 0; i < count; ++i) a[k][i] = (float)((i + (size_t)k) % 5);
-    for (size_t i = 0; i < count; ++i) b[k][i] = (float)(i % 3);
-    inputs[k][0] = (ncs_operand){a[k], count, 1};
-    inputs[k][1] = (ncs_operand){b[k], count, 1};
-    for (int s = 0; s < 3; ++s) outputs[k][s] = sums[k][s] = malloc((s < 2 ? period : 1) * sizeof(float));
-    instances[k] = (ncs_instance){inputs[k], outputs[k], count};
-  }
-  EXPECT(ncs_expression_run(pool, &expression, instances, 2, count % 2 == 0) == ncclSuccess);
-  for (int k = 0; k < 2; ++k) {
-    double all = 0;
-    for (size_t column = 0; column < period; ++column) {
-      double product = 0, total = 0;
-      for (size_t i = column; i < count; i += period) {
-        product += a[k][i] * b[k][i];
-        total += a[k][i];
-      }
-      all += product;
-      EXPECT(sums[k][0][column] == (float)product);
-      EXPECT(count == 0 ? sums[k][1][column] != sums[k][1][column]
-                        : sums[k][1][column] == (float)(total / (double)(count / period)));
+  for (size_t i = 0; i < count; ++i) a[i] = (float)(i % 5);
+  for (size_t i = 0; i < count; ++i) b[i] = (float)(i % 3);
+  for (int s = 0; s < 3; ++s) sums[s] = malloc((s < 2 ? period : 1) * sizeof(float));
+  EXPECT(ncs_expression_run(pool, &expression, inputs, (void* const*)sums, count, count % 2 == 0) == ncclSuccess);
+  for (size_t column = 0; column < period; ++column) {
+    double product = 0, total = 0;
+    for (size_t i = column; i < count; i += period) {
+      product += a[i] * b[i];
+      total += a[i];
     }
-    EXPECT(sums[k][2][0] == (float)all);
-    free(a[k]);
-    free(b[k]);
-    for (int s = 0; s < 3; ++s) free(sums[k][s]);
+    all += product;
+    EXPECT(sums[0][column] == (float)product);
+    EXPECT(count == 0 ? sums[1][column] != sums[1][column]
+                      : sums[1][column] == (float)(total / (double)(count / period)));
   }
+  EXPECT(sums[2][0] == (float)all);
+  free(a);
+  free(b);
+  for (int s = 0; s < 3; ++s) free(sums[s]);
 }
 
 /* Of nothing; of one row; periods that divide a block and that do not, of a block, longer ones; several chunks. */
@@ -216,7 +192,8 @@ static void compute_all(ncs_pool* pool) {
                               {2000, 20, 100},  {70000, 5, 7},  {70000, 7, 2},  {96, 3, 32},      {1000, 500, 1},
                               {70000, 700, 100}, {48, 48, 1},   {1536, 512, 1}, {1539, 513, 1},   {3000, 2, 1500}};
   for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i)
-    compute(pool, shapes[i][0], shapes[i][1], shapes[i][2]);
+    for (int in_place = 0; in_place < 2; ++in_place)
+      compute(pool, shapes[i][0], shapes[i][1], shapes[i][2], in_place);
 }
 
 static void* call_repeatedly(void* pool) {

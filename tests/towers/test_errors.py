@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -321,6 +322,17 @@ def test_choice_follows_the_devices(two_gpus):
     assert choose_placement(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
 
 
+def joined_with(monkeypatch, chosen_placement):
+    """What NCCL is given to join GPUs."""
+
+    def joined(ordinals, **options):
+        return SimpleNamespace(ordinals=ordinals, launcher=lambda **_: SimpleNamespace(blocks=False), **options)
+
+    monkeypatch.setattr(placement, "NcclCommunicator", joined)
+    monkeypatch.setattr(placement, "keep_xla_from_capturing", lambda: None)
+    return placement.connect(chosen_placement, timeout_s=None, preflight=False)
+
+
 def test_logical_gpus_are_those_of_cuda(monkeypatch):
     """NCCL counts CUDA's devices, TensorFlow the logical ones that it made of those it was told to see."""
     assert placement._cuda_ordinals("CPU") == [0] * len(tf.config.list_logical_devices("CPU"))
@@ -331,9 +343,8 @@ def test_logical_gpus_are_those_of_cuda(monkeypatch):
     }
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(seen))
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", seen.get)
-    monkeypatch.setattr(placement, "NcclCommunicator", lambda ordinals, **_: ordinals)
     chosen_placement = placement.Placement(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
-    assert placement.connect(chosen_placement, timeout_s=None, preflight=False) == [10, 3, 1, 3]
+    assert joined_with(monkeypatch, chosen_placement).ordinals == [10, 3, 1, 3]
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -341,9 +352,7 @@ def test_sums_are_repeatable_where_ops_are_deterministic(monkeypatch, on):
     """NCCL's communicator is made for it."""
     monkeypatch.setattr(placement.tf_compat, "is_op_determinism_enabled", lambda: on)
     monkeypatch.setattr(placement, "_cuda_ordinals", lambda kind: [0, 1])
-    monkeypatch.setattr(placement, "NcclCommunicator", lambda ordinals, **options: options["repeatable"])
-    chosen_placement = placement.Placement(("GPU:0", "GPU:1"), "nccl", "")
-    assert placement.connect(chosen_placement, timeout_s=None, preflight=False) is on
+    assert joined_with(monkeypatch, placement.Placement(("GPU:0", "GPU:1"), "nccl", "")).repeatable is on
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")

@@ -19,7 +19,8 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import count_rows
-from ncclsync.towers.step import leaves_of, python_step
+from ncclsync.towers.step_function import leaves_of
+from ncclsync.towers.traced_step import python_step
 
 _RATE, _VARIABLES = "_ncclsync_rate", "_ncclsync_rate_variables"
 

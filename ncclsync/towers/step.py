@@ -127,7 +127,6 @@ class TowerStep(abc.ABC):
         # By the specs of a batch, the readers, what feeds it, and whether watched.
         self._graphs: dict[tuple[str, bool], tuple[Callable, _Setup]] = {}
         self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
-        self._read_sizes: dict[int, tf.Variable] = {}  # by graphs
         self._version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
@@ -327,25 +326,19 @@ class TowerStep(abc.ABC):
         return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
     def run_on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch of tensors; return its results.
+        """Run one step on a batch of tensors, within `TowerState.telling`; return its results.
 
         Raises:
             ValueError: the batch has no rows, or not as many in each tensor.
             Exception: what `run_on_iterator` raises.
         """
-        try:
-            batch = grouped(batch)
-            rowed_leaves(batch)
-            leaves = leaves_of(batch)
-            self._compared, self._sizes = None, self.towers.sizes_of_given
-            self._digest = None if self._sizes is None else bytes
-            self.towers.communicator.reads_same_rows = self._sizes is None
-            results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
-        except Exception as error:  # also of a step that cannot be traced, which other processes would wait for
-            if self.towers.meets_processes:
-                self.towers.mark_stale()
-                self.towers.communicator.report_failure(error)
-            raise
+        batch = grouped(batch)
+        rowed_leaves(batch)
+        leaves = leaves_of(batch)
+        self._compared, self._sizes = None, self.towers.sizes_of_given
+        self._digest = None if self._sizes is None else bytes
+        self.towers.communicator.reads_same_rows = self._sizes is None
+        results = self._run(batch, _GIVEN, lambda graph, _: graph(*leaves))
         self.count(None)
         return results
 
@@ -496,9 +489,8 @@ class TowerStep(abc.ABC):
         self._version = self.version_for(batch_specs)
         specs = batch_specs if source != _GIVEN else self._specs_of(batch_specs)
         plain = f"{specs!r} {source} {[*self._readers()]} {self._version}"
-        if self._sizes is not None:  # the graph reads this variable, which is kept: no other one gets its id
-            self._read_sizes[id(self._sizes)] = self._sizes
-            plain += f" {id(self._sizes)}"
+        if self._sizes is not None:  # the graph reads it
+            plain += " sizes"
         key = f"{plain} audited" if audits else plain, meter is not None
         if key not in self._graphs:
             with _collecting_no_garbage():

@@ -57,7 +57,7 @@ def lay_out(
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
         after = run.exchange(number, segment, sent, done)
-    done = run.apply(rollback, after)
+    done = run.apply(rollback, run.agree(after))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
@@ -129,8 +129,8 @@ class _Run:
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
-        if self._towers.meets_processes and segment.incoming and segment.written:
-            after = self._exchanges.agree(after)
+        if self._towers.meets_processes and segment.written:
+            after = self.agree(after)
         sent: list[list[tf.Tensor]] = []
         of_shards: list[list[tf.Tensor]] = []
         arguments: list[list[Any]] = []
@@ -178,6 +178,10 @@ class _Run:
             all of them.
         """
         return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])
+
+    def agree(self, after: After) -> After:
+        """Return what each tower waits for; see `Exchanges.agree`."""
+        return self._exchanges.agree(after)
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:
         """Let the step be complete, or undone if a gradient is not finite."""

@@ -167,10 +167,9 @@ def connect(
             for index, device in enumerate(placement.devices)
         ]
         repeatable = tf_compat.is_op_determinism_enabled()
+        join: Callable[..., NcclCommunicator] = NcclCommunicator
         if process is not None:
             join = functools.partial(NcclCommunicator.from_peers, peers_of(process, timeout_s))
-        else:
-            join = NcclCommunicator
         communicator = join(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
         on_host = any(device.startswith("CPU") for device in placement.devices)
         launcher = communicator.launcher(on_host=on_host)

@@ -343,6 +343,7 @@ class TowerState:
         """
         self.sync()
         self.in_flight.settle()
+        self._of_all_processes(None, "divergence")
         largest = 0.0
         for replicas in list(self._replicas.values()):
             if replicas.role is Role.SAME and self._folds_on_devices(replicas.variable):

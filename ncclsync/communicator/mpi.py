@@ -192,12 +192,12 @@ class MpiPeers(Peers):
             header = self._seal_for(i, "header", _HEADER.pack(*own, len(pieces), max(pieces, default=0)))
             sent += self.send(header, i, _HEADERS)
             sent += [one for message in sends for one in self.send(message, i)]
-        headers: list[tuple] = [(*own, 0, 0)] * self.size
+        headers: list[tuple[Any, ...]] = [(*own, 0, 0)] * self.size
         late = self.others
         while late:
             found = self._headers_of(late, sent, text, timeout_s, heeds=heeds)
-            for i, other in found.items():
-                headers[i] = other
+            for i, its in found.items():
+                headers[i] = its
             # A process that had not heard of a failure has sent what belongs to the time before.
             late = [i for i, (kind, _, _, generation, *_) in found.items() if generation < own[3] and kind != _ENDED]
             if late:

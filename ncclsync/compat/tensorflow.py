@@ -457,10 +457,10 @@ def wrapping(replacement: Callable[..., Any]) -> Callable[[Callable], Callable]:
     return wrap
 
 
-def datasets_of(iterator: tf.data.Iterator) -> list[tf.data.Dataset]:
-    """Return an iterator's dataset, and all datasets that it is made of."""
+def datasets_of(given: tf.data.Iterator | tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Return a dataset, or an iterator's, and all datasets that it is made of."""
     found: list[tf.data.Dataset] = []
-    left = [iterator._dataset]
+    left = [given if isinstance(given, tf.data.Dataset) else given._dataset]
     while left:
         dataset = left.pop()
         if dataset is not None:

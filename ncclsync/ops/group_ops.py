@@ -96,7 +96,9 @@ def _enqueued(
     flat = [tensor for column in columns for tensor in column]
     if tf.executing_eagerly():
         received = iter(tf.function(join, autograph=False)(*flat))
-        communicator.wait()  # another process may not come
+        if communicator.world_size > communicator.size:  # another process may not come
+            communicator.agree(None, collectives[0].label)
+            communicator.wait()
     else:
         received = iter(join(*flat))
     return [[next(received) for _ in column] for column in columns]

@@ -68,7 +68,8 @@ class Exchanges:
         self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self.recorded: list[tf.Operation] = []
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
-        self._called: list[Any] = []  # what has been exchanged, in words
+        self._called: list[Any] = []  # what has been exchanged
+        self._agreed = 0  # how much of that all processes have launched
         # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
         self._received: list[dict[str, Any]] = [{} for _ in towers.layout.own_shards]
 
@@ -177,12 +178,15 @@ class Exchanges:
         """Return what each tower waits for before it writes: all processes have launched what is written.
 
         Else an error in one of them, after which it launches nothing more, would cost the others their weights. The
-        hosts meet, and wait for no GPU.
+        hosts meet, and wait for no GPU. They compare a digest of all exchanges: processes whose graphs are of another
+        program, and launch others or in another order, are told.
         """
-        if not self._enqueues or not self._called:
+        count = len(self._called)
+        if not self._enqueues or not self._towers.meets_processes or count == self._agreed:
             return after
+        self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
-        text = f"a step ({len(self._called)} exchange{'s' * (len(self._called) > 1)}, program {digest})"
+        text = f"a step ({count} exchange{'s' * (count > 1)}, program {digest})"
         return self.meet(after, [agree(self._towers.communicator, text, self.turns)])
 
     def _launch(

@@ -57,7 +57,7 @@ def lay_out(
         sent, done = run.compute(number, segment, after)
         # All of this segment, on every tower: so an error anywhere stops all of them.
         after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
-    done = run.apply(rollback, after)
+    done = run.apply(rollback, run.exchanges.agree(after))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
@@ -124,8 +124,8 @@ class _Run:
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
-        if self._towers.layout.meets_processes and segment.incoming and segment.written:
-            after = self._exchanges.agree(after)
+        if self._towers.layout.meets_processes and segment.written:
+            after = self.exchanges.agree(after)
         sent: list[list[tf.Tensor]] = []
         of_shards: list[list[tf.Tensor]] = []
         arguments: list[list[Any]] = []

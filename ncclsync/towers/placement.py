@@ -11,10 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
-from ncclsync.communicator.messages import MessageError
-from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
-from ncclsync.communicator.processes import Process, claim, find_process
-from ncclsync.communicator.service import KeyService
+from ncclsync.communicator.joining import peers_of
+from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
@@ -25,7 +23,6 @@ from ncclsync.towers.layout import Layout
 _logger = logging.getLogger("ncclsync")
 
 _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer"
-_FOR_EVER_S = 7 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,47 +185,6 @@ def connect(
         mpi.check_joins(process, timeout_s)
         return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
-
-
-_peers: dict[Process, Peers] = {}
-
-
-def peers_of(process: Process, timeout_s: float | None) -> Peers:
-    """Return what this process knows of the others; joins them when it is first called, which is collective.
-
-    Args:
-        process: this one.
-        timeout_s: how long to wait for the others; None for no limit.
-
-    Raises:
-        NcclSyncError: they cannot be joined.
-    """
-    if process.launcher == "Open MPI":
-        return mpi.peers(timeout_s)
-    if process.address is None:
-        raise NcclSyncError(
-            "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
-            f"others. Received: none of them, from {process.launcher} ({process.reason})"
-        )
-    claim()
-    if process not in _peers:
-        try:
-            found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
-        except MessageError:
-            raise
-        except NcclSyncError as error:
-            raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
-        end_with_process(found.end)
-        _peers[process] = found
-    return _peers[process]
-
-
-def _service(process: Process, timeout_s: float | None) -> KeyService:
-    """Join the processes by the service that process 0 runs."""
-    assert process.address is not None
-    alone = process.local_size == process.size
-    join_s = timeout_s or _FOR_EVER_S
-    return KeyService(process.address, process.rank, process.size, join_s=join_s, on_one_host=alone)
 
 
 def keep_xla_from_capturing() -> None:

@@ -290,6 +290,7 @@ class TowerState:
         """
         self.sync()
         self.in_flight.settle()
+        self._of_all_processes(None, "divergence")
         largest = 0.0
         for replicas in list(self._replicas.values()):
             if replicas.role is Role.SAME and self._folds_on_devices(replicas.variable):
@@ -583,6 +584,19 @@ class TowerState:
     def enqueues(self) -> bool:
         """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
         return device_ops.takes(self.communicator)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let the other processes hear of what is raised within: all of them can go on, from what tower 0 has then."""
+        try:
+            yield
+        except Exception as error:
+            if self.layout.meets_processes:
+                if isinstance(error, ProcessError):  # not always within a step, which saves by itself
+                    self.failed_collective()
+                self.mark_stale()
+                self.communicator.report_failure(error)
+            raise
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Ctrl-C ends collectives, where they can hang."""

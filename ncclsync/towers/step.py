@@ -94,24 +94,18 @@ class TowerStep(TracedStep):
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
-        """Run one step on a batch of tensors; return its results.
+        """Run one step on a batch of tensors, within `TowerState.telling`; return its results.
 
         Raises:
             ValueError: the batch has no rows, or not as many in each tensor.
             Exception: what `run_on_iterator` raises.
         """
-        try:
-            batch = grouped(batch)
-            rowed_leaves(batch)
-            self._compared, self._sizes = None, self.towers.sizes_of_given
-            self._digest = None if self._sizes is None else bytes
-            self.towers.communicator.reads_same_rows = self._sizes is None
-            _, results = self._run(OnGiven, batch)
-        except Exception as error:  # also of a step that cannot be traced, which other processes would wait for
-            if self.towers.layout.meets_processes:
-                self.towers.mark_stale()
-                self.towers.communicator.report_failure(error)
-            raise
+        batch = grouped(batch)
+        rowed_leaves(batch)
+        self._compared, self._sizes = None, self.towers.sizes_of_given
+        self._digest = None if self._sizes is None else bytes
+        self.towers.communicator.reads_same_rows = self._sizes is None
+        _, results = self._run(OnGiven, batch)
         self.count(None)
         return results
 

@@ -20,6 +20,9 @@ from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 
 _ENDLESS = 1 << 62  # samples
+# By their number, the rows of each tower in the batch that was handed out last: graphs read the variable, which all
+# `LocalRows` share. Whoever fetches a batch, and reads them, holds the lock.
+_SIZES: dict[int, tuple[tf.Variable, threading.Lock]] = {}
 _COUNTED = (
     "Tell how many there are, by dataset.apply(tf.data.experimental.assert_cardinality(samples)), or let them have no "
     "end, by dataset.repeat() and steps_per_epoch="
@@ -115,6 +118,17 @@ class Local(tf_compat.SameDataset):
         return self._made[key]
 
 
+def check_alone(data: Any) -> None:
+    """Raise ValueError if data for Keras is a dataset that is made of a `Local`."""
+    made_of = tf_compat.datasets_of(data)[1:] if isinstance(data, tf.data.Dataset) else []
+    if any(isinstance(one, Local) for one in made_of):
+        raise ValueError(
+            "Expected, in several processes, the Local itself, which Keras batches, and not what is made of it by "
+            f"prefetch(), map() or batch(). Received: {data!r}. Give the Local itself to fit, and map, shuffle or "
+            "prefetch the samples before: ncclsync.Local(samples.map(parsed), batch_size=...)"
+        )
+
+
 def _batches(samples: int, rows: int) -> int:
     """Return how many batches a process' samples make; very many, where they have no end."""
     return _ENDLESS if samples == _ENDLESS else math.ceil(samples / rows)
@@ -139,8 +153,11 @@ class LocalRows(CountingDataset):
             rows: [P] of each process in a full batch.
             towers: [P] of each process.
         """
-        held = self.sizes = tf.Variable(tf.zeros([sum(towers)], tf.int32), trainable=False)
-        self._lock = threading.Lock()
+        total = sum(towers)
+        if total not in _SIZES:
+            _SIZES[total] = tf.Variable(tf.zeros([total], tf.int32), trainable=False), threading.Lock()
+        self.sizes, self._lock = _SIZES[total]
+        held = self.sizes
         self._parts = tuple(zip(given, rows, towers, strict=True))
         self._batches = _batches(given[0], rows[0])
         owners = [p for p, count in enumerate(towers) for _ in range(count)]

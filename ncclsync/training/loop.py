@@ -112,21 +112,23 @@ class Towers(TowerState):
                 step or from after it.
         """
         self.require_open()
-        if not callable(step):
-            raise TypeError(f"Expected a function of a batch. Received: {step!r}")
-        self.require_eager("Towers.run")
-        results = Results.EACH if per_tower else Results.COMBINED
-        key = (step, results)
-        if key not in self._steps:
-            self._steps[key] = _FunctionStep(self, step, results)
-            self._warn_of_new_functions(step)
-        batch = grouped(tf.nest.map_structure(to_tensor, batch))
-        rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
-        if rows is None:
-            raise ValueError(
-                f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
-            )
-        outcome = self._steps[key].run_on_batch(batch)
+        with self.telling():
+            if not callable(step):
+                raise TypeError(f"Expected a function of a batch. Received: {step!r}")
+            self.require_eager("Towers.run")
+            results = Results.EACH if per_tower else Results.COMBINED
+            key = (step, results)
+            if key not in self._steps:
+                self._steps[key] = _FunctionStep(self, step, results)
+                self._warn_of_new_functions(step)
+            batch = grouped(tf.nest.map_structure(to_tensor, batch))
+            rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
+            if rows is None:
+                raise ValueError(
+                    "Expected a batch with at least one tensor whose first axis runs over the samples. "
+                    f"Received: {batch}"
+                )
+            outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
         sizes = self.layout.sizes_of(rows or 1)  # a batch without rows is tower 0's

@@ -23,7 +23,7 @@ from ncclsync.training.arguments import named_arguments, takes
 from ncclsync.training.callbacks.backup import BackupAndRestore
 from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
-from ncclsync.training.local import Local, LocalRows
+from ncclsync.training.local import Local, LocalRows, check_alone
 from ncclsync.training.loop import Towers, towers_of
 
 # Callbacks that write files or send what others send as well.
@@ -46,17 +46,28 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
     read = model.load_weights
     for name in ("fit", "evaluate", "predict"):
         setattr(model, name, _in_step(model, towers, getattr(model, name), read))
+    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
+        setattr(model, name, _telling(towers, getattr(model, name)))
     for name in ("save", "save_weights", "export"):
         setattr(model, name, _written_once(towers, getattr(model, name)))
     model.load_weights = _read_once(model, towers, read)
     keras_compat.write_models_within(_model_file)
 
 
+def _telling(towers: Towers, method: Callable) -> Callable:
+    @functools.wraps(method)
+    def telling(*args, **kwargs):
+        with towers.telling():
+            return method(*args, **kwargs)
+
+    return telling
+
+
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
     @functools.wraps(method)
     def in_step(*args, **kwargs):
         towers.require_open()
-        with _told(towers), contextlib.ExitStack() as stack:
+        with towers.telling(), contextlib.ExitStack() as stack:
             before = towers.communicator.at("")
             stack.callback(towers.communicator.at, *before)
             within = f", within {before[0]}" if before[0] else ""
@@ -64,6 +75,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
             args, kwargs = named_arguments(method, args, kwargs)
             callbacks = kwargs.pop("callbacks", None) or []
             for name in ("x", "validation_data"):
+                check_alone(kwargs.get(name))
                 if isinstance(kwargs.get(name), Local):
                     kwargs[name] = _local_rows(kwargs[name], method.__name__, model, towers, kwargs)
                     if method.__name__ == "predict":
@@ -91,19 +103,6 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
         return results
 
     return in_step
-
-
-@contextlib.contextmanager
-def _told(towers: Towers) -> Iterator[None]:
-    """Let the other processes hear of what is raised within: all of them can go on, from what tower 0 has then."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ProcessError):  # not always within a step, which saves by itself
-            towers.failed_collective()
-        towers.mark_stale()
-        towers.communicator.report_failure(error)
-        raise
 
 
 def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:

@@ -63,6 +63,18 @@ def test_callback_that_raises(mpirun):
 
 
 @pytest.mark.slow
+def test_error_before_a_step(mpirun):
+    """Of what is given to `Towers.run` and `train_on_batch` in one process: the others hear of it, and all go on."""
+    done = mpirun(2, "faults.py", "before a step", timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = ["ValueError.*unsupported type", "ValueError.*whose first axis", "TypeError.*a function"]
+    said.append(said[0])
+    assert re.search(".*".join(said), lines_of(done.stdout, 1)), done.stdout
+    said = [f"ProcessError.*process 1 on [^ ]+: {words}" for words in said]
+    assert re.search(".*".join(said), lines_of(done.stdout, 0)), done.stdout
+
+
+@pytest.mark.slow
 def test_callbacks_of_one_process(mpirun, tmp_path):
     """What only writes may be in process 0 alone; others are named before training, and all go on."""
     done = mpirun(2, "faults.py", "writers", tmp_path, timeout_s=120)

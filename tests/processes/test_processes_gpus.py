@@ -199,10 +199,13 @@ def test_host_runs_ahead(several, monkeypatch):
     assert len(sums) == 1
 
 
-def test_other_program_is_told(several):
-    """Of processes whose steps exchange other tensors, before weights are written."""
-    at = rf"on {re.escape(socket.gethostname())} is at a step \(\d exchanges?, program {'[0-9a-f]' * 8}\)"
-    words = f"Expected all processes to do the same. Received: process 0 {at}; process 1 {at}"
-    for process in several("RANK", "other program"):
+@pytest.mark.parametrize("way", ["other program", "divergence"])
+def test_processes_that_do_different_things(several, way):
+    """Steps that exchange other tensors, and one process alone elsewhere: told, before weights are written."""
+    words = [rf"a step \(\d exchanges?, program {'[0-9a-f]' * 8}\)"] * 2
+    words = [words[0], "divergence"] if way == "divergence" else words
+    said_by = [f"process {i} on {re.escape(socket.gethostname())} is at {one}" for i, one in enumerate(words)]
+    for process in several("RANK", way):
         process.wait(150)
-        assert re.search(rf"ProcessError after \d+ s: {words}", said(process)), said(process)
+        found = f"Expected all processes to do the same. Received: {'; '.join(said_by)}"
+        assert re.search(rf"ProcessError after \d+ s: {found}", said(process)), said(process)

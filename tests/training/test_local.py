@@ -10,6 +10,7 @@ import tensorflow as tf
 import ncclsync
 from ncclsync.errors import ProcessError
 from ncclsync.semantics.shards import shard_batch
+from ncclsync.training.local import check_alone
 
 
 def part(begin, end, batch_size=16):
@@ -65,6 +66,30 @@ def test_parts_that_make_no_batches(parts, words):
     """Are refused by words that name them."""
     with pytest.raises(ProcessError, match=words):
         part(0, 37).of_process(0, parts)
+
+
+def test_graphs_of_one_number_of_towers():
+    """Read one variable, so that a new `Local` needs no new graphs."""
+    parts = [(37, 2, 16), (7, 1, 16)]
+    assert part(0, 37).of_process(0, parts).sizes is part(3, 40).of_process(0, parts).sizes
+    assert part(0, 37).of_process(0, parts).sizes is not part(0, 37).of_process(0, parts[:1]).sizes
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda own: own.prefetch(2),
+        lambda own: own.map(lambda one: one + 1).batch(2),
+        lambda own: tf.data.Dataset.zip((own, own)),
+        lambda own: ncclsync.Local(own.unbatch(), batch_size=4),
+    ],
+)
+def test_is_given_alone(made):
+    """Not as a part of a dataset, which batches would be of this process alone."""
+    check_alone(part(0, 4))
+    check_alone([part(0, 4)])
+    with pytest.raises(ValueError, match="Give the Local itself to fit, and map, shuffle or prefetch"):
+        check_alone(made(part(0, 4)))
 
 
 @pytest.mark.slow

@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
-import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
+from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.mpi import MpiPeers
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
@@ -93,14 +93,7 @@ def _meet(process: Process, timeout_s: float) -> Peers:
     except NcclUnavailableError:
         if process.address is None:
             raise
-    try:
-        placement = importlib.import_module("ncclsync.towers.placement")
-    except Exception as error:  # a broken package may raise anything
-        raise NcclUnavailableError(
-            f"Expected TensorFlow, which joins processes at {process.address}. Received: {type(error).__name__}: "
-            f"{error}. Run doctor there by itself"
-        ) from error
-    return placement.peers_of(process, timeout_s)
+    return peers_of(process, timeout_s)
 
 
 def without_processes(error: NcclSyncError, timeout_s: float) -> Report:

@@ -12,7 +12,7 @@ from ncclsync.program.program import Results
 from ncclsync.semantics.exactness import Inexact
 from ncclsync.tools.verify.batches import Batch
 from ncclsync.tools.verify.report import Difference
-from ncclsync.towers.step import to_tensor
+from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.loop import Towers
 
 

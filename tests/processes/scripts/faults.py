@@ -142,6 +142,15 @@ if WAY == "pruned":
         fit(model, epochs=1)  # all go on together
         assert model.towers.divergence() == 0.0
     print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "before a step":  # a batch, or a function, that no step can take
+    run, step = model.towers.run, tf.reduce_sum
+    wrong = [(step, object()), (step, 1.0), (1, X)]
+    for one in wrong:
+        told(functools.partial(run, *(one if RANK == LAST else (step, X))))
+        run(step, X)  # all go on together
+    told(lambda: model.train_on_batch(object() if RANK == LAST else X, Y))
+    fit(model, epochs=1)
+    assert model.towers.divergence() == 0.0
 if WAY == "writers":
     os.chdir(sys.argv[2])
     callbacks = keras.callbacks

@@ -43,6 +43,13 @@ class At(keras.callbacks.Callback):
             self.call()
 
 
+def contrast(y_true, y_pred):
+    """A loss that needs the rows of all towers."""
+    rows = tf.math.l2_normalize(y_pred, 1)
+    own = tf.range(tf.shape(rows)[0])
+    return keras.losses.sparse_categorical_crossentropy(own, rows @ tf.transpose(rows), from_logits=True)
+
+
 def build():
     keras.utils.set_random_seed(1)
     layers = keras.layers
@@ -124,6 +131,10 @@ def train():
         loaded = keras.models.load_model(f"{OUT}.{name}.keras").get_weights()
         found.update({f"{name} loaded {i}": value for i, value in enumerate(loaded)})
     found["local"] = model.fit(own_part(), verbose=0).history["loss"]
+    other = nccl_parallel(towers=TOWERS)(build)()
+    other.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), contrast)  # it exchanges every other time
+    found["others' rows"] = other.fit(IMAGES, LABELS, **options).history["loss"]
+    found.update({f"others' rows, weight {i}": value for i, value in enumerate(other.get_weights())})
     print(model.towers, model.towers.explain())
     np.savez(f"{OUT}.{RANK}.npz", **found, **own_loop())
     print([device.name for device in tf.config.list_logical_devices()], tf.constant(1.0).device)
@@ -132,6 +143,12 @@ def train():
 def fail():
     if WAY == "ahead":
         return run_small_steps()
+    if WAY == "divergence":
+        with ncclsync.Towers(TOWERS) as towers:
+            step, batch = small_step(tf.Variable(tf.ones([3, 2]))), np.ones([8, 3], "float32")
+            towers.run(step, batch)
+            told(towers.divergence if FAILS else lambda: towers.run(step, batch))
+        return None
     if WAY == "other program":
         return told(run_small_steps)
     if WAY == "late":

@@ -85,6 +85,7 @@ if COUNT > 1:
     told(lambda: model.fit(ncclsync.Local(train._samples, batch_size=BATCH + RANK), verbose=0))
     told(lambda: model.fit(ncclsync.Local(train._samples.repeat(1 + 9 * RANK), batch_size=BATCH), verbose=0))
     told(lambda: model.fit(train, class_weight={0: 2.0}, verbose=0))
+    told(lambda: model.fit(train.prefetch(2), verbose=0))
     endless = ncclsync.Local(train._samples.repeat(), batch_size=BATCH)
     model.fit(endless, steps_per_epoch=3, epochs=2, verbose=0)
     assert model.towers.divergence() == 0.0

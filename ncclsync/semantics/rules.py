@@ -203,7 +203,7 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
-    placed = align(call, {i: 0 for i in range(len(call.inputs))}, max(ranks), ranks)
+    placed = _aligned(call, ranks)
     return None if placed is None else [placed]
 
 
@@ -258,49 +258,36 @@ def _gathers_by_row(call: Call, width: int) -> bool:
     return True
 
 
-def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0) -> Placement | None:
+def _aligned(call: Call, ranks: Sequence[int]) -> Placement | None:
     """Bring operands together that are broadcast against each other along their last axes.
 
-    Args:
-        call: whose inputs they are.
-        heads: the indices of these inputs.
-        rank: of what they are broadcast to.
-        ranks: of all inputs.
-        tails: how many of the last axes are not broadcast, and must not be sharded.
-
     Returns:
-        The placement of the result, along its axes of `rank`; None: it has no rows.
+        The placement of the result, along its axes; None: it has no rows.
     """
-    chosen: Placement | None = None
-    for i in heads:
-        placed = call.inputs[i]
+    rank, chosen = max(ranks), None
+    for i, placed in enumerate(call.inputs):
         if placed.kind is not Kind.SHARD:
             continue
-        axis = placed.axis + rank - ranks[i]
-        if placed.axis >= ranks[i] - tails:
-            return None
-        here = placed.at(axis)
+        here = placed.at(placed.axis + rank - ranks[i])
         if chosen is None:
             chosen = here
-            continue
-        if here.axis == chosen.axis:
-            both = together(chosen, here) or (chosen if call.spares(i) else here)
-            for j in heads:  # rows in another order
-                other = call.inputs[j]
-                if other.kind is Kind.SHARD and not same_rows(other, both):
-                    if other.axis + rank - ranks[j] != both.axis or not call.spares(j):
+        elif here.axis != chosen.axis:
+            call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
+        else:
+            chosen = together(chosen, here) or (chosen if call.spares(i) else here)
+            for j, other in enumerate(call.inputs):  # rows in another order
+                if other.kind is Kind.SHARD and not same_rows(other, chosen):
+                    if other.axis + rank - ranks[j] != chosen.axis or not call.spares(j):
                         return None
-                    call.require(j, both.at(other.axis))
-            chosen = both
-            continue
-        call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
+                    call.require(j, chosen.at(other.axis))
     if chosen is None:
         return None
-    divided = []
-    for i in heads:
-        axis = chosen.axis - (rank - ranks[i])
-        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1:
-            divided.append((i, axis))
+    axes_there = [chosen.axis - (rank - one) for one in ranks]
+    divided = [
+        (i, axis)
+        for i, axis in enumerate(axes_there)
+        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1
+    ]
     if divided:  # whose rows are not alike
         chosen = counted(chosen)
     for i, axis in divided:

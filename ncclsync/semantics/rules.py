@@ -203,7 +203,7 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
-    placed = align(call, {i: 0 for i in range(len(call.inputs))}, max(ranks), ranks)
+    placed = _aligned(call, ranks)
     return None if placed is None else [placed]
 
 
@@ -258,49 +258,36 @@ def _gathers_by_row(call: Call, width: int) -> bool:
     return True
 
 
-def align(call: Call, heads: dict[int, int], rank: int, ranks: Sequence[int], tails: int = 0) -> Placement | None:
+def _aligned(call: Call, ranks: Sequence[int]) -> Placement | None:
     """Bring operands together that are broadcast against each other along their last axes.
 
-    Args:
-        call: whose inputs they are.
-        heads: the indices of these inputs.
-        rank: of what they are broadcast to.
-        ranks: of all inputs.
-        tails: how many of the last axes are not broadcast, and must not be sharded.
-
     Returns:
-        The placement of the result, along its axes of `rank`; None: it has no rows.
+        The placement of the result, along its axes; None: it has no rows.
     """
-    chosen: Placement | None = None
-    for i in heads:
-        placed = call.inputs[i]
+    rank, chosen = max(ranks), None
+    for i, placed in enumerate(call.inputs):
         if placed.kind is not Kind.SHARD:
             continue
-        axis = placed.axis + rank - ranks[i]
-        if placed.axis >= ranks[i] - tails:
-            return None
-        here = placed.at(axis)
+        here = placed.at(placed.axis + rank - ranks[i])
         if chosen is None:
             chosen = here
-            continue
-        if here.axis == chosen.axis:
-            both = together(chosen, here) or (chosen if call.spares(i) else here)
-            for j in heads:  # rows in another order
-                other = call.inputs[j]
-                if other.kind is Kind.SHARD and not same_rows(other, both):
-                    if other.axis + rank - ranks[j] != both.axis or not call.spares(j):
+        elif here.axis != chosen.axis:
+            call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
+        else:
+            chosen = together(chosen, here) or (chosen if call.spares(i) else here)
+            for j, other in enumerate(call.inputs):  # rows in another order
+                if other.kind is Kind.SHARD and not same_rows(other, chosen):
+                    if other.axis + rank - ranks[j] != chosen.axis or not call.spares(j):
                         return None
-                    call.require(j, both.at(other.axis))
-            chosen = both
-            continue
-        call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
+                    call.require(j, chosen.at(other.axis))
     if chosen is None:
         return None
-    divided = []
-    for i in heads:
-        axis = chosen.axis - (rank - ranks[i])
-        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1:
-            divided.append((i, axis))
+    axes_there = [chosen.axis - (rank - one) for one in ranks]
+    divided = [
+        (i, axis)
+        for i, axis in enumerate(axes_there)
+        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1
+    ]
     if divided:  # whose rows are not alike
         chosen = counted(chosen)
     for i, axis in divided:
@@ -435,11 +422,6 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     return [_REDUCED[call.op.type]] if call.op.type in _REDUCED else None
 
 
-@rule_for("L2Loss")
-def _l2_loss(call: Call) -> Sequence[Placement] | None:
-    return [SUM] if call.inputs[0].kind is Kind.SHARD else None
-
-
 @rule_for("BiasAdd BiasAddV1 BiasAddGrad")
 def _bias_add(call: Call) -> Sequence[Placement] | None:
     rank, placed = rank_of(call, 0), call.inputs[0]
@@ -472,6 +454,14 @@ def _along_axes(call: Call) -> Sequence[Placement] | None:
     if placed.axis in along or not (along or change == "same"):
         return None
     return _all(call, placed.at(placed.axis - (sum(axis < placed.axis for axis in along) if change == "less" else 0)))
+
+
+@rule_for("L2Loss Bitcast")
+def _of_any_shape(call: Call) -> Sequence[Placement] | None:
+    sizes = [tensor.dtype.size for tensor in (*call.op.inputs, *call.op.outputs)]
+    if call.inputs[0].kind is not Kind.SHARD or sizes[0] != sizes[1]:
+        return None
+    return [SUM if call.op.type == "L2Loss" else call.inputs[0]]
 
 
 # Each by itself: matrices, or vectors along the last axis, of which the rows are many.
@@ -1006,7 +996,8 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
 def _reshape(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
-        return _settle(placed, shape)
+        fits = shape.kind is Kind.ROWS and placed.of is not None and only_one(shape.counts) == placed.of.axis
+        return [placed.of] if fits and placed.of else None
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
     if placed.kind not in (Kind.SHARD, Kind.PLACES) or before is None or after is None:
         return None
@@ -1048,12 +1039,6 @@ def _open_element(call: Call, index: int) -> int | None:
     return int(places.pop()[0]) if len(places) == 1 and all(places) else None
 
 
-def _settle(placed: Placement, shape: Placement) -> Sequence[Placement] | None:
-    if shape.kind is not Kind.ROWS or placed.of is None or only_one(shape.counts) != placed.of.axis:
-        return None
-    return [placed.of]
-
-
 @rule_for("Transpose", "ConjugateTranspose")
 def _transpose(call: Call) -> Sequence[Placement] | None:
     placed, order = call.inputs[0], call.constant(1)
@@ -1065,15 +1050,14 @@ def _transpose(call: Call) -> Sequence[Placement] | None:
 @rule_for("Split", "SplitV")
 def _split(call: Call) -> Sequence[Placement] | None:
     given, along = (1, 0) if call.op.type == "Split" else (0, 2)
-    placed, axis, rank = call.inputs[given], call.constant(along), rank_of(call, given)
+    placed, axis, rank, count = call.inputs[given], call.constant(along), rank_of(call, given), len(call.op.outputs)
     if axis is None or rank is None or placed.kind is not Kind.SHARD:
         return None
-    if int(axis) % rank != placed.axis:
-        return _all(call, placed)
-    count = len(call.op.outputs)
-    if call.op.type == "SplitV" or placed.blocks % count:
-        return None
-    return _all(call, shard(placed.axis, placed.blocks // count, placed.each))
+    if int(axis) % rank == placed.axis:
+        if call.op.type == "SplitV" or placed.blocks % count:
+            return None
+        placed = shard(placed.axis, placed.blocks // count, placed.each)
+    return _all(call, placed)
 
 
 @rule_for("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
@@ -1166,25 +1150,18 @@ def _gather(call: Call) -> Sequence[Placement] | None:
     return None
 
 
-@rule_for("ResourceGather")
-def _resource_gather(call: Call) -> Sequence[Placement] | None:
-    placed = call.inputs[1]
-    plain = call.inputs[0].whole and placed.kind is Kind.SHARD and not call.op.get_attr("batch_dims")
-    return [placed] if plain else None
-
-
-@rule_for("GatherNd", "ResourceGatherNd")
-def _gather_nd(call: Call) -> Sequence[Placement] | None:
-    indices, rank = call.inputs[1], rank_of(call, 1)
-    if rank is None or indices.kind is not Kind.SHARD or not call.inputs[0].whole or indices.axis == rank - 1:
+@rule_for("GatherNd LookupTableFind LookupTableFindV2 ResourceGather ResourceGatherNd")
+def _found(call: Call) -> Sequence[Placement] | None:
+    """Place what each row takes from a table, by its indices."""
+    placed, kind, ranks = call.inputs[1], call.op.type, (rank_of(call, 1), call.op.outputs[0].shape.rank)
+    others = [one for i, one in enumerate(call.inputs) if i != 1]
+    if None in ranks[:1] or placed.kind is not Kind.SHARD or not all(one.whole for one in others):
         return None
-    return [indices]
-
-
-@rule_for("LookupTableFind", "LookupTableFindV2")
-def _look_up(call: Call) -> Sequence[Placement] | None:
-    same = rank_of(call, 1) == call.op.outputs[0].shape.rank or call.inputs[1].axis == 0
-    return [call.inputs[1]] if call.inputs[1].kind is Kind.SHARD and call.inputs[2].whole and same else None
+    if kind.endswith("Nd"):
+        return [placed] if placed.axis < ranks[0] - 1 else None
+    if kind == "ResourceGather":
+        return None if call.op.get_attr("batch_dims") else [placed]
+    return [placed] if ranks[0] == ranks[1] or placed.axis == 0 else None
 
 
 @rule_for("Range", counting=True)
@@ -1199,14 +1176,15 @@ def _range(call: Call) -> Sequence[Placement] | None:
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor of which elements change that have the same indices for each row."""
     tensor, indices, updates = call.inputs
-    depth, rank, whole_rank = lengths_of(call.op.inputs[1]), rank_of(call, 1), rank_of(call, 0)
-    if not indices.whole or not depth or depth[-1] is None or whole_rank is None:
+    depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
+    if not indices.whole or not depth or depth[-1] is None or rank_of(call, 0) is None:
         return None
     moved = depth[-1] - (rank - 1)  # the axes of the updates begin with those of the indices
-    placed = tensor if tensor.kind is Kind.SHARD else updates.at(updates.axis + moved)
-    if placed.kind is not Kind.SHARD or placed.axis < depth[-1]:
-        return None
-    if updates.kind is Kind.SHARD and (updates.axis + moved != placed.axis or not same_rows(updates, placed)):
+    if updates.kind is Kind.SHARD:
+        updates = updates.at(updates.axis + moved)
+    placed = tensor if tensor.kind is Kind.SHARD else updates
+    differ = updates.kind is Kind.SHARD and (updates.axis != placed.axis or not same_rows(updates, placed))
+    if placed.kind is not Kind.SHARD or placed.axis < depth[-1] or differ:
         return None
     call.require(0, placed)
     call.require(2, placed.at(placed.axis - moved))
@@ -1261,12 +1239,6 @@ def _bincount(call: Call) -> Sequence[Placement] | None:
         return None
     binary = call.op.type == "DenseBincount" and call.op.get_attr("binary_output")
     return [partial("max") if binary else SUM]
-
-
-@rule_for("Bitcast")
-def _bitcast(call: Call) -> Sequence[Placement] | None:
-    same = call.op.inputs[0].dtype.size == call.op.outputs[0].dtype.size
-    return [call.inputs[0]] if same and call.inputs[0].kind is Kind.SHARD else None
 
 
 @rule_for("EnsureShape")

@@ -116,21 +116,15 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     return [by] if spec[1] in ("one", "some") and begin[1] > 0 else None
 
 
-@_numbered("Shape")
+@_numbered("Shape Size")
 def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
-    (placed,), rank = call.inputs, rank_of(call, 0)
-    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+    (placed,), rank, whole = call.inputs, rank_of(call, 0), call.op.type == "Shape"
+    if placed == PIECE and whole and call.op.inputs[0].name in call.row_splits:
         return [dataclasses.replace(placed, op="length")]
     by = numbered(placed)
-    if by is None or rank is None:
+    if by is None or rank is None or (rank != 1 and not whole):
         return None
     return [rows(tuple((by.each or -1) if axis == by.axis else 0 for axis in range(rank))).of_unit(by.unit)]
-
-
-@_numbered("Size")
-def _size_of_numbers(call: Call) -> Sequence[Placement] | None:
-    by = numbered(call.inputs[0])
-    return None if by is None or rank_of(call, 0) != 1 else [rows((by.each or -1,)).of_unit(by.unit)]
 
 
 @_numbered("Sub")
@@ -288,16 +282,13 @@ def _sparse_product(call: Call) -> Sequence[Placement] | None:
     return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
 
 
-@_numbered("SparseToDense")
-def _sparse_to_dense(call: Call) -> Sequence[Placement] | None:
-    placed = _sparse_rows(call, 0, 2, 1)
-    return None if placed is None or not call.inputs[3].whole else [placed]
-
-
-@_numbered("SparseReorder", "SparseSoftmax")
+@_numbered("SparseReorder SparseSoftmax SparseToDense")
 def _sparse_values(call: Call) -> Sequence[Placement] | None:
-    placed = None if _sparse_rows(call, 0, 1, 2) is None else call.inputs[:2]
-    return placed if call.op.type == "SparseReorder" else placed and placed[1:]
+    if call.op.type == "SparseToDense":
+        placed = _sparse_rows(call, 0, 2, 1)
+        return None if placed is None or not call.inputs[3].whole else [placed]
+    first = call.op.type == "SparseSoftmax"  # which gives the values alone
+    return None if _sparse_rows(call, 0, 1, 2) is None else call.inputs[first:2]
 
 
 @_numbered("SparseFillEmptyRows")

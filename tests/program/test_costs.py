@@ -107,14 +107,14 @@ class Ranked(keras.layers.Layer):
         return keras.ops.sort(inputs, axis=0)  # of all rows
 
 
-def trained(layer, caplog):
+def trained(layer, caplog, kind=keras.Model, loss="mse", metrics=None):
     """What training by `fit` warns of."""
 
     def build():
         inputs = keras.Input((12,))
         outputs = keras.layers.Dense(1)(layer(keras.layers.Dense(8)(inputs)))
-        model = keras.Model(inputs, outputs)
-        model.compile("sgd", "mse")
+        model = kind(inputs, outputs)
+        model.compile("sgd", loss, metrics=metrics)
         return model
 
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
@@ -135,6 +135,51 @@ def test_a_layer_of_keras_is_named(caplog, monkeypatch):
     monkeypatch.setattr(step, "MOST_LOST", 0.0)
     (message,) = trained(lambda inputs: keras.ops.sort(inputs, axis=0), caplog)
     assert "at the layer functional" in message and "/sort" in message and ".py" not in message
+
+
+def ranked_loss(y, prediction):
+    ranked = tf.sort(prediction, axis=0)  # in the loss
+    return tf.reduce_mean((ranked - y) ** 2)
+
+
+def ranked_metric(y, prediction):
+    return tf.reduce_mean(tf.sort(prediction, axis=0)[:1] - y)  # in the metric
+
+
+class Ranking(keras.metrics.Mean):
+    def update_state(self, y, prediction, sample_weight=None):
+        super().update_state(tf.sort(prediction, axis=0)[:1])  # in the metric's class
+
+
+class OwnStep(keras.Model):
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.sort(self(x), axis=0) - y) ** 2)  # in the step
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+LAMBDA = keras.layers.Lambda(lambda x: tf.sort(x, axis=0))  # in the lambda
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    "where, parts",
+    [
+        ("loss", {"loss": ranked_loss}),
+        ("metric", {"metrics": [ranked_metric]}),
+        ("metric's class", {"metrics": [Ranking()]}),
+        ("step", {"kind": OwnStep}),
+        ("lambda", {"layer": LAMBDA}),
+    ],
+)
+def test_each_part_of_the_users_own_has_a_line(caplog, monkeypatch, where, parts):
+    """And the gradient that of what it is the gradient of."""
+    monkeypatch.setattr(step, "MOST_LOST", 0.0)
+    (message,) = trained(parts.pop("layer", lambda x: x), caplog, **parts)
+    assert f"# in the {where}): " in message and ".fit(" not in message and message.count(".py") == 1, message
 
 
 def test_a_line_of_an_installed_library_is_not_named(caplog, monkeypatch, tmp_path):

@@ -1512,6 +1512,12 @@ add(
 )
 add("StatelessIf", lambda x: tf.cond(tf.reduce_mean(x) > 0.0, lambda: x[:, 0], lambda: x[:, 1]), "n 3")
 add(
+    "StatelessIf",  # what counts all rows says where a slice begins
+    lambda x, i: tf.cond(tf.reduce_max(x) > 0.0, lambda: tf.slice(x, [i], [2]), lambda: tf.slice(-x, [i], [2])),
+    "5",
+    given("", "i2", "P R"),
+)
+add(
     "StatelessCase",
     lambda i, x: tf.switch_case(i, [lambda: x * 2.0, lambda: x * x, lambda: -x]),
     given("", "i2"),

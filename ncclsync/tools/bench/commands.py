@@ -121,6 +121,7 @@ def _add_overlap(benchmarks: Any) -> None:
         "GPUs as towers.",
     )
     _add_towers(parser, 2)
+    parser.add_argument("--xla", action="store_true", help="let XLA compile the step, in a program for each bucket")
     parser.add_argument(
         "--link", type=link, metavar="GB/s,µs", help="show too what `plan` predicts for it, such as run.py's --link"
     )

@@ -158,7 +158,13 @@ def test_command(monkeypatch, line):
 def test_commands_in_prose_exist(capsys):
     """`python -m ncclsync COMMAND`, and of the tools' page every option."""
     helps = {}
-    for command in ("verify", "doctor", "plan", "run", *(f"bench {name}" for name in ("all-reduce", "step", "memory"))):
+    for command in (
+        "verify",
+        "doctor",
+        "plan",
+        "run",
+        *(f"bench {name}" for name in ("all-reduce", "overlap", "step", "memory")),
+    ):
         with pytest.raises(SystemExit):
             cli.main([*command.split(), "--help"])
         helps[command] = capsys.readouterr().out

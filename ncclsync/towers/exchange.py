@@ -182,7 +182,7 @@ class Exchanges:
         program, and launch others or in another order, are told.
         """
         count = len(self._called)
-        if not self._enqueues or not self._towers.meets_processes or count == self._agreed:
+        if not self._enqueues or not self._towers.layout.meets_processes or count == self._agreed:
             return after
         self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()

@@ -319,10 +319,11 @@ def test_exchange_needs_gpus(capsys):
 
 
 @pytest.mark.slow
-def test_overlap(tmp_path):
+@pytest.mark.parametrize("xla", [(), ("--xla",)])
+def test_overlap(tmp_path, xla):
     """On virtual GPUs: five buckets; no time is below what kernels and link take; the host runs ahead."""
     gpus = ["--gpus", "2", "--ahead", "--kernel-ms", "4", "--link", "0.1,0"]
-    found, table = run_bench(tmp_path, "overlap", "--towers", "2", "--link", "0.1,0", "--rounds", "1", gpus=gpus)
+    found, table = run_bench(tmp_path, "overlap", "--towers", "2", "--link", "0.1,0", "--rounds", "1", *xla, gpus=gpus)
     (row,) = found["rows"]
     more = row["more"]
     assert len(more["bucket_bytes"]) == 5

@@ -17,6 +17,7 @@ from parity import assert_close, assert_towers_agree, on_towers, state
 
 from ncclsync import Health
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.program.program import Segment
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(1, 20, (22, 6))
@@ -127,6 +128,19 @@ class Fails(keras.Sequential):
         largest = tf.reduce_max(tf.sort(tf.reduce_mean(kernel) * numbers))
         kernel.assign_add(tf.fill(kernel.shape, 1e-8 * largest))
         return logs
+
+
+def fails_to_write(variable):
+    """Run a segment that updates a variable and needs 128 TiB, as `Segment.run` runs it on a tower."""
+
+    @tf.function(jit_compile=True)
+    def function(rows, held):
+        numbers = tf.reshape(tf.range(tf.cast(tf.shape(rows)[0], tf.float32) ** 15), [8] * 15)
+        variable.assign_add(tf.fill(variable.shape, tf.reduce_max(tf.sort(tf.reduce_mean(variable) * numbers))))
+
+    segment = Segment((), (), (), (), plan=None, function=function, held=(("v", tf.float32),))
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        tf.function(lambda: segment.run({"v": variable.handle}, [tf.zeros([8])]))()
 
 
 def failing():
@@ -358,9 +372,14 @@ def test_failed_program_changes_nothing(times, request):
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stdout[-4000:]
         return
+    written = tf.Variable(tf.ones([100, 18]))
+    written.scatter_nd_add(tf.zeros([1, 2], tf.int32), [0.0])  # from then on who reads it has a copy of its memory
+    fails_to_write(written)
+    made = [tf.Variable(tf.fill(written.shape, 7.0)) for _ in range(5)]
+    assert np.all(written == 1.0)
     model = on_towers(failing, 2)
     fit_rows(model, 2)
-    before, made = state(model), []
+    before = state(model)
     for _ in range(times):
         with pytest.raises(tf.errors.ResourceExhaustedError):
             fit_rows(model, 8)

@@ -106,6 +106,7 @@ def _add_collectives(add: Callable[..., None]) -> None:
         overlap.bench_overlap,
         overlap.TABLES,
         _towers(2),
+        ("--xla", {"action": "store_true", "help": "let XLA compile the step, in a program for each bucket"}),
         (
             "--link",
             {

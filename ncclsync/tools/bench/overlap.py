@@ -34,7 +34,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     from ncclsync.tools.bench.split import StepParts
 
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
-    model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_dense)()
+    model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_dense)(given.xla)
     batch = tuple(tf.zeros([given.towers * _ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
         parts = StepParts(model, batch)
@@ -69,6 +69,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
             "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]]),
         }
     case = {"model": f"dense, {len(_WIDTHS)} layers", "towers": given.towers, "batch_size": given.towers * _ROWS}
+    case["xla"] = given.xla
     return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, figures),))
 
 
@@ -91,7 +92,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     from ncclsync.tools.plan.workload import Compute, Workload
 
     batch = tuple(np.zeros([_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
-    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_dense)()
+    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_dense)(False)
     with model.towers:
         stages = traced_traffic(model, batch, _ROWS).stages
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
@@ -99,12 +100,12 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _ROWS, cluster)
 
 
-def _dense() -> Any:
+def _dense(jit_compile: bool) -> Any:
     import keras
 
     layers = [keras.layers.Dense(width, use_bias=False) for width in _WIDTHS]
     model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
-    model.compile("sgd", "mse", jit_compile=False)
+    model.compile("sgd", "mse", jit_compile=jit_compile)
     return model
 
 

@@ -106,10 +106,9 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
   ncclUniqueId id;
   ncs_nccl_comm* comm;
   *out = NULL;
-  if (own->n < 1 || own->world_size < own->n) {
-    ncs_set_failure(failure, "ncs_nccl_create", "expected at least one device, and a rank for each");
-    return ncclInvalidArgument;
-  }
+  if (own->n < 1 || own->world_size < own->n)
+    return ncs_fail(failure, ncclInvalidArgument, "ncs_nccl_create", -1,
+                    "expected at least one device, and a rank for each");
   comm = make(nccl, own);
   if (comm == NULL) return ncclSystemError;
   status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);

@@ -207,7 +207,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
             wrong = "" if by_nccl else probes.known_answer(communicator)
             seconds = time.perf_counter() - began
     except (NcclSyncError, OSError) as error:
-        kinds = {NcclTimeoutError: "hang", NcclPreflightError: "wrong"}
+        kinds: dict[type, str] = {NcclTimeoutError: "hang", NcclPreflightError: "wrong"}
         return dataclasses.replace(found, error=str(error), kind=kinds.get(type(error), "raised"))
     if wrong:
         return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")

@@ -4,6 +4,7 @@
 #include "ncclsync.h"
 
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 
 #define NCS_LENGTH(rows) (sizeof(rows) / sizeof((rows)[0]))
@@ -47,11 +48,15 @@ size_t ncs_size_of(int dtype) {
   return 0;
 }
 
-void ncs_set_failure(ncs_failure* failure, const char* call, const char* message) {
-  if (failure == NULL) return;
+ncclResult_t ncs_fail(ncs_failure* failure, ncclResult_t status, const char* call, int index, const char* format, ...) {
+  va_list arguments;
+  if (failure == NULL) return status;
+  va_start(arguments, format);
   snprintf(failure->call, sizeof(failure->call), "%s", call);
-  snprintf(failure->message, sizeof(failure->message), "%s", message != NULL ? message : "");
-  failure->index = -1;
+  vsnprintf(failure->message, sizeof(failure->message), format, arguments);
+  va_end(arguments);
+  failure->index = index;
+  return status;
 }
 
 int ncs_start_thread(pthread_t* thread, void* (*run)(void*), void* argument) {

@@ -490,7 +490,9 @@ typedef struct {
 size_t ncs_size_of(int dtype);
 /* As pthread_create; signals stay with the process' own threads. */
 int ncs_start_thread(pthread_t* thread, void* (*run)(void* argument), void* argument);
-/* Fills in *failure, which may be NULL. */
-void ncs_set_failure(ncs_failure* failure, const char* call, const char* message);
+/* Fills in *failure, which may be NULL, with the failed call, a collective's index or -1, and a message as of printf;
+ * returns the status. */
+ncclResult_t ncs_fail(ncs_failure* failure, ncclResult_t status, const char* call, int index, const char* format, ...)
+    __attribute__((format(printf, 5, 6)));
 
 #endif /* NCCLSYNC_H_ */

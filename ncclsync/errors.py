@@ -125,9 +125,7 @@ class AuditError(NcclSyncError):
     ) -> None:
         self.step, self.pairs, self.culprits = step, tuple(pairs), tuple(culprits)
         self.names, self.devices = tuple(names), dict(devices)
-        named = ", ".join(self.names[:_NAMED])
-        if len(self.names) > _NAMED:
-            named += f" and {len(self.names) - _NAMED} more"
+        named = _some(self.names)
         if self.culprits:
             who = " and ".join(f"tower {one} ({self.devices[one]})" for one in self.culprits)
             who += ", which differs from two others" if len(self.culprits) == 1 else ", which differ from two others"
@@ -162,14 +160,17 @@ class NonFiniteError(NcclSyncError):
         self.file, self.unsaved = file, unsaved
         each = []
         for tower, (begin, end, names) in self.towers.items():
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             rows = f"rows {begin} to {end - 1}" if end > begin else "of a batch without rows"
-            each.append(f"tower {tower}, {rows}, for {', '.join(names[:_NAMED])}{more}")
+            each.append(f"tower {tower}, {rows}, for {_some(names)}")
         saved = f"These rows are saved in {file}" if file else f"These rows are not saved: {unsaved}"
         super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(each)}. {saved}")
 
 
 _NAMED = 10  # so many variables at most in a message
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _listed(towers: Sequence[int]) -> str:

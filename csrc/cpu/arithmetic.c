@@ -232,10 +232,6 @@ static void run_one(const void* task, size_t chunk) {
   run_chunk(run, chunk * run->chunk, memory, run->partials + chunk * run->width * run->size, registers, targets);
 }
 
-static void run_all(const void* task, size_t chunk) {
-  for (chunk = 0; chunk < ((const ncs_run*)task)->chunks; ++chunk) run_one(task, chunk);
-}
-
 /* Adds up the sums of the chunks, in their order, in double precision. */
 static void finish_sums(const ncs_run* run) {
   const ncs_expression* expression = run->expression;
@@ -277,8 +273,7 @@ ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression
   run.chunks = (count + run.chunk - 1) / run.chunk;
   run.partials = malloc(run.chunks * run.width * run.size + 1);
   if (run.partials == NULL) return ncclSystemError;
-  if (alone || count < NCS_SMALL_JOB) ncs_pool_run(pool, run_all, &run, 1);
-  else ncs_pool_run(pool, run_one, &run, run.chunks);
+  ncs_pool_run(pool, run_one, &run, run.chunks, alone || count < NCS_SMALL_JOB);
   finish_sums(&run);
   free(run.partials);
   return ncclSuccess;

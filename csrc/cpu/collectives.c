@@ -119,25 +119,20 @@ static void finish_streaming(void) {
 #endif
 }
 
-/* Chunks of a job over `bytes` per rank that touches `touched` bytes in all. */
-static size_t chunk_bytes(size_t bytes, size_t touched) {
-  return touched < NCS_SMALL_JOB_BYTES ? (bytes > 0 ? bytes : 1) : NCS_CHUNK_BYTES;
-}
-
 /* ---- Broadcast ---- */
 
 typedef struct {
   const char* from;
   void* const* to;
   int n;
-  size_t bytes, chunk;
+  size_t bytes;
   int streaming;
 } ncs_copy;
 
 static void run_copy(const void* task, size_t chunk) {
   const ncs_copy* t = task;
-  const size_t end = min_size((chunk + 1) * t->chunk, t->bytes);
-  for (size_t at = chunk * t->chunk, n; at < end; at += n) {
+  const size_t end = min_size((chunk + 1) * NCS_CHUNK_BYTES, t->bytes);
+  for (size_t at = chunk * NCS_CHUNK_BYTES, n; at < end; at += n) {
     n = min_size(NCS_BLOCK_BYTES, end - at); /* the source's block is read from memory once */
     for (int r = 0; r < t->n; ++r) {
       char* out = (char*)t->to[r] + at;
@@ -152,9 +147,9 @@ static void run_copy(const void* task, size_t chunk) {
 }
 
 static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
-  const size_t touched = bytes * ((size_t)n + 1);
-  const ncs_copy task = {from, to, n, bytes, chunk_bytes(bytes, touched), bytes * (size_t)n > NCS_STREAM_BYTES};
-  ncs_pool_run(pool, run_copy, &task, (bytes + task.chunk - 1) / task.chunk);
+  const ncs_copy task = {from, to, n, bytes, bytes * (size_t)n > NCS_STREAM_BYTES};
+  ncs_pool_run(pool, run_copy, &task, (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES,
+               bytes * ((size_t)n + 1) < NCS_SMALL_JOB_BYTES);
 }
 
 ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {

@@ -60,10 +60,11 @@ static void* work(void* argument) {
   return NULL;
 }
 
-void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks) {
+void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks,
+                  int alone) {
   ncs_job job = {run, task, chunks, 0, 0};
   int posted = 0;
-  if (chunks > 1 && pool->workers > 0) {
+  if (chunks > 1 && pool->workers > 0 && !alone) {
     pthread_mutex_lock(&pool->mutex);
     if (pool->job == NULL) {
       pool->job = &job;
@@ -99,16 +100,10 @@ static void run_part(const void* parts_, size_t chunk) {
   parts->run(parts->task, low, chunk - parts->begins[low]);
 }
 
-static void run_all_parts(const void* parts_, size_t chunk) {
-  const ncs_parts* parts = parts_;
-  for (chunk = 0; chunk < parts->begins[parts->n_parts]; ++chunk) run_part(parts, chunk);
-}
-
 void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
                         const size_t* begins, size_t n_parts, int alone) {
   const ncs_parts parts = {run, task, begins, n_parts};
-  if (alone) ncs_pool_run(pool, run_all_parts, &parts, 1);
-  else ncs_pool_run(pool, run_part, &parts, begins[n_parts]);
+  ncs_pool_run(pool, run_part, &parts, begins[n_parts], alone);
 }
 
 ncclResult_t ncs_cpu_get_instruction_set(int* instruction_set) {

@@ -4,12 +4,13 @@
 
 #include "ncclsync.h"
 
-/* Runs run(task, 0..chunks-1), each exactly once, in any order, on the caller and the pool's workers; returns when
- * all are done. Every thread runs under the default floating-point environment and gets its own back. */
-void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks);
+/* Runs run(task, 0..chunks-1), each exactly once, in any order, on the caller and, unless `alone`, the pool's workers;
+ * returns when all are done. Every thread runs under the default floating-point environment and gets its own back. */
+void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks,
+                  int alone);
 
 /* Runs run(task, part, 0..n-1) for every part of some work, as ncs_pool_run does. `begins` holds, for each part, the
- * number of chunks of the parts before it, and then the number of all chunks. `alone`: on the caller only. */
+ * number of chunks of the parts before it, and then the number of all chunks. */
 void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
                         const size_t* begins, size_t n_parts, int alone);
 

@@ -15,17 +15,7 @@ typedef struct {
   int rank, index, is_written;
 } extent;
 
-static ncclResult_t refuse(ncs_failure* failure, int index) {
-  if (failure != NULL) {
-    snprintf(failure->call, sizeof(failure->call), "ncs_nccl_check_group");
-    failure->index = index;
-  }
-  return ncclInvalidArgument;
-}
-
-#define NCS_REFUSE(index, ...) \
-  (failure != NULL ? (void)snprintf(failure->message, sizeof(failure->message), __VA_ARGS__) : (void)0, \
-   refuse(failure, index))
+#define NCS_REFUSE(index, ...) ncs_fail(failure, ncclInvalidArgument, "ncs_nccl_check_group", index, __VA_ARGS__)
 
 static ncclResult_t check_kind(const ncs_nccl_comm* comm, const ncs_collective* what, int index, ncs_failure* failure) {
   if (ncs_size_of(what->dtype) == 0)

@@ -17,14 +17,14 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   CUcontext current = NULL;
   if (cuda->cuCtxGetCurrent != NULL) cuda->cuCtxGetCurrent(&current);
   for (int r = comm->n - 1; r >= 0; --r) {
-    if (comm->comms == NULL || comm->comms[r] == NULL) continue;
+    if (comm->comms[r] == NULL) continue;
     cuda->cuCtxSetCurrent(comm->contexts[r]);
     status = end(comm->comms[r]);
     if (status != ncclSuccess && first == ncclSuccess) first = ncs_check_nccl(comm->nccl, status, call, failure);
   }
   for (int r = comm->n - 1; r >= 0; --r) {
     cudaError_t error = 0;
-    if (comm->streams == NULL || comm->streams[r] == NULL) continue;
+    if (comm->streams[r] == NULL) continue;
     cuda->cuCtxSetCurrent(comm->contexts[r]);
     if (comm->events[r] != NULL) error = cuda->cudaEventDestroy(comm->events[r]);
     if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaEventDestroy", failure);
@@ -35,13 +35,6 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   }
   if (cuda->cuCtxSetCurrent != NULL) cuda->cuCtxSetCurrent(current);
   ncs_stop_waiting(comm);
-  free(comm->scratch);
-  free(comm->events);
-  free(comm->contexts);
-  free(comm->streams);
-  free(comm->comms);
-  free(comm->devices);
-  free(comm->ranks);
   free(comm);
   return first;
 }
@@ -86,40 +79,38 @@ static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failur
   return status;
 }
 
-static int* copy_ints(const int* source, int n) {
-  int* copy = malloc((size_t)n * sizeof(*copy));
-  if (copy != NULL) memcpy(copy, source, (size_t)n * sizeof(*copy));
-  return copy;
+/* A communicator and its arrays, in one piece of memory; NULL if there is none. */
+static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
+  const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + 2 * sizeof(int);
+  ncs_nccl_comm* comm = calloc(1, sizeof(*comm) + n * per_rank);
+  if (comm == NULL) return NULL;
+  comm->nccl = nccl;
+  comm->n = own->n;
+  comm->world_size = own->world_size;
+  comm->comms = (ncclComm_t*)(comm + 1);
+  comm->streams = (cudaStream_t*)(comm->comms + n);
+  comm->contexts = (CUcontext*)(comm->streams + n);
+  comm->events = (cudaEvent_t*)(comm->contexts + n);
+  comm->scratch = (void**)(comm->events + n);
+  comm->ranks = (int*)(comm->scratch + n);
+  comm->devices = comm->ranks + n;
+  memcpy(comm->ranks, own->ranks, n * sizeof(int));
+  memcpy(comm->devices, own->devices, n * sizeof(int));
+  return comm;
 }
 
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              ncs_failure* failure, ncs_nccl_comm** out) {
-  const size_t n = (size_t)own->n;
-  ncclResult_t status = ncclSystemError;
+  ncclResult_t status;
   CUcontext current = NULL;
   ncclUniqueId id;
   ncs_nccl_comm* comm;
   *out = NULL;
-  if (own->n < 1 || own->world_size < own->n) {
-    ncs_set_failure(failure, "ncs_nccl_create", "expected at least one device, and a rank for each");
-    return ncclInvalidArgument;
-  }
-  comm = calloc(1, sizeof(*comm));
+  if (own->n < 1 || own->world_size < own->n)
+    return ncs_fail(failure, ncclInvalidArgument, "ncs_nccl_create", -1,
+                    "expected at least one device, and a rank for each");
+  comm = make(nccl, own);
   if (comm == NULL) return ncclSystemError;
-  comm->nccl = nccl;
-  comm->n = own->n;
-  comm->world_size = own->world_size;
-  comm->ranks = copy_ints(own->ranks, own->n);
-  comm->devices = copy_ints(own->devices, own->n);
-  comm->comms = calloc(n, sizeof(*comm->comms));
-  comm->streams = calloc(n, sizeof(*comm->streams));
-  comm->contexts = calloc(n, sizeof(*comm->contexts));
-  comm->events = calloc(n, sizeof(*comm->events));
-  comm->scratch = calloc(n, sizeof(*comm->scratch));
-  if (comm->ranks == NULL || comm->devices == NULL || comm->comms == NULL || comm->streams == NULL ||
-      comm->contexts == NULL || comm->events == NULL || comm->scratch == NULL)
-    goto fail;
-
   status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
   if (status != ncclSuccess) goto fail;
   status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);

@@ -119,9 +119,8 @@ static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
   waiter->n = comm->n;
   memcpy(waiter->devices, comm->devices, (size_t)comm->n * sizeof(int));
   if (ncs_start_thread(&thread, synchronize, waiter) != 0) {
-    ncs_set_failure(failure, "pthread_create", "no thread to wait for the GPUs' own work");
     free_waiter(waiter);
-    return ncclSystemError;
+    return ncs_fail(failure, ncclSystemError, "pthread_create", -1, "no thread to wait for the GPUs' own work");
   }
   pthread_detach(thread);
   comm->waiter = waiter;

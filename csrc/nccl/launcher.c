@@ -279,10 +279,8 @@ static void* poll_groups(void* launcher_) {
 static ncclResult_t start_polling(ncs_launcher* launcher, ncs_failure* failure) {
   pthread_t thread;
   if (launcher->is_polled) return ncclSuccess;
-  if (ncs_start_thread(&thread, poll_groups, launcher) != 0) {
-    ncs_set_failure(failure, "pthread_create", "no thread to poll collectives");
-    return ncclSystemError;
-  }
+  if (ncs_start_thread(&thread, poll_groups, launcher) != 0)
+    return ncs_fail(failure, ncclSystemError, "pthread_create", -1, "no thread to poll collectives");
   pthread_detach(thread);
   launcher->is_polled = 1;
   return ncclSuccess;
@@ -481,14 +479,10 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
 /* Fills in the ranks' buffers, and refuses those that do not fit. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
                             int n_collectives, const void** sends, void** recvs, ncs_failure* failure) {
-  char message[200];
-  for (int r = 0; r < launcher->n; ++r) {
-    if (arrivals[r]->launcher == launcher && arrivals[r]->rank == r && arrivals[r]->n_buffers == n_collectives)
-      continue;
-    ncs_set_failure(failure, "ncs_launch", "Expected an arrival of each rank, in their order, with as many buffers. "
-                    "Received: others");
-    return ncclInvalidArgument;
-  }
+  for (int r = 0; r < launcher->n; ++r)
+    if (arrivals[r]->launcher != launcher || arrivals[r]->rank != r || arrivals[r]->n_buffers != n_collectives)
+      return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", -1,
+                      "Expected an arrival of each rank, in their order, with as many buffers. Received: others");
   for (int i = 0; i < n_collectives; ++i) {
     const ncs_buffer* first = &arrivals[0]->buffers[i];
     collectives[i].sends = sends + (size_t)i * (size_t)launcher->n;
@@ -501,12 +495,10 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
       /* A broadcast is in place; the root, which may be another process', receives nothing. */
       recvs[i * launcher->n + r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
       sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
-      if (one->count == first->count && one->dtype == first->dtype) continue;
-      snprintf(message, sizeof(message), "Expected the towers' tensors to be of one size. Received: %zu elements on "
-               "tower 0, %zu on tower %d", first->count, one->count, r);
-      ncs_set_failure(failure, "ncs_launch", message);
-      if (failure != NULL) failure->index = i;
-      return ncclInvalidArgument;
+      if (one->count != first->count || one->dtype != first->dtype)
+        return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
+                        "Expected the towers' tensors to be of one size. Received: %zu elements on tower 0, %zu on "
+                        "tower %d", first->count, one->count, r);
     }
   }
   return ncclSuccess;
@@ -520,8 +512,8 @@ static ncclResult_t launch_collected(ncs_launcher* launcher, int64_t label, ncs_
   pthread_mutex_lock(&launcher->mutex);
   while (launcher->is_reserved && launcher->comm != NULL) pthread_cond_wait(&launcher->changed, &launcher->mutex);
   if (launcher->comm == NULL)
-    ncs_set_failure(failure, "ncs_launch", "Expected an open communicator. Received: one that is closed, or that a "
-                    "failed collective has aborted");
+    ncs_fail(failure, status, "ncs_launch", -1,
+             "Expected an open communicator. Received: one that is closed, or that a failed collective has aborted");
   else status = ncs_nccl_check_group(launcher->comm, collectives, n_collectives, failure);
   if (status == ncclSuccess) {
     made = make_launched(launcher, label, arrivals, collectives, n_collectives);
@@ -608,10 +600,9 @@ static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t ordered, status = ncclSuccess;
-  if (launched->arrivals[rank] == NULL) {
-    ncs_set_failure(failure, "ncs_deliver", "Expected a group that was not delivered to this rank");
-    return ncclInvalidUsage;
-  }
+  if (launched->arrivals[rank] == NULL)
+    return ncs_fail(failure, ncclInvalidUsage, "ncs_deliver", -1,
+                    "Expected a group that was not delivered to this rank");
   if (waits || launcher->blocks) status = ncs_launched_wait(launched);
   else {
     pthread_mutex_lock(&launcher->mutex);
@@ -619,7 +610,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int wai
     else launched->was_delivered = 1;
     pthread_mutex_unlock(&launcher->mutex);
   }
-  if (status != ncclSuccess) ncs_set_failure(failure, "ncs_deliver", "a collective has failed");
+  if (status != ncclSuccess) ncs_fail(failure, status, "ncs_deliver", -1, "a collective has failed");
   ordered = let_arrival_go(launched, rank, stream, status == ncclSuccess ? failure : NULL);
   return status != ncclSuccess ? status : ordered;
 }

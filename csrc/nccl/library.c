@@ -16,20 +16,17 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
   if (status == ncclSuccess) return status;
   message = nccl->ncclGetLastError(NULL);
   if (message == NULL || message[0] == '\0') message = nccl->ncclGetErrorString(status);
-  ncs_set_failure(failure, call, message);
-  return status;
+  return ncs_fail(failure, status, call, -1, "%s", message);
 }
 
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure) {
   if (error == 0) return ncclSuccess;
-  ncs_set_failure(failure, call, cuda->cudaGetErrorString(error));
-  return ncclUnhandledCudaError;
+  return ncs_fail(failure, ncclUnhandledCudaError, call, -1, "%s", cuda->cudaGetErrorString(error));
 }
 
 static ncclResult_t fail_loading(const char* call, ncs_failure* failure) {
   const char* message = dlerror();
-  ncs_set_failure(failure, call, message);
-  return ncclSystemError;
+  return ncs_fail(failure, ncclSystemError, call, -1, "%s", message != NULL ? message : "");
 }
 
 /* ---- Libraries ---- */
@@ -82,20 +79,15 @@ ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, nc
 
 /* Before the other symbols are looked up: the error for an old NCCL is its version, not a missing symbol. */
 static ncclResult_t check_version(ncs_nccl* nccl, ncs_failure* failure) {
-  char message[160];
   int version = 0;
   ncclResult_t status = nccl->ncclGetVersion(&version);
-  if (status != ncclSuccess) {
-    ncs_set_failure(failure, "ncclGetVersion", "");
-    return status;
-  }
+  if (status != ncclSuccess) return ncs_fail(failure, status, "ncclGetVersion", -1, "%s", "");
   if (version >= NCS_OLDEST_NCCL) return ncclSuccess;
   /* Until 2.8 the minor version had one digit. */
-  snprintf(message, sizeof(message), "Expected NCCL %d.%d or newer. Received: NCCL %d.%d.%d", NCS_OLDEST_NCCL / 10000,
-           NCS_OLDEST_NCCL % 10000 / 100, version / (version < 10000 ? 1000 : 10000),
-           version % (version < 10000 ? 1000 : 10000) / 100, version % 100);
-  ncs_set_failure(failure, "ncclGetVersion", message);
-  return ncclInvalidUsage;
+  return ncs_fail(failure, ncclInvalidUsage, "ncclGetVersion", -1,
+                  "Expected NCCL %d.%d or newer. Received: NCCL %d.%d.%d", NCS_OLDEST_NCCL / 10000,
+                  NCS_OLDEST_NCCL % 10000 / 100, version / (version < 10000 ? 1000 : 10000),
+                  version % (version < 10000 ? 1000 : 10000) / 100, version % 100);
 }
 
 ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** out) {

@@ -40,17 +40,12 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
   ncclResult_t result = ncclSuccess;
   TF_Status* status;
   if (ncs_tf.pool != NULL) return ncclSuccess;
-  if (library == NULL) {
-    ncs_set_failure(failure, "dlopen", "expected TensorFlow's library to be loaded");
-    return ncclSystemError;
-  }
+  if (library == NULL)
+    return ncs_fail(failure, ncclSystemError, "dlopen", -1, "expected TensorFlow's library to be loaded");
   /* A function's address comes as a data pointer; memcpy is the conversion that C allows. */
-#define NCS_FIND(result, name, arguments)                                   \
-  found = dlsym(library, #name);                                            \
-  if (found == NULL) {                                                      \
-    ncs_set_failure(failure, "dlsym", "TensorFlow has no function " #name); \
-    return ncclSystemError;                                                 \
-  }                                                                         \
+#define NCS_FIND(result, name, arguments)                                                                             \
+  found = dlsym(library, #name);                                                                                      \
+  if (found == NULL) return ncs_fail(failure, ncclSystemError, "dlsym", -1, "TensorFlow has no function %s", #name); \
   memcpy(&ncs_tf.name, &found, sizeof(found));
   NCS_TF_CALLS(NCS_FIND)
 #undef NCS_FIND
@@ -58,10 +53,7 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
   for (size_t i = 0; i < sizeof(ops) / sizeof(ops[0]) && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
     register_op(ops[i], status);
   if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.pool = pool;
-  else {
-    ncs_set_failure(failure, "TF_RegisterOpDefinition", ncs_tf.TF_Message(status));
-    result = ncclSystemError;
-  }
+  else result = ncs_fail(failure, ncclSystemError, "TF_RegisterOpDefinition", -1, "%s", ncs_tf.TF_Message(status));
   ncs_tf.TF_DeleteStatus(status);
   return result;
 }
@@ -70,8 +62,8 @@ ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* fail
   void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL), *found = NULL;
   if (library != NULL) found = dlsym(library, "ncclsync_gpu_stream");
   if (found == NULL) {
-    ncs_set_failure(failure, "dlopen", dlerror());
-    return ncclSystemError;
+    const char* message = dlerror();
+    return ncs_fail(failure, ncclSystemError, "dlopen", -1, "%s", message != NULL ? message : "");
   }
   memcpy(&ncs_tf.find_stream, &found, sizeof(found));
   return ncclSuccess;

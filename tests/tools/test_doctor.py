@@ -94,7 +94,7 @@ def test_gpus_that_tensorflow_cannot_use():
         "0 NVIDIA A100-SXM4-80GB 80.0 GiB 0.5 GiB 8.0 00000000:0a:00.0",
         "0 · NV4 SYS SYS",
         "3 SYS SYS NV4 ·",
-        "Known-answer all-reduce, cpu backend, 4 ranks × 1048576 float32: right",
+        "Known-answer all-reduce, cpu backend, 4 ranks × 1048576 numbers: right",
         "NVLS, sums within the NVSwitch that differ from call to call: kept out, since op determinism is on",
         "CUDA_VISIBLE_DEVICES (empty) the GPUs that this process may use",
         "NCCL_ALGO Tree overrides NCCL's choice of algorithm",
@@ -220,7 +220,7 @@ def test_gpus_without_tensorflow(gpu_host):
     ("fail", "kind", "words", "told"),
     [
         ("corrupt:0:2", "wrong", "other numbers from rank 0 to rank 2", "wrong numbers"),
-        ("cudaMalloc:9=2", "raised", "cudaMalloc", "fails"),
+        ("cudaMalloc:2=2", "raised", "cudaMalloc", "fails"),
         ("stuck:1", "hang", "rank", "hangs"),
         ("stuck_init:1", "hang", "4 ranks", "hangs"),
     ],
@@ -234,7 +234,7 @@ def test_all_reduce_that_fails(gpu_host, fail, kind, words, told):
     console = Console(width=110, file=io.StringIO())
     console.print(render(report))
     screen = " ".join(console.file.getvalue().split())
-    assert f"4 ranks × 1048576 float32: {told}; see below" in screen
+    assert f"4 ranks × 4096 numbers: {told}; see below" in screen
     assert f"error: {report.problems[0].text}" in screen
 
 

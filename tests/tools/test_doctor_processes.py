@@ -110,6 +110,6 @@ def test_a_wrong_sum_is_an_error(backend, way, remedy):
     console = Console(file=io.StringIO(), width=110)
     console.print(render(found))
     text = " ".join(console.file.getvalue().split())
-    assert f"over all 2 processes, by {way}, 2 ranks × 8 float32: wrong numbers" in text
+    assert f"over all 2 processes, by {way}, 2 ranks × 8 numbers: wrong numbers" in text
     assert "1 b CPU:0 ncclsync 0.1.0, TensorFlow 2.21.0, NCCL 2.27.5" in text
     assert len(found.as_dict()["processes"]) == 2

@@ -114,7 +114,8 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
     facts = answer.facts
-    found = AllReduce(backend, len(devices), probes.COUNT, seconds=facts.get("seconds"), log=log)
+    count = answer.facts.get("count", probes.COUNT)
+    found = AllReduce(backend, len(devices), count, seconds=facts.get("seconds"), log=log)
     for name, kind in (("wrong", "wrong"), ("hang", "hang"), ("error", "raised")):
         if facts.get(name):
             return dataclasses.replace(found, kind=kind, error=facts[name])

@@ -196,9 +196,9 @@ class AllReduce:
     Attributes:
         backend: "nccl" or "cpu".
         ranks: how many took part.
-        count: float32 elements of each.
+        count: elements of each.
         ok: every rank has every sum, exactly.
-        seconds: of the all-reduce alone; None if it did not end.
+        seconds: of the all-reduce, and of joining the ranks; None if it did not end.
         error: the failure in words; "" if there is none.
         kind: of failure: "wrong" numbers, "hang", "crash", "raised", or "".
         log: NCCL's last warnings.

@@ -180,23 +180,26 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
-    """Run `known_answer`, and record how it fails."""
+    """All-reduce known numbers, between GPUs by NCCL's preflight, and record how that fails."""
     from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
-    backend, devices = arguments["backend"], arguments["devices"]
-    n = len(devices)
+    devices = arguments["devices"]
     try:
         # Imported here, since it raises if the C extension is missing.
-        from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator
+        from ncclsync.communicator import CpuCommunicator, NcclCommunicator, preflight
 
-        facts.add(stage=f"joining {n} ranks")
-        comm: Communicator
-        comm = NcclCommunicator(devices, timeout_s=arguments["timeout_s"]) if backend == "nccl" else CpuCommunicator(n)
-        with comm:
-            seconds, wrong = known_answer(
-                comm, devices if backend == "nccl" else None, lambda stage: facts.add(stage=stage)
-            )
-            facts.add(seconds=seconds, wrong=wrong, stage="ending the communicator")
+        by_nccl = arguments["backend"] == "nccl"
+        facts.add(stage=f"joining {len(devices)} ranks", count=preflight.COUNT if by_nccl else COUNT)
+        began = time.perf_counter()
+        if by_nccl:
+            with NcclCommunicator(devices, timeout_s=arguments["timeout_s"]):
+                facts.add(seconds=time.perf_counter() - began, stage="ending the communicator")
+            if len(devices) == 1:
+                facts.add(wrong=copied(devices[0], facts))
+        else:
+            with CpuCommunicator(len(devices)) as communicator:
+                facts.add(stage="reducing")
+                facts.add(wrong=known_answer(communicator), seconds=time.perf_counter() - began)
     except NcclPreflightError as error:
         facts.add(wrong=str(error))
     except NcclTimeoutError as error:
@@ -234,57 +237,25 @@ def _gpus(facts: _Facts, _: Any) -> None:
 
 def _copies(facts: _Facts, _: Any) -> None:
     """Copy known numbers to the first GPU and back."""
-    import numpy as np
-
-    sent = (np.arange(COUNT) % PATTERN).astype(np.float32)
-    received = np.full(COUNT, -1, np.float32)
     try:
-        facts.add(stage="taking memory of the GPU")
-        memory = DeviceMemory([0])
-        facts.add(stage="copying to the GPU")
-        there = memory.put(0, sent)
-        facts.add(stage="copying from the GPU")
-        memory.get(there, received)
-        facts.add(wrong=first_wrong([received], sent))
+        facts.add(wrong=copied(0, facts))
     except OSError as error:
         facts.add(error=str(error))
     facts.add(stage="done")
 
 
-def known_answer(
-    communicator: Any, devices: Sequence[int] | None, begin: Callable[[str], None] = lambda stage: None
-) -> tuple[float, str]:
-    """All-reduce known numbers: rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
+def known_answer(communicator: Any) -> str:
+    """All-reduce known numbers in host memory; return `first_wrong` of the results. Collective.
 
-    Args:
-        communicator: of n ranks; collective.
-        devices: CUDA ordinals of this process' ranks; None: in host memory.
-        begin: is called with the name of each stage.
-
-    Returns:
-        The seconds of the all-reduce, and `first_wrong` of the results.
+    Rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
     """
     import numpy as np
 
     pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
-    sends = [(rank + 1) * pattern for rank in communicator.ranks]
-    recvs = [np.full(COUNT, -1, np.float32) for _ in sends]
-    memory = None if devices is None else DeviceMemory(devices)
-    begin("copying to the GPUs")
-    given: list[Any] = sends
-    taken: list[Any] = recvs
-    if memory is not None:
-        given, taken = ([memory.put(i, array) for i, array in enumerate(arrays)] for arrays in (sends, recvs))
-    begin("reducing")
-    began = time.perf_counter()
-    communicator.all_reduce(given, taken)
-    seconds = time.perf_counter() - began
-    begin("copying from the GPUs")
-    if memory is not None:
-        for buffer, recv in zip(taken, recvs, strict=True):
-            memory.get(buffer, recv)
+    recvs = [np.full(COUNT, -1, np.float32) for _ in communicator.ranks]
+    communicator.all_reduce([(rank + 1) * pattern for rank in communicator.ranks], recvs)
     ranks = communicator.world_size
-    return seconds, first_wrong(recvs, ranks * (ranks + 1) / 2 * pattern)
+    return first_wrong(recvs, ranks * (ranks + 1) / 2 * pattern)
 
 
 def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
@@ -300,51 +271,41 @@ def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
     return ""
 
 
-class DeviceMemory:
-    """Hold buffers on GPUs by libcudart: TensorFlow would take nearly all memory of every GPU for them."""
+def copied(device: int, facts: _Facts) -> str:
+    """Copy known numbers to a GPU and back, by libcudart; return `first_wrong` of what comes.
 
-    def __init__(self, devices: Sequence[int]) -> None:
-        from ncclsync.communicator.native import cuda_paths
-        from ncclsync.tools.doctor.libraries import mapped
+    TensorFlow would take nearly all memory of every GPU for it.
+    """
+    import numpy as np
 
-        # The communicator may have loaded it.
-        loaded = None if os.environ.get("NCCLSYNC_CUDART_LIBRARY") else mapped("libcudart")
-        self._cuda, self._path = _load([loaded] if loaded else cuda_paths()[0])
-        self._devices = devices
+    from ncclsync.communicator.native import cuda_paths
 
-    def put(self, rank: int, array: Any) -> tuple[int, int, str]:
-        """Return a buffer on that rank's GPU with the array's elements."""
-        self._call("cudaSetDevice", ctypes.c_int(self._devices[rank]))
-        pointer = ctypes.c_void_p()
-        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(array.nbytes))
-        self._copy(pointer.value or 0, array.ctypes.data, array.nbytes)
-        return pointer.value or 0, array.size, array.dtype.name
+    for path in (paths := cuda_paths()[0]):
+        with contextlib.suppress(OSError):
+            cuda = ctypes.CDLL(path)
+            break
+    else:
+        cuda = ctypes.CDLL(paths[-1])  # raises its error
 
-    def get(self, buffer: tuple[int, int, str], array: Any) -> None:
-        """Copy a buffer into an array."""
-        self._copy(array.ctypes.data, buffer[0], array.nbytes)
-
-    def _copy(self, to: int, source: int, size_bytes: int) -> None:
-        by_address = ctypes.c_int(4)  # cudaMemcpyDefault
-        pointers = ctypes.c_void_p(to), ctypes.c_void_p(source)
-        self._call("cudaMemcpy", *pointers, ctypes.c_size_t(size_bytes), by_address)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if not hasattr(self._cuda, name):
-            raise OSError(f"Expected CUDA's runtime, with {name}. Received: {self._path}")
-        status = getattr(self._cuda, name)(*arguments)
-        if status != 0:
-            words = self._cuda.cudaGetErrorString
+    def call(name: str, *arguments: Any) -> None:
+        if not hasattr(cuda, name):
+            raise OSError(f"Expected CUDA's runtime, with {name}. Received: {path}")
+        if status := getattr(cuda, name)(*arguments):
+            words = cuda.cudaGetErrorString
             words.restype = ctypes.c_char_p
             raise OSError(f"{name} returned {status}: {(words(status) or b'').decode()}")
 
-
-def _load(paths: Sequence[str]) -> tuple[ctypes.CDLL, str]:
-    """Return the first library that can be loaded, and its path. Raises OSError if none can."""
-    for path in paths[:-1]:
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(path), path
-    return ctypes.CDLL(paths[-1]), paths[-1]
+    sent = (np.arange(COUNT) % PATTERN).astype(np.float32)
+    received = np.full(COUNT, -1, np.float32)
+    there, size, by_address = ctypes.c_void_p(), ctypes.c_size_t(sent.nbytes), ctypes.c_int(4)  # cudaMemcpyDefault
+    facts.add(stage="taking memory of the GPU")
+    call("cudaSetDevice", ctypes.c_int(device))
+    call("cudaMalloc", ctypes.byref(there), size)
+    facts.add(stage="copying to the GPU")
+    call("cudaMemcpy", there, ctypes.c_void_p(sent.ctypes.data), size, by_address)
+    facts.add(stage="copying from the GPU")
+    call("cudaMemcpy", ctypes.c_void_p(received.ctypes.data), there, size, by_address)
+    return first_wrong([received], sent)
 
 
 def _configured_backend() -> str:

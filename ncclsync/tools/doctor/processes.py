@@ -4,14 +4,15 @@ import collections
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator
+from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator, preflight
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.mpi import MpiPeers
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
-from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
+from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError, NcclUnavailableError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
 from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
@@ -173,20 +174,22 @@ def must_be_alike(name: str) -> bool:
 
 
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
-    """Run `known_answer` over the towers of all processes. Collective.
+    """All-reduce known numbers over the towers of all processes. Collective.
 
     Args:
         joined: the processes.
         report: of this one.
-        by_nccl: whether the towers of all stand on GPUs; else MPI joins them in host memory.
+        by_nccl: whether the towers of all stand on GPUs: then NCCL's preflight does it; else MPI in host memory.
         timeout_s: how long it may take.
 
     Raises:
         ProcessError: the others cannot be joined.
     """
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
-    found = AllReduce("nccl" if by_nccl else "cpu", len(devices), probes.COUNT)
+    backend, count = ("nccl", preflight.COUNT) if by_nccl else ("cpu", probes.COUNT)
+    found = AllReduce(backend, len(devices), count)
     communicator: Communicator
+    began = time.perf_counter()
     try:
         if by_nccl:
             communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
@@ -194,10 +197,11 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
             communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
         with communicator:
             found = dataclasses.replace(found, ranks=communicator.world_size)
-            seconds, wrong = probes.known_answer(communicator, devices if by_nccl else None)
+            wrong = "" if by_nccl else probes.known_answer(communicator)
+            seconds = time.perf_counter() - began
     except (NcclSyncError, OSError) as error:
-        kind = "hang" if isinstance(error, NcclTimeoutError) else "raised"
-        return dataclasses.replace(found, error=str(error), kind=kind)
+        kinds: dict[type, str] = {NcclTimeoutError: "hang", NcclPreflightError: "wrong"}
+        return dataclasses.replace(found, error=str(error), kind=kinds.get(type(error), "raised"))
     if wrong:
         return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")
     return dataclasses.replace(found, ok=True, seconds=seconds)

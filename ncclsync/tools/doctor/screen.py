@@ -116,7 +116,7 @@ def _checks(report: Report) -> Iterator[Text]:
 
 
 def _outcome(what: str, found: AllReduce) -> Text:
-    what += f", {found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} float32: "
+    what += f", {found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} numbers: "
     if found.ok:
         return Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
     return Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from ncclsync.tools.doctor.health import Health, check_gpus, find_gpus
 from ncclsync.tools.run.relay import Relay
-from ncclsync.tools.run.report import Start, Step, as_line, as_text
+from ncclsync.tools.run.report import Start, as_line, as_text
 from ncclsync.tools.run.script import FORWARDED
 from ncclsync.training import progress
 
@@ -72,8 +72,8 @@ def supervise(command: Command, signals: "Signals") -> int:
     with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
         supervisor = _Supervisor(command, pathlib.Path(folder), signals)
         code = supervisor.run()
-    if code or len(supervisor.steps) > 1:
-        _say(as_text(f"{NAME}: {command.name}", supervisor.steps), prefix="")
+    if code or len(supervisor.starts) > 1:
+        _say(as_text(f"{NAME}: {command.name}", supervisor.starts), prefix="")
     return code
 
 
@@ -81,7 +81,7 @@ class _Supervisor:
     """Hold the state of a call of `supervise`."""
 
     def __init__(self, command: Command, folder: pathlib.Path, signals: "Signals") -> None:
-        self.steps: list[Step] = []
+        self.starts: list[Start] = []
         self._command, self._signals = command, signals
         self._positions, self._ending = folder / "progress", folder / "ending"
         self._environ = {**os.environ, progress.VARIABLE: str(self._positions)}
@@ -95,23 +95,23 @@ class _Supervisor:
         while self._asked is None:
             start = self._start(gpus)
             health, then, again = self._judge(start)
-            self._add(Step(start, health.left_out, then))
+            self._add(dataclasses.replace(start, left_out=health.left_out, then=then))
             if not again:
-                return start.exit_code
-            _say(f"start {start.number} {start.words}; {then}")
+                return start.shell_code
+            _say(f"start {start.start} {start.words}; {then}")
             if gpus:  # by UUID: when a GPU is lost, another gets its number
                 self._environ["CUDA_VISIBLE_DEVICES"] = ",".join(health.healthy)
             gpus = health.healthy
         # A request to end came while nothing ran.
-        return self.steps[-1].start.exit_code if self.steps else 128 + self._asked
+        return self.starts[-1].shell_code if self.starts else 128 + self._asked
 
-    def _add(self, step: Step) -> None:
+    def _add(self, start: Start) -> None:
         """Enter a start into the report."""
-        self.steps.append(step)
+        self.starts.append(start)
         if self._command.report is not None:
             try:
                 with self._command.report.open("a", encoding="utf-8") as file:
-                    file.write(as_line(step))
+                    file.write(as_line(start))
             except OSError as error:  # such as a full disk; go on
                 _say(f"the report is not written: {error}")
 
@@ -120,12 +120,12 @@ class _Supervisor:
         unchanged = Health(start.gpus, {})
         if self._asked is not None:
             return unchanged, f"not started again: {self._asked.name} was received", False
-        if start.exit_code == 0:
+        if start.shell_code == 0:
             return unchanged, "done", False
         if not start.died:
             own = "this signal is a request to end" if start.signal else "this is the script's own error or exit code"
             return unchanged, f"not started again: {own}", False
-        self._vain = 0 if start.moved_on or not self.steps else self._vain + 1
+        self._vain = 0 if start.moved_on or not self.starts else self._vain + 1
         if self._vain >= self._command.restarts:
             return unchanged, f"given up: {self._vain} restarts in a row without progress", False
         _end_left_behind(self._children)
@@ -159,19 +159,19 @@ class _Supervisor:
         self._wait(process)
         log = relay.ended()
         after = progress.read(self._positions)
-        ending: dict[str, Any] = {"error": "", "device": False}
+        ending: dict[str, Any] = {"error": None, "device": False}
         if self._ending.exists():
             ending = json.loads(self._ending.read_text())
         code = process.returncode
         return Start(
-            number=len(self.steps) + 1,
+            start=len(self.starts) + 1,
             began=began,
             seconds=time.monotonic() - clock,
             gpus=gpus,
-            code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
+            exit_code=code if code >= 0 else None,
+            number=-code if code < 0 else None,
             error=ending["error"],
-            device=ending["device"],
+            device_error=ending["device"],
             progress=after,
             moved_on=after != before,
             log=tuple(log),

@@ -1,4 +1,4 @@
-"""Count what a step costs: what each tower does for its rows, what every tower does for all rows, what moves for it."""
+"""Count a step's costs: the work of a tower on its own rows, the work repeated on every tower, and the bytes moved."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -90,7 +90,7 @@ class Costs:
         self.alike: list[tf.Operation] = []
 
     def have_rows(self, op: tf.Operation) -> None:
-        """Know that all towers have all rows of these results."""
+        """Record that all towers have all rows of these results."""
         self._rows.update(one.name for one in op.outputs if one.dtype != tf.resource and one.shape.rank != 0)
 
     def repeat(self, op: tf.Operation) -> None:

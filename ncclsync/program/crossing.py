@@ -1,4 +1,4 @@
-"""Let tensors go from one segment that XLA compiles to another as XLA takes them: dense, of a shape that it knows.
+"""Convert tensors that go from one XLA-compiled segment to another into dense tensors whose shapes XLA knows.
 
 Two kinds need a form for it. Lists are TensorArrays, and what a loop keeps of each iteration for its gradient: XLA
 gives and takes none, but knows their elements' shape, and as many of them as there may be. A tensor that numbers give
@@ -27,7 +27,7 @@ _OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Say what crosses in a tensor's place.
+    """Describe the tensors that cross in place of one tensor.
 
     Attributes:
         names: by which that goes from segment to segment.
@@ -113,7 +113,7 @@ class Forms:
 
 
 def _may_be_left_out(graph: StepGraph, name: str) -> bool:
-    """Return whether a branch that is not taken leaves a tensor's place empty."""
+    """Return whether a tensor has no value if its branch is not taken."""
     op = graph.by_name[op_name(name)]
     if op.type not in BRANCHES:
         return False
@@ -218,7 +218,7 @@ def _declared(shape: tf.TensorShape) -> int | list[int]:
 
 
 def find_uncrossable(graph: StepGraph, segments: Sequence[Segment]) -> Iterator[str]:
-    """Yield, in words, what would have to go from one of these segments to another, and cannot if XLA compiles them."""
+    """Yield, in words, the tensors that these segments cannot exchange if XLA compiles them."""
     for segment in segments:
         for name in segment.sources:
             element = list_element(graph, name)

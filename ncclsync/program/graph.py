@@ -89,7 +89,7 @@ class StepGraph:
         self.writes = {op.name: tf_compat.written_handles(op) & set(self.role) for op in self.ops}
         self.marks = trace.marks
         self.traced_inputs = {name: list(inputs) for name, inputs in self.inputs.items()}
-        # Not computed by any segment: a consumer of such an op is given what it passes on.
+        # No segment computes these ops: their consumers take their inputs instead.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.constant: Callable[[tf.Tensor], Any] = tf.get_static_value  # of integers that no batch changes
         self.lengths: Callable[[tf.Tensor], Any] = lambda tensor: None  # what `Axes` knows of a tensor's axes
@@ -132,9 +132,9 @@ class StepGraph:
         return in_order(sorted(roots, key=lambda op: created[op.name]))
 
     def _merge_duplicates(self) -> None:
-        """Compute once what the trace computes twice, such as the learning rate for each variable.
+        """Merge ops that compute the same, such as the learning rate for each variable.
 
-        TensorFlow does so too, but not with what is read from a variable.
+        TensorFlow does so too, but not after reads of variables.
         """
         kept: dict[Any, tf.Operation] = {}
         renamed: dict[str, str] = {}  # of tensors, and of ops
@@ -186,7 +186,7 @@ class StepGraph:
         self.by_name[op.name] = op
 
     def stands_for(self, op: str, other: str, but_not_to: Collection[str] = ()) -> None:
-        """Let whatever waits for one op, but for some, wait for another, which does its work."""
+        """Redirect control dependencies from an op to its replacement, except those of `but_not_to`."""
         for name, controls in self.controls.items():
             if op in controls and name not in but_not_to:
                 self.controls[name] = [other if control == op else control for control in controls]
@@ -194,7 +194,7 @@ class StepGraph:
         self.functions.update((f.signature.name, f) for f in definitions)
 
     def is_constant(self, name: str) -> bool:
-        """Return whether a tensor is a constant, which each segment that uses it gets a copy of."""
+        """Return whether a tensor is a constant; each segment that uses it gets a copy."""
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
 

@@ -1,4 +1,4 @@
-"""Keep what the host knows out of a GPU's memory, where towers are GPUs.
+"""Keep numbers that the host knows in the host's memory where towers are GPUs.
 
 Counts of rows, and what follows from shapes, lie in the host's memory. TensorFlow has ops for them that take and return
 them in a GPU's: then numbers of a few bytes are copied after whatever else is copied to the GPU, such as the next
@@ -125,7 +125,7 @@ class _Pass:
             node.input[i] = self._on_host[source]
 
     def _divide(self, node: Any, output: tf.Tensor) -> None:
-        """Let a node be the GPU's copy of its own result, and another compute it for the host."""
+        """Turn a node into the GPU's copy of its result, and add one that computes the result on the host."""
         twin = self._definition.node.add()
         twin.CopyFrom(node)
         twin.name = self._free_name(f"{node.name}/on_host")

@@ -1,4 +1,4 @@
-"""Estimate what a step loses where towers need the rows of all: the share of its time, where, and what to write.
+"""Estimate the share of its time that a step loses because towers need all rows, name the lines, and suggest a remedy.
 
 The estimate is a roofline's, for GPUs of one kind and links of one speed, so that it is the same wherever a program is
 tried. Of an exchange only the bytes are counted, not that towers meet.
@@ -14,7 +14,7 @@ from ncclsync.program.roofline import CUBIC, SORTS, seconds
 from ncclsync.semantics import rules
 
 LINK = "nvlink"  # of GPUs such as `roofline` knows
-MOST_LOST = 0.05  # of a step's time, without a word
+MOST_LOST = 0.05  # of a step's time; a smaller loss is not warned of
 _NAMED = 3  # places
 
 _PAIRS = rules.names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul")

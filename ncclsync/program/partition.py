@@ -1,4 +1,4 @@
-"""Partition a traced step: place every tensor, and put a collective wherever an op needs what it has not got.
+"""Partition a traced step: place every tensor, and insert a collective wherever an op needs a tensor placed otherwise.
 
 The trace means the program of one device on the whole batch. `Partition` walks it once, in the order in which
 it is computed: each op's rule (`rules.py`, asked by `placing.py`) says how its results are placed. An op
@@ -45,7 +45,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatte
 
 
 class Unshared(Exception):
-    """Name variables of which the towers cannot each hold a part: all towers are to hold the same."""
+    """Variables cannot be held in parts: all towers must hold the same value."""
 
     def __init__(self, handles: set[str]) -> None:
         """Name the variables' handles."""
@@ -269,7 +269,7 @@ class Partition(Placer):
     def exchange(
         self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
     ) -> tf.Tensor:
-        """Let a tensor meet its counterparts on the other towers; return what stands for the result.
+        """Exchange a tensor with its counterparts on the other towers; return the tensor that stands for the result.
 
         Args:
             tensor: each tower's.
@@ -402,7 +402,7 @@ class Partition(Placer):
             return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Compute a tensor again, of whole inputs: a list of tensors, or axes, cannot be sent."""
+        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
         op = tensor.op
         if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
@@ -523,7 +523,7 @@ class Partition(Placer):
     # Ops that are made whole.
 
     def whole(self, call: Call) -> list[Placement]:
-        """Let every tower compute alike; see `Placer`."""
+        """Let every tower compute the same; see `Placer`."""
         handles = {
             self.graph.inputs[call.op.name][i]
             for i, tensor in enumerate(call.tensors)
@@ -658,7 +658,7 @@ class Partition(Placer):
             raise Unshared({self.graph.inputs[call.op.name][index]}) from None
 
     def _assert(self, call: Call) -> None:
-        """Let an assertion about each row fail on the tower that has the row."""
+        """Let each tower run an assertion about its own rows."""
         placed = call.inputs[0]
         if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
@@ -722,7 +722,7 @@ class Partition(Placer):
             when = self._name(self.convert(condition, placed, REPLICATE, op))
         for i, (tensor, placed) in enumerate(pairs[:count]):
             result, after = self._meet(op, mark, names[i], tensor, placed, when)
-            # From here on it is what it is, however it came about.
+            # From here on its placement no longer depends on how it was computed.
             self._put(op.outputs[i], result, after)
 
     def _meet(
@@ -795,7 +795,7 @@ class Partition(Placer):
         return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: Call) -> list[tf.Tensor]:
-        """Return the slices that one device would have, or, if that is fewer bytes, their sum."""
+        """Return the slices that one device would have, or their dense sum if that moves fewer bytes."""
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
         if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():

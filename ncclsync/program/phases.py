@@ -1,8 +1,8 @@
-"""Divide the segments of a step whose towers compute several shards each: what is done for a shard, what once.
+"""Divide the segments of a step whose towers compute several shards each into work per shard and work per tower.
 
-A *phase* is a part of a segment: either for each shard, with its rows, what it draws and its part of a metric, or
-once for a tower, on what is the same for all shards, as every write of a weight is. The placements see to it that
-only exchanges bring what shards give to the rest. So nobody has to say which op belongs where.
+A *phase* is a part of a segment. It runs for each shard, on the shard's rows, random numbers and part of a metric; or
+once for a tower, on what is the same for all shards, as every write of a weight is. Per-shard values reach
+once-per-tower ops only through exchanges, so an op's inputs determine its phase.
 
 The phases of a segment alternate: once, shards, once, … Mostly there are two, and one of them is empty: what
 shards need of the towers is computed with them.
@@ -21,7 +21,7 @@ from ncclsync.semantics.roles import Role
 
 
 def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
-    """Return a schedule of which each segment is for each shard, or once.
+    """Return a schedule whose segments run either for each shard or once for a tower.
 
     Args:
         graph: the step, placed.
@@ -53,7 +53,7 @@ class _Kinds:
         self.shards: set[str] = set()
         self.once: set[str] = set()
         functions = Functions(graph.functions, graph.tf_graph)
-        # Where an exchange waits for its condition, what it gives is a shard's own until then.
+        # If an exchange has a condition, its result is the shard's own where the condition is False.
         own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
         self.own = frozenset(own)
         for op in graph.ops:

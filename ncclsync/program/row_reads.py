@@ -1,4 +1,4 @@
-"""Let ops that take some rows of a variable, as an embedding does, take them from the variable itself.
+"""Read only the rows that an op takes of a variable, as an embedding's lookup does, not the whole variable.
 
 Keras reads the whole variable and then takes rows of what it read. From a variable's first sparse update on,
 TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. A variable

@@ -1,4 +1,4 @@
-"""Find the exchange that a variable's new value rests on: of its gradient, or of the value itself."""
+"""Find the exchange that a variable's new value depends on: its gradient's, or that of the value itself."""
 
 import collections
 

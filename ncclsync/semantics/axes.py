@@ -1,4 +1,4 @@
-"""Know what each axis of each tensor of a traced step is: a constant, or so many rows for each sample, or open.
+"""Infer what each axis of each tensor of a traced step is: a constant, a number of rows for each sample, or open.
 
 TensorFlow's shape inference is asked for batches of several sizes (`BATCHES`). A length that stays is a constant; one
 that grows as the batch does counts rows; any other is open. So the arithmetic on shapes needs no rules: small integers
@@ -141,7 +141,7 @@ class Axes:
             )
 
     def refine(self, tensor: tf.Tensor) -> None:
-        """Let a tensor know the constants among its lengths that the trace leaves open."""
+        """Set the constants among a tensor's lengths that the trace leaves open."""
         if tensor.dtype not in (tf.variant, tf.resource) and (lengths := self.lengths(tensor)) is not None:
             tensor.set_shape([one if isinstance(one, int) else None for one in lengths])
 

@@ -1,4 +1,4 @@
-"""Keep all holders of a variable's copies or parts, in the process, aware of what another one writes.
+"""Tell all holders of a variable's copies or parts in the process when one of them writes it.
 
 A variable may belong to several models, each on towers of its own: a GAN's discriminator trains by itself and
 as part of another model. `replicas` and `partitions` are the holders; a variable has one tracker for all.
@@ -46,7 +46,7 @@ class Holder(abc.ABC):
 
     @abc.abstractmethod
     def mark_shared(self) -> None:
-        """Prepare for another holder of the variable, whose steps write it too."""
+        """Prepare for another holder of the variable whose steps also write it."""
 
     def track(self) -> None:
         """Track writes of the variable from now on. The variable does not keep the holder alive."""
@@ -111,7 +111,7 @@ class _Tracker:
         return not self._holders
 
     def holders(self) -> list[Holder]:
-        """Return those that are there: towers that nobody has closed may be gone all the same."""
+        """Return the holders that still exist; towers may be gone without having been closed."""
         return [holder for one in self._holders if (holder := one()) is not None]
 
     def track_reads(self, variable: tf.Variable) -> None:

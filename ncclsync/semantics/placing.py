@@ -55,12 +55,12 @@ def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
 
 
 class Refused(Exception):
-    """Report why a function cannot be run by each tower for its own rows."""
+    """A function cannot be run by each tower for its own rows."""
 
 
 @dataclasses.dataclass
 class Call(rules.Call):
-    """Hold an op that is being placed; see `rules.Call`."""
+    """An op that is being placed; see `rules.Call`."""
 
     op: tf.Operation
     tensors: list[tf.Tensor]  # what the op will get
@@ -145,7 +145,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def alike(self, call: Call) -> list[Placement]:
-        """Let all towers have what tower 0 computes, of the batch's values."""
+        """Let tower 0 compute, on the batch's values, and all towers take its result."""
 
     def constant(self, tensor: tf.Tensor) -> Any:
         """Return a tensor's value if it is known while the step is placed."""
@@ -214,7 +214,7 @@ class Placer(abc.ABC):
             return self.whole(call)
         alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
         divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
-        # Of rows that are all alike comes one result, for as many rows; unless others have joined them.
+        # If every sharded input has identical rows, so has the result, unless an ordinary sharded input was mixed in.
         if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
             each = alike[0].each
             made = [shard(p.axis, 0, each) if p == shard(p.axis) and p.each == each > 0 else p for p in made]
@@ -278,7 +278,7 @@ class Placer(abc.ABC):
         return None if rule is None else rule(call)
 
     def _number_rows(self, call: Call) -> None:
-        """Let numbers of a tower's rows be those of the batch's rows."""
+        """Convert numbers of a tower's own rows into numbers of the batch's rows."""
         for i, placed in enumerate(call.inputs):
             if (numbers := uneven.numbered(placed)) is not None:
                 call.require(i, numbers)

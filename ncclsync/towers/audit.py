@@ -19,13 +19,13 @@ from ncclsync.program.program import Exchange, Program, Segment
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.towers.state import TowerState
 
-_MOST_COMPUTED = 3  # times, each shard: of two that differ nobody knows which is right
+_MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
 _EQUAL = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Say who computes a shard again: tower `tower` the shard in place `shard`, which is tower `owner`'s."""
+    """A repeated computation: tower `tower` computes the shard in place `shard`, which is tower `owner`'s."""
 
     shard: int
     owner: int
@@ -78,7 +78,7 @@ class Audit:
     def _find_left_out(self) -> set[int]:
         """Return the numbers, from 1, of segments that must not run again, or take what such a one writes; warn once.
 
-        Whoever computes a shard again takes the results of these as they are.
+        A repeated computation takes the results of these segments as they are.
         """
         found: set[int] = set()
         lines: dict[str, None] = {}
@@ -142,7 +142,7 @@ class Audit:
         return tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))
 
     def check(self, step: int) -> None:
-        """Raise what the steps of the last call have found, and forget it.
+        """Raise an error if audited steps of the last call have found a difference, and forget it.
 
         Args:
             step: how many training steps have been made, for the message.
@@ -169,7 +169,7 @@ class Audit:
         raise AuditError(step, sorted(pairs), sorted(culprits), list(names), devices)
 
     def _name(self, exchanges: Sequence[Exchange], element: int) -> list[str]:
-        """Return what messages call an element of what is sent."""
+        """Return the name of a sent element in messages."""
         end = 0
         for exchange in exchanges:
             end += exchange.shape.num_elements() or 0

@@ -27,7 +27,7 @@ After = list[list[Any]]
 
 
 class _Call(NamedTuple):
-    """Hold what one call joins after a segment.
+    """The buckets that one call joins after a segment.
 
     Attributes:
         number: of the segment, from 1.
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
 
 
 class Exchanges:
-    """Hold what the towers of one laid out step send each other, until a segment takes it.
+    """The exchanges of one laid out step: what was sent, until a segment takes it.
 
     Attributes:
         recorded: timestamps that nothing of the step waits for.
@@ -74,7 +74,7 @@ class Exchanges:
         self._received: list[dict[str, Any]] = [{} for _ in towers.layout.own_shards]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
-        """Return what each tower waits for, so that it goes on when all have come here.
+        """Return the ops that each tower waits for, so that it goes on when all have arrived.
 
         Args:
             done: [n] ops and tensors of each tower.
@@ -175,7 +175,7 @@ class Exchanges:
         return self._passed(launched)
 
     def agree(self, after: After) -> After:
-        """Return what each tower waits for before it writes: all processes have launched what is written.
+        """Return the ops that each tower waits for before it writes: all processes have launched the exchanges.
 
         Else an error in one of them, after which it launches nothing more, would cost the others their weights. The
         hosts meet, and wait for no GPU. They compare a digest of all exchanges: processes whose graphs are of another

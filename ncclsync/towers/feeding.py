@@ -1,4 +1,4 @@
-"""Feed towers: split each batch and bring every tower its part; on GPUs ahead of the step that computes on it.
+"""Split each batch and bring every tower its part; on GPUs ahead of the step that computes on it.
 
 A copy to a GPU waits, in TensorFlow, for all work that the GPU had when the copy was asked for, and what uses it is
 launched only when it has ended. So the copies of a batch have to be asked for before the kernels of the step that
@@ -158,7 +158,7 @@ class Staging:
 
 
 class CountingDataset(tf_compat.SameDataset, abc.ABC):
-    """Know how much of a dataset has been handed out; what is fetched ahead of a step has not.
+    """A dataset that counts the batches handed out to steps; batches fetched ahead do not count yet.
 
     Attributes:
         sizes: where processes have parts of any size, [total] rows of each tower in the batch handed out last.
@@ -179,7 +179,7 @@ class CountingDataset(tf_compat.SameDataset, abc.ABC):
         """Let a place that `fetched` has returned be what counts, until another iterator begins."""
 
     def digest(self) -> bytes | None:
-        """Return what stands for a batch where processes compare theirs; None: its rows do."""
+        """Return a digest by which processes compare a batch in place of its rows; None: its rows are compared."""
         return None
 
 
@@ -246,7 +246,7 @@ class Feeder:
 
 
 def _work(wanted: queue.SimpleQueue, order: threading.Lock) -> None:
-    """Do what is wanted, until None is: a feeder's thread."""
+    """Run requests until one is None. Runs in a feeder's thread."""
     while _do_next(wanted, order):
         pass
 

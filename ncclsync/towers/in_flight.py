@@ -1,4 +1,4 @@
-"""Know which variables rest on collectives that have not ended, and let nobody use those that have failed.
+"""Track variables that depend on collectives under way, and refuse the use of those whose collectives have failed.
 
 A step on GPUs returns before its collectives have ended. One that fails is aborted, so that the GPUs' streams go on:
 what they then compute is not to be relied upon. From then on the variables that such a step has written are *lost*: to
@@ -19,7 +19,7 @@ from ncclsync.errors import NcclSyncError
 
 @dataclasses.dataclass
 class _Step:
-    """Hold a step that was enqueued.
+    """A step that was enqueued.
 
     Attributes:
         last: the number of its last group.
@@ -70,7 +70,7 @@ class InFlight:
     def _check_results(self, step: _Step) -> None:
         """Raise the failure of a step whose result was read.
 
-        Whoever reads may swallow it, so that it does not count as reported.
+        The reader may swallow it, so it does not count as reported.
         """
         failure = step.failure
         if failure is None and self._communicator.failure is not None:
@@ -115,7 +115,7 @@ class InFlight:
         if failure is not None and failure is not self._reported:
             self._reported = failure
             first = self._communicator.failed_group
-            # Nothing is written by what not all processes have launched.
+            # A step that not all processes have launched writes nothing.
             rests = first <= self._communicator.agreed
             if self._communicator.was_delivered and rests:
                 self._lost.update(written)
@@ -138,7 +138,7 @@ class InFlight:
             self.raise_lost(lambda: "a variable")
 
     def before_write(self, key: int) -> None:
-        """Let all of a variable be written: it rests on no step before, and is lost no more."""
+        """Record that all of a variable is written: it no longer depends on earlier steps, nor is it lost."""
         for step in self._steps:
             step.written -= {key}
         self._lost.discard(key)

@@ -1,4 +1,4 @@
-"""Keep what a step needs if it fails: its batch, to be run again, and old values, to undo its writes.
+"""Keep a step's batch, to run it again if it fails, and old values, to undo its writes.
 
 Called by `laying_out.py` and `step.py` while the graph of the step is built, and when it has failed.
 """

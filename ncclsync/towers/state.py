@@ -67,10 +67,10 @@ class TowerState:
         on_nonfinite: what happens when a gradient is not finite.
         sentinel: counts training steps, and says when to compare or audit.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
-        in_flight: what rests on collectives that have not ended.
-        noise: how much the towers' gradients differ, if somebody asks.
+        in_flight: the steps whose collectives have not ended.
+        noise: how much the towers' gradients differ, if a callback asks for it.
         shared: ids of the variables that other towers of the process hold copies of, too.
-        traces: of the training steps that are traced from now on, if somebody wants them; else None.
+        traces: a list to which training steps' traces are added; None: they are not kept.
         options: as they were given.
         layout: which shard of a batch is whose.
         closed: whether `close` was called.
@@ -153,13 +153,13 @@ class TowerState:
         return self.layout.towers
 
     def split_further(self, rows: int) -> bool:
-        """Let steps take less memory from now on, in twice as many shards.
+        """Divide steps into twice as many shards from now on, so that they take less memory.
 
         Args:
             rows: of the batch that did not fit.
 
         Returns:
-            Whether they do. Else a warning has said why not.
+            Whether they are divided; if not, a warning has said why.
         """
         undivided = self._why_undivided(rows)
         if undivided:
@@ -320,7 +320,7 @@ class TowerState:
     def watch_next(self, watcher: Callable[[Measured], None]) -> None:
         """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
 
-        Whatever happens, the step after it is not watched by this.
+        The step after it is not watched, even if the watched step fails.
         """
         self._watchers.append(watcher)
 
@@ -381,7 +381,8 @@ class TowerState:
             )
 
     def check_repeatable(self) -> None:
-        """Warn if bits that are asked for may differ: op determinism is off, or NCCL had joined the towers before."""
+        """Warn if equal bits are asked for and may differ: op determinism is off, or was off when NCCL joined the
+        towers."""
         if not tf_compat.is_op_determinism_enabled():
             shards = self.options.shards
             if shards is not None and any("GPU" in device for device in self.devices):
@@ -453,7 +454,7 @@ class TowerState:
         return [variable, *replicas.copies]
 
     def _forget_copies(self, key: int) -> None:
-        """Let tower 0 alone hold a variable, until copies are made anew."""
+        """Drop a variable's copies; tower 0 alone holds it until copies are made again."""
         replicas = self._replicas.pop(key)
         replicas.gather_parts()
         replicas.untrack()
@@ -489,7 +490,7 @@ class TowerState:
             self.sharding.divide()
 
     def report_writes(self, written: frozenset[int]) -> None:
-        """Mark as stale, for other towers that hold copies of them, the variables that a step has written.
+        """Mark the variables that a step has written as stale for other `Towers` that hold copies.
 
         Args:
             written: ids of all variables that the step may have written.
@@ -505,7 +506,7 @@ class TowerState:
             logger.warning("%s", message)
 
     def mark_stale(self) -> None:
-        """Send every variable again before the next step, since one has failed, or what was loaded is tower 0's."""
+        """Send every variable again before the next step: a step has failed, or tower 0 has loaded values."""
         if not self.layout.meets_processes:  # else they are added up when they are sent, by all processes
             self.add_up_parts()
         self._pending.update(self._replicas)
@@ -532,7 +533,7 @@ class TowerState:
         self._save = save
 
     def cause_of(self, error: BaseException, written: frozenset[int] = frozenset()) -> BaseException:
-        """Return what is to be raised where a step has failed; tell other processes of what is this one's own.
+        """Return the error to raise for a failed step; tell other processes if it is this process' own.
 
         TensorFlow wraps what a collective or Python raises within a graph, or reports what that cancelled. Returned is
         what was raised itself, or ncclsync's sentence about it, or else `error`.
@@ -587,7 +588,7 @@ class TowerState:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Let the other processes hear of what is raised within: all of them can go on, from what tower 0 has then."""
+        """Report errors raised within to the other processes; all of them can go on from tower 0's state."""
         try:
             yield
         except Exception as error:
@@ -605,7 +606,7 @@ class TowerState:
 
     @property
     def keeps_weights(self) -> bool:
-        """Return whether a failed collective must leave the weights as they were, at the cost of a wait."""
+        """Return whether a failed collective must leave the weights unchanged, which costs a wait in each step."""
         return self._save is not None
 
     def _make_target(self) -> Target:

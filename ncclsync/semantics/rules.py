@@ -10,6 +10,7 @@ unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -88,23 +89,18 @@ NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `un
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
-def rule_for(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
-    """Enter the decorated rule in `RULES` for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
+def rule_for(*types: str, table: dict[str, Rule] = RULES, counting: bool = False) -> Callable[[Rule], Rule]:
+    """Enter the decorated rule in a table for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
 
     def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names(" ".join(types)), rule))
+        table.update(dict.fromkeys(names(" ".join(types)), rule))
         TAKING_COUNTS.update(names(" ".join(types)) if counting else ())
         return rule
 
     return add
 
 
-def _linear(*types: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        LINEAR.update(dict.fromkeys(names(" ".join(types)), rule))
-        return rule
-
-    return add
+_linear = functools.partial(rule_for, table=LINEAR)
 
 
 def lengths_of(tensor: tf.Tensor) -> Any:

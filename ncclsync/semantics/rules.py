@@ -543,7 +543,10 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-def _equation(op: tf.Operation) -> str:
+PRODUCTS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul SparseMatMul")
+
+
+def equation_of(op: tf.Operation) -> str:
     """Return a product as `Einsum` has it."""
     if op.type == "Einsum":
         return op.get_attr("equation").decode().replace(" ", "")
@@ -552,9 +555,9 @@ def _equation(op: tf.Operation) -> str:
     return f"{dots}{'km' if one else 'mk'},{dots}{'nk' if other else 'kn'}->{dots}mn"
 
 
-@rule_for("MatMul SparseMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
+@rule_for(*PRODUCTS)
 def _product_of(call: Call) -> Sequence[Placement] | None:
-    equation = _equation(call.op)
+    equation = equation_of(call.op)
     given, result = equation.split("->")
     letters, ranks = given.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks:

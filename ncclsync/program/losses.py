@@ -17,10 +17,9 @@ LINK = "nvlink"  # of GPUs such as `roofline` knows
 MOST_LOST = 0.05  # of a step's time; a smaller loss is not warned of
 _NAMED = 3  # places
 
-_PAIRS = rules.names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul")
 _INSTEAD = {
     rules.DRAWS: "draw fewer numbers for each row",
-    _PAIRS: "compare each row with fewer others, or by fewer numbers for each row",
+    rules.PRODUCTS: "compare each row with fewer others, or by fewer numbers for each row",
     CUBIC: "factorise a matrix of features by features, such as a product x^T x, which is summed over the rows",
     SORTS | {"Cumsum", "Unique", "UniqueV2"}: "sort, rank or add up along another axis than the batch's",
 }

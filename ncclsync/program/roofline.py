@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ncclsync.semantics.axes import Axes, Rows, length_of
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
-from ncclsync.semantics.rules import names
+from ncclsync.semantics.rules import PRODUCTS, equation_of, names
 
 # An H100 SXM, by its data sheet: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per second, 20 for each byte; an
 # A100 has 12.5. So between them.
@@ -34,7 +34,6 @@ _FREE = names(
 )
 # They read some of their first input.
 _PARTS = names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice")
-_MATMULS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul")
 SORTS = names("TopK TopKV2")
 # Of matrices: as many multiplications for an element as a row has elements.
 CUBIC = names(
@@ -161,17 +160,14 @@ class Roofline:
     def _multiplications(self, op: tf.Operation) -> Size:
         """Count the multiplications of a product, and what a sort or a factorisation takes for an element."""
         kind, inputs = op.type, op.inputs
-        if kind in _MATMULS:
-            turned = op.get_attr("transpose_a" if kind in ("MatMul", "SparseMatMul") else "adj_x")
-            return product([*self.lengths(op.outputs[0]), self._length(inputs[0], -2 if turned else -1)])
+        if kind in PRODUCTS:
+            return self._of_product(op)
         if kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2d")):
             filters = op.outputs[0] if "Filter" in kind else inputs[1]
             after = inputs[2] if "Backprop" in kind else op.outputs[0]
             channels = self._length(filters, -1).factor
             channels *= self._length(filters, -2).factor if kind.startswith("Depthwise") else 1
             return product([*self.lengths(after), *self.lengths(filters), Size(1 / channels)])
-        if kind == "Einsum":
-            return self._einsum(op)
         if kind in SORTS or "FFT" in kind:
             along = self._length(inputs[0] if kind in SORTS else op.outputs[0], -1)
             passes = max(int(math.log2(max(along.at(_SORTED_ROWS), 1))), 1)
@@ -182,11 +178,11 @@ class Roofline:
             return product([self._length(inputs[0], 0), *self.lengths(inputs[3])])
         return Size(0)
 
-    def _einsum(self, op: tf.Operation) -> Size:
+    def _of_product(self, op: tf.Operation) -> Size:
         found: dict[str, Size] = {}
-        operands = op.get_attr("equation").decode().partition("->")[0].split(",")
+        operands = equation_of(op).partition("->")[0].split(",")
         for letters, tensor in zip(operands, op.inputs, strict=True):
-            head, dots, tail = letters.strip().partition("...")
+            head, dots, tail = letters.partition("...")
             lengths = self.lengths(tensor)
             if len(lengths) < len(head) + len(tail):
                 continue

@@ -10,6 +10,7 @@ unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -88,23 +89,18 @@ NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `un
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
-def rule_for(*types: str, counting: bool = False) -> Callable[[Rule], Rule]:
-    """Enter the decorated rule in `RULES` for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
+def rule_for(*types: str, table: dict[str, Rule] = RULES, counting: bool = False) -> Callable[[Rule], Rule]:
+    """Enter the decorated rule in a table for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
 
     def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names(" ".join(types)), rule))
+        table.update(dict.fromkeys(names(" ".join(types)), rule))
         TAKING_COUNTS.update(names(" ".join(types)) if counting else ())
         return rule
 
     return add
 
 
-def _linear(*types: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        LINEAR.update(dict.fromkeys(names(" ".join(types)), rule))
-        return rule
-
-    return add
+_linear = functools.partial(rule_for, table=LINEAR)
 
 
 def lengths_of(tensor: tf.Tensor) -> Any:
@@ -547,7 +543,10 @@ def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Place
     return [placed.at(result.index(name)) if name in result else SUM]
 
 
-def _equation(op: tf.Operation) -> str:
+PRODUCTS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul SparseMatMul")
+
+
+def equation_of(op: tf.Operation) -> str:
     """Return a product as `Einsum` has it."""
     if op.type == "Einsum":
         return op.get_attr("equation").decode().replace(" ", "")
@@ -556,9 +555,9 @@ def _equation(op: tf.Operation) -> str:
     return f"{dots}{'km' if one else 'mk'},{dots}{'nk' if other else 'kn'}->{dots}mn"
 
 
-@rule_for("MatMul SparseMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
+@rule_for(*PRODUCTS)
 def _product_of(call: Call) -> Sequence[Placement] | None:
-    equation = _equation(call.op)
+    equation = equation_of(call.op)
     given, result = equation.split("->")
     letters, ranks = given.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks:

@@ -5,8 +5,9 @@ of the tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`)
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +22,6 @@ from ncclsync.semantics.rules import (
     RULES,
     SEGMENTS,
     Call,
-    Rule,
     counted,
     lengths_of,
     names,
@@ -47,12 +47,7 @@ OF_ANY_UNIT = (
 )
 
 
-def _numbered(*types: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        NUMBERED.update(dict.fromkeys(names(" ".join(types)), rule))
-        return rule
-
-    return add
+_numbered = functools.partial(rule_for, table=NUMBERED)
 
 
 def numbered(placed: Placement) -> Placement | None:

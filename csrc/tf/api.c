@@ -1,6 +1,7 @@
 /* Shared by kernels: TensorFlow's functions, and helpers to read inputs and make outputs. */
 #include "tf/api.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -48,10 +49,14 @@ void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const
   return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
 }
 
-void ncs_tf_fail(TF_Status* status, int code, const char* message) {
-  char words[1024];
-  snprintf(words, sizeof(words), "ncclsync: %s", message);
-  ncs_tf.TF_SetStatus(status, code, code == TF_RESOURCE_EXHAUSTED ? message : words);
+void ncs_tf_fail(TF_Status* status, int code, const char* format, ...) {
+  char words[1200] = "ncclsync: ";
+  const size_t known = code == TF_RESOURCE_EXHAUSTED ? 0 : sizeof("ncclsync: ") - 1;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(words + known, sizeof(words) - known, format, arguments);
+  va_end(arguments);
+  ncs_tf.TF_SetStatus(status, code, words);
 }
 
 int ncs_tf_is_ok(const TF_Status* status) { return ncs_tf.TF_GetCode(status) == TF_OK; }

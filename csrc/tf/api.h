@@ -124,9 +124,9 @@ int ncs_tf_is_ok(const TF_Status* status);
 /* As calloc, for at least one object; fails if memory is short. */
 void* ncs_tf_calloc(size_t count, size_t size, TF_Status* status);
 
-/* Fails with a sentence, after the words by which Python knows it (compat/tensorflow.py); if memory is short, as
- * TensorFlow itself fails, without them. */
-void ncs_tf_fail(TF_Status* status, int code, const char* message);
+/* Fails with a sentence, as of printf, after the words by which Python knows it (compat/tensorflow.py); if memory is
+ * short, as TensorFlow itself fails, without them. */
+void ncs_tf_fail(TF_Status* status, int code, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
 /* NCCL's number of a dtype of TensorFlow's; -1: NCCL has none. */
 int ncs_tf_find_dtype(int dtype);

@@ -1,5 +1,4 @@
 /* Kernels for host memory: the all-reduce of cpu/collectives.c, and an all-gather. */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,7 +28,6 @@ static void read_all_reduce(TF_OpKernelConstruction* context, collective_kernel*
 /* Reads all ranks' tensor v and makes its output. */
 static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
                            ncs_reduced* reduced, const void** sends, TF_Status* status) {
-  char message[200];
   int first = -1, own;
   for (int r = 0; r < kernel->ranks; ++r) {
     ncs_tf_view seen;
@@ -40,9 +38,9 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
       first = r;
       reduced->count = (size_t)seen.count;
     } else if ((size_t)seen.count != reduced->count) {
-      snprintf(message, sizeof(message), "Expected the towers' tensors to be of one size. Received: %lld elements on "
-               "tower %d, %lld on tower %d", (long long)reduced->count, first, (long long)seen.count, r);
-      ncs_tf_fail(status, TF_INVALID_ARGUMENT, message);
+      ncs_tf_fail(status, TF_INVALID_ARGUMENT,
+                  "Expected the towers' tensors to be of one size. Received: %lld elements on tower %d, %lld on tower "
+                  "%d", (long long)reduced->count, first, (long long)seen.count, r);
       return;
     }
   }

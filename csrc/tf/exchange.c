@@ -8,7 +8,6 @@
  * results. Their caller keeps automatic control dependencies from ordering them. */
 #define _POSIX_C_SOURCE 200809L
 
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "tf/api.h"
@@ -56,9 +55,8 @@ static void* read_token(TF_OpKernelContext* context, int index, TF_Status* statu
 }
 
 static void fail_by(TF_Status* status, ncclResult_t result, const ncs_failure* failure) {
-  char message[sizeof(failure->call) + sizeof(failure->message) + 4];
-  snprintf(message, sizeof(message), "%s: %s", failure->call, failure->message);
-  ncs_tf_fail(status, result == ncclInvalidArgument ? TF_INVALID_ARGUMENT : TF_INTERNAL, message);
+  const int code = result == ncclInvalidArgument ? TF_INVALID_ARGUMENT : TF_INTERNAL;
+  ncs_tf_fail(status, code, "%s: %s", failure->call, failure->message);
 }
 
 /* NULL: not on a GPU, or not known. */

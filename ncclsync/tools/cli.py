@@ -4,6 +4,7 @@ TensorFlow is imported to do the work.
 """
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -31,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    adders = {"verify": _add_verify, "bench": _add_bench, "doctor": _add_doctor, "plan": _add_plan, "run": _add_run}
+    names = ("verify", "bench", "doctor", "plan", "run")
     words = sys.argv[1:] if arguments is None else arguments
     # Import only the named command: a supervisor runs for days, small and without libraries' threads.
-    for name in words[:1] if words and words[0] in adders else adders:
-        adders[name](commands)
+    for name in words[:1] if words and words[0] in names else names:
+        own = {"verify": _add_verify, "doctor": _add_doctor}.get(name)
+        (own or getattr(importlib.import_module(f"ncclsync.tools.{name}.commands"), f"add_{name}"))(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)
@@ -67,24 +69,6 @@ def _add_verify(commands: Any) -> None:
         "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default %(default)s"
     )
     parser.add_argument("--exact", action="store_true", help="exact=True, as in nccl_parallel")
-
-
-def _add_bench(commands: Any) -> None:
-    from ncclsync.tools.bench.commands import add_bench
-
-    add_bench(commands)
-
-
-def _add_plan(commands: Any) -> None:
-    from ncclsync.tools.plan.commands import add_plan
-
-    add_plan(commands)
-
-
-def _add_run(commands: Any) -> None:
-    from ncclsync.tools.run.commands import add_run
-
-    add_run(commands)
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -145,17 +129,15 @@ def _examine(timeout_s: float) -> Any:
 
     try:
         from ncclsync.communicator.processes import find_process
-    except (ImportError, NcclSyncError):  # without the compiled part, as the report will say
-        return examine(timeout_s)
-    from ncclsync.tools.doctor.processes import examine_all
 
-    try:
         process = find_process()
-    except NcclSyncError:  # as training finds out, too, and the report says
+    except (ImportError, NcclSyncError):  # without the compiled part, or refused as in training: the report says so
         return examine(timeout_s)
     # TF_CONFIG describes a cluster to each process: each prints for itself.
     if process is None or process.launcher == "TF_CONFIG":
         return examine(timeout_s)
+    from ncclsync.tools.doctor.processes import examine_all
+
     return examine_all(process, timeout_s)
 
 

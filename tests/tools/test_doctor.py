@@ -216,6 +216,15 @@ def test_gpus_without_tensorflow(gpu_host):
     assert "No module named 'tensorflow'" in report.host.choice.reason
 
 
+def test_a_single_gpu(gpu_host):
+    """Numbers are copied to it and back, since there is no other GPU to send any."""
+    one = {"frameworks": {"tensorflow_error": "No module named 'tensorflow'"}, "CUDA_VISIBLE_DEVICES": "2"}
+    reduced = gpu_host(**one).host.all_reduce
+    assert (reduced.backend, reduced.ranks, reduced.ok) == ("nccl", 1, True)
+    failed = gpu_host(**one, STANDIN_FAIL="cudaMemcpy:1=2").host.all_reduce
+    assert (failed.ok, failed.kind) == (False, "raised") and "cudaMemcpy returned 2" in failed.error
+
+
 @pytest.mark.parametrize(
     ("fail", "kind", "words", "told"),
     [

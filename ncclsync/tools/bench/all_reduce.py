@@ -16,7 +16,7 @@ import numpy as np
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
 from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, ratio_to, significant, size_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, filling, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, filling, ratio, take_turns
 
 PEERS = ("mpi", "tensorflow")
 NUMBERS_OF_TOWERS = (2, 4, 8)
@@ -49,8 +49,7 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
                         raise
                     notes[f"Left out with {towers} towers: {error}"] = None
             for size in given.sizes:
-                show_case = functools.partial(_show_case, show, towers, size)
-                rows += _time_case(given, towers, size, sides, show_case)
+                rows += _time_case(given, towers, size, sides, show)
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
@@ -66,17 +65,11 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
             return None
         rows: list[Row] = []
         for size in given.sizes:
-            rows += _time_case(
-                given, process.size, size, [side], functools.partial(_show_case, show, process.size, size)
-            )
+            rows += _time_case(given, process.size, size, [side], show)
     notes = [f"{side.description}: one tower of each."]
     if side.left_out:
         notes.append(f"Left out: {side.left_out}")
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
-
-
-def _show_case(show: Callable[[str], None], towers: int, size: int, text: str) -> None:
-    show(f"{towers} towers, {size_text(size)}: {text}")
 
 
 def missing(given: argparse.Namespace) -> Iterator[str]:
@@ -104,6 +97,7 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
 def _time_case(
     given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side | ProcessSide], show: Callable[[str], None]
 ) -> list[Row]:
+    show = about(f"{towers} towers, {size_text(size)}", show)
     item_bytes = np.dtype(given.dtype).itemsize
     count = max(1, size // item_bytes)
     timers: dict[str, Callable[[], float]] = {}

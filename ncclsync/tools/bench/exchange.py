@@ -12,7 +12,7 @@ from typing import Any
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, time_text
-from ncclsync.tools.bench.turns import BenchError, Spread, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Spread, about, ratio, take_turns
 
 OPS, EMPTY = "ops", "empty graph"
 
@@ -29,9 +29,10 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
     rows = []
     for towers, here in zip(given.towers, own, strict=True):
-        show(f"{towers} towers: joining GPUs")
+        tell = about(f"{towers} towers", show)
+        tell("joining GPUs")
         with Towers(here) as joined:
-            rows += _time_case(towers, joined, given.rounds, show)
+            rows += _time_case(towers, joined, given.rounds, tell)
     return Result("exchange", "s", tuple(rows)) if is_first(process) else None
 
 
@@ -114,14 +115,14 @@ def _time_case(towers: int, joined: Any, rounds: int, show: Callable[[str], None
 
         return turn
 
-    show(f"{towers} towers: first calls")
+    show("first calls")
     wrong = {}
     for name, graph in graphs.items():
         expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
         results = [result.numpy() for result in graph(*sent)]
         wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
     timers = {name: timer(graph) for name, graph in graphs.items()}
-    seconds = take_turns(timers, rounds, lambda text: show(f"{towers} towers: {text}"))
+    seconds = take_turns(timers, rounds, show)
     rows = []
     for name, samples in seconds.items():
         ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != name}

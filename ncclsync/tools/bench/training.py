@@ -21,7 +21,7 @@ from ncclsync.tools.bench.results import (
     size_text,
     time_text,
 )
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, filling, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, filling, ratio, take_turns
 
 # The rows of a batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
@@ -62,9 +62,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         side_of = functools.partial(_fit_side, model=model, towers=given.towers, feed=feed, one_thread=given.cpu)
         started = {library: side_of(library) for library in libraries}
         started |= {name: side_of("ncclsync", shards=each * given.towers) for name, each in shards.items()}
-        seconds, cpu_seconds, compiled = _fit_in_turns(
-            started, (*variants, *watched), given.rounds, _about(model, show)
-        )
+        seconds, cpu_seconds, compiled = _fit_in_turns(started, (*variants, *watched), given.rounds, about(model, show))
         notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name in started:
@@ -103,7 +101,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
             for feed in ("constant", *given.data)
         }
         started = {name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()}
-        seconds, _, compiled = _fit_in_turns(started, (), given.rounds, _about(model, show))
+        seconds, _, compiled = _fit_in_turns(started, (), given.rounds, about(model, show))
         notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for name, (library, _) in sides.items():
@@ -116,10 +114,6 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
 
 def _feed_name(library: str, feed: str) -> str:
     return feed if library == "ncclsync" else f"{library}, {feed}"
-
-
-def _about(model: str, show: Show) -> Show:
-    return lambda text: show(f"{model}: {text}")
 
 
 def _fit_side(
@@ -208,7 +202,7 @@ def _fresh_processes(
             own = {what: count * towers if what in ("rows", "shards") else count for what, count in sides[side].items()}
             arguments = {"model": model, "towers": towers, **extra, **own}
             timers[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments, key, answers[name])
-        values = take_turns(timers, given.rounds, _about(model, show))
+        values = take_turns(timers, given.rounds, about(model, show))
         for name, (side, towers) in names.items():
             case = {"model": model, "towers": towers}
             ratios = {

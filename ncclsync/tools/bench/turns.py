@@ -184,6 +184,11 @@ def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
     return turn
 
 
+def about(what: str, show: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what reports progress with a few words before it."""
+    return lambda text: show(f"{what}: {text}")
+
+
 def filling(turn_s: float, once_s: float, most: int) -> int:
     """Return how many times a turn has room for what takes so long once: at least 1, and at most `most`."""
     return int(min(max(turn_s / max(once_s, 1e-9), 1), most))

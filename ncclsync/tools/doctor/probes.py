@@ -189,7 +189,8 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         from ncclsync.communicator import CpuCommunicator, NcclCommunicator, preflight
 
         by_nccl = arguments["backend"] == "nccl"
-        facts.add(stage=f"joining {len(devices)} ranks", count=preflight.COUNT if by_nccl else COUNT)
+        count = preflight.COUNT if by_nccl and len(devices) > 1 else COUNT
+        facts.add(stage=f"joining {len(devices)} ranks", count=count)
         began = time.perf_counter()
         if by_nccl:
             with NcclCommunicator(devices, timeout_s=arguments["timeout_s"]):

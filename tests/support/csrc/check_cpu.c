@@ -186,6 +186,15 @@ static void add_up_all(ncs_pool* pool) {
   for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i) add_up(pool, shapes[i][0], shapes[i][1]);
 }
 
+/* No more outputs than the caller's arrays hold, though all are one register. */
+static void refuse_many_outputs(void) {
+  int64_t code[NCS_MOST_REGISTERS + 1] = {0};
+  ncs_expression expression = {code, 1, NCS_MOST_REGISTERS, 0, 0, 0};
+  EXPECT(ncs_expression_is_valid(&expression, NCS_MOST_REGISTERS));
+  expression.n_outputs = NCS_MOST_REGISTERS + 1;
+  EXPECT(!ncs_expression_is_valid(&expression, NCS_MOST_REGISTERS + 1));
+}
+
 /* A scalar, rows that divide a block and that do not, larger than one; columns; arrays smaller than a block. */
 static void compute_all(ncs_pool* pool) {
   const size_t shapes[][3] = {{70001, 1, 1},    {70400, 16, 1}, {70070, 7, 1},  {70000, 7000, 1}, {1, 1, 1},
@@ -344,6 +353,7 @@ int main(void) {
   EXPECT(ncs_pool_create(0, NCS_INSTRUCTION_SET_BEST, &pool) == ncclInvalidArgument && pool == NULL);
   EXPECT(ncs_pool_create(1, best + 1, &pool) == ncclInvalidArgument && pool == NULL);
   EXPECT(ncs_pool_destroy(NULL) == ncclSuccess);
+  refuse_many_outputs();
 
   for (int set = NCS_INSTRUCTION_SET_BASELINE; set <= best; ++set) {
     EXPECT(ncs_pool_create(3, set, &pool) == ncclSuccess);

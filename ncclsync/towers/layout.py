@@ -57,7 +57,7 @@ def lay_out(
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
         after = run.exchange(number, segment, sent, done)
-    done = run.apply(rollback, run.agree(after))
+    done = run.apply(rollback, after)
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
@@ -130,7 +130,7 @@ class _Run:
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.keeps_weights and bool(segment.written)
         if self._towers.meets_processes and segment.written:
-            after = self.agree(after)
+            after = self._exchanges.agree(after)
         sent: list[list[tf.Tensor]] = []
         of_shards: list[list[tf.Tensor]] = []
         arguments: list[list[Any]] = []
@@ -179,13 +179,9 @@ class _Run:
         """
         return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])
 
-    def agree(self, after: After) -> After:
-        """Return what each tower waits for; see `Exchanges.agree`."""
-        return self._exchanges.agree(after)
-
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:
         """Let the step be complete, or undone if a gradient is not finite."""
-        values = self.values[0]
+        after, values = self._exchanges.agree(after), self.values[0]
         if self._program.noise is not None:
             self._towers.noise.update(values[self._program.noise])
         finite = None if self._program.finite is None else values[self._program.finite]

@@ -100,7 +100,7 @@ def run_small_steps():
     weight, batch = tf.Variable(tf.ones([3, 2])), np.ones([8, 3], "float32")
     with ncclsync.Towers(TOWERS) as towers:
         step = small_step(weight)
-        for _ in range(2):
+        for _ in range(3):
             towers.run(step, batch)
             launched, ended = towers.communicator.groups()
             print(f"[{RANK}] under way: {launched - ended} of {launched}, weight", weight.numpy().sum(), flush=True)

@@ -229,22 +229,12 @@ class MpiPeers(Peers):
         self._stranded = [waited, sent]
         self.wait(waited, text, timeout_s, heeds=heeds)
         found = {i: _HEADER.unpack(self._opened(*self._awaited[i][:2])) for i in others}
-        if heeds and any(header[3] > self.generation for header in found.values()):  # news of a failure is on its way
-            self._wait_for_news(text, timeout_s)
+        while heeds and any(header[3] > self.generation for header in found.values()):
+            time.sleep(_LONGEST_NAP_S)  # news of a failure is on its way
+            self.check(text)
         for i in others:
             del self._awaited[i]
         return found
-
-    def _wait_for_news(self, text: str, timeout_s: float | None) -> None:
-        """Raise what another process has reported, as soon as it is heard."""
-
-        def poll(slice_s: float) -> bool:
-            time.sleep(slice_s)
-            return False
-
-        timeouts.wait(
-            poll, poll, call="MPI", what=lambda: text, timeout_s=timeout_s, arrived=self._missing, check=self.check
-        )
 
     def _dropped(self, others: Sequence[int], headers: Sequence[tuple]) -> list[Any]:
         """Return requests of what processes have sent along with their headers, which nobody takes."""

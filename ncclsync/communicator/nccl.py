@@ -279,7 +279,8 @@ class NcclCommunicator(Communicator):
         with self._lock:
             if self._launcher is None:
                 self._launcher = Launcher(self.size, self.timeout_s, on_host)
-                arguments = (weakref.ref(self), self._ending)
+                every_s = timeouts.WARN_AFTER_S / 12 if self.peers is None else timeouts.SLICE_S
+                arguments = (weakref.ref(self), self._ending, every_s)
                 threading.Thread(target=_warn_of_pending, args=arguments, name="ncclsync pending", daemon=True).start()
                 if self._handle is not None:
                     self._launcher.open(self._handle)
@@ -334,12 +335,12 @@ class NcclCommunicator(Communicator):
 
     def heed(self) -> None:
         """Give up launched groups that other processes do not launch: they, or this one, have failed."""
-        pending = None if self._launcher is None or self.peers is None else self._launcher.pending()
-        if pending is None or self.peers is None or self._launcher is None:
+        launcher, peers = self._launcher, self.peers
+        pending = None if launcher is None or peers is None else launcher.pending()
+        if launcher is None or peers is None or pending is None:
             return
-        has_ended = self.peers.have_ended()
-        if has_ended or (pending.group > self.agreed and self.peers.failures != self._failures_before):
-            self._launcher.interrupt()
+        if peers.have_ended() or (pending.group > self.agreed and peers.failures != self._failures_before):
+            launcher.interrupt()
 
     def _explain(self, found: LaunchFailure) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
@@ -417,6 +418,7 @@ class NcclCommunicator(Communicator):
             NcclUnavailableError, NcclError: as when it was created.
         """
         with self._lock:
+            self._refused = None
             self._heed()
             if not self.closed:
                 return
@@ -673,10 +675,10 @@ def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
     return checked
 
 
-def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
+def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Event, every_s: float) -> None:
     """Watch a communicator's launched groups until it is closed or gone: a thread's task."""
     warned = 0
-    while not ending.wait(timeouts.SLICE_S):
+    while not ending.wait(every_s):
         communicator = find()
         if communicator is None:
             return

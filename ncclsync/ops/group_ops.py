@@ -146,7 +146,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
         with tf.device(tensor.device):
             rows.append(tf.shape(tensor, tf.int64)[:1])
     if device_ops.takes(communicator):
-        counts = [_counts_of_all(rows, communicator, label, turns)] * len(rows)
+        counts = [agree(communicator, f"the numbers of rows ({label})", turns, rows)] * len(rows)
     else:
         counts = group_exchange([rows], communicator, [AllGather((), (), label)], turns)[0]
     padded = []
@@ -166,42 +166,29 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
     return received
 
 
-def _counts_of_all(rows: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> tf.Tensor:
-    """Return [N] the numbers of all towers, of which [n] are this process', in the host's memory; no GPU is waited for.
-
-    A tensor's size is known before the tensor is computed.
-    """
-    borrowed = weakref.ref(communicator)
-
-    def exchange(counts):
-        each = _alive(borrowed).agree([*map(int, counts)], f"the numbers of rows ({label})")
-        return np.array([count for one in each for count in one], np.int64)
-
-    with tf.device("/CPU:0"), tf.control_dependencies(turns.last):
-        counts = tf.numpy_function(exchange, [tf.concat(rows, 0)], tf.int64)
-    counts.set_shape([communicator.world_size])
-    turns.last = [counts]
-    return counts
-
-
-def agree(communicator: Communicator, text: str, turns: Turns) -> tf.Operation:
-    """Return an op on the CPU that ends when all processes have launched what comes before it; it waits for no GPU.
+def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+    """Return the numbers of all processes, as soon as each has launched what comes before; no GPU is waited for.
 
     Args:
-        communicator: whose `launched` groups these are.
+        communicator: see `Communicator.agree`.
         text: what has been launched, equal in all processes.
         turns: see `group_exchange`.
+        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed.
+
+    Returns:
+        An int64 vector in the host's memory.
     """
     borrowed = weakref.ref(communicator)
 
-    def meet():
-        _alive(borrowed).agree(None, text)
-        return np.int64(0)
+    def meet(*own):
+        each = _alive(borrowed).agree([int(number) for one in own for number in one], text)
+        return np.array([number for one in each for number in one], np.int64)
 
     with tf.device("/CPU:0"), tf.control_dependencies(turns.last):
-        met = tf.numpy_function(meet, [], tf.int64)
+        met = tf.numpy_function(meet, numbers, tf.int64)
+    met.set_shape([None])
     turns.last = [met]
-    return met.op
+    return met
 
 
 def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:

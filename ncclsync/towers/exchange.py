@@ -119,8 +119,8 @@ class Exchanges:
                 continue
             when = call.buckets[0].when
             if when:
-                run = functools.partial(self._run_if_met, call)
-                joined, last = tf.cond(conditions[when], run, functools.partial(self._unjoined, given))
+                branches = [functools.partial(self._in_branch, call, joins=joins) for joins in (True, False)]
+                joined, last = tf.cond(conditions[when], *branches)
                 self.turns.last = last or tf.nest.flatten(joined)[:1]  # others are of a branch's graph
             else:
                 joined = self._run(call)
@@ -187,7 +187,7 @@ class Exchanges:
         self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
         text = f"a step ({count} exchange{'s' * (count > 1)}, program {digest})"
-        return self.meet(after, [agree(self._towers.communicator, text, self.turns)])
+        return self.meet(after, [agree(self._towers.communicator, text, self.turns).op])
 
     def _launch(
         self,
@@ -222,17 +222,12 @@ class Exchanges:
                 joined = _join(call, held, self._towers, self.turns)
         return hold(joined, span.end(tf.nest.flatten(joined)))
 
-    def _run_if_met(self, call: _Call) -> tuple[list[list[list[tf.Tensor]]], list[tf.Tensor]]:
-        """Do what `_run` does in a branch; return also the last turn there, if it is a token."""
-        joined = self._run(call)
-        return joined, self.turns.last if self._enqueues else []
-
-    def _unjoined(
-        self, given: Sequence[Sequence[Sequence[tf.Tensor]]]
-    ) -> tuple[Sequence[Sequence[Sequence[tf.Tensor]]], list[tf.Tensor]]:
-        """Return what the other branch does."""
+    def _in_branch(self, call: _Call, *, joins: bool) -> tuple[Any, list[tf.Tensor]]:
+        """Do what `_run` does, or leave what is sent as it is; return also the last turn, where it is a token."""
+        joined = self._run(call) if joins else call.given
         with tf.device("/CPU:0"):
-            return given, [tf.zeros([], tf.int64)] if self._enqueues else []
+            last = self.turns.last if joins else [tf.zeros([], tf.int64)]
+        return joined, last if self._enqueues else []
 
     def _travelling(self) -> list[tf.Tensor]:
         return [tensor for row in self._received for tensors in row.values() for tensor in tensors]

@@ -46,13 +46,11 @@ class OnNonFinite:
 
     Attributes:
         mode: "raise" or "skip"; None: no gradient is observed.
-        raised: the error of the step that has failed.
     """
 
     def __init__(self, mode: str | None) -> None:
         """Start before the first step; `mode` is `Health.on_nonfinite`."""
         self.mode = mode
-        self.raised: NonFiniteError | None = None
         self._files = 0
 
     def report(
@@ -83,7 +81,6 @@ class OnNonFinite:
                 found[owners[shard]] = (first, end, tuple(dict.fromkeys([*before, *bad])))
         error = NonFiniteError(found, *self._save(batch, np.array(indices)))
         if self.mode == "raise":
-            self.raised = error
             raise error
         logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
 

@@ -1,6 +1,6 @@
 """Record when the parts of a step begin and end, by ops that are in its graph only while it is watched.
 
-`laying_out.py` names the parts, `step.py` lays out a graph with timestamps for watched steps, `timeline.py` and
+`laying_out.py` names the parts, `step_function.py` makes a graph with timestamps for watched steps, `timeline.py` and
 `throughput.py` watch. A timestamp waits only for the ops that it is put after, so that towers stay independent.
 """
 

@@ -1,9 +1,9 @@
 """Keep N replicas on their devices, and lay a program out on them.
 
 `placement` chooses the devices, by the `options`; `state` holds the replicas, with a `replicas.Replicas` for each
-variable; `layout` says which shard of a batch is whose. `step` traces a step and has it cut; `laying_out` lays the
-program out on all towers as one graph, in which `feeding` splits the batch, `exchange` joins the towers, and `results`
-makes one device's results of theirs. `recovery` undoes a step that has failed; `in_flight` knows what rests on
-collectives that have not ended. `shares` measures unequal towers; `drift` and `audit` find one that differs;
-`explanation` shows what is done.
+variable; `layout` says which shard of a batch is whose. `step` runs a step: `traced_step` traces it and has it cut, and
+`step_function` makes its one graph, in which `laying_out` lays the program out on all towers, `feeding` splits the
+batch, `exchange` joins the towers, and `results` makes one device's results of theirs. `recovery` undoes a step that
+has failed; `in_flight` knows what rests on collectives that have not ended. `shares` measures unequal towers; `drift`
+and `audit` find one that differs; `explanation` shows what is done.
 """

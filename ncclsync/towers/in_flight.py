@@ -40,6 +40,7 @@ class InFlight:
         self._communicator = communicator
         self._steps: list[_Step] = []
         self._reported: BaseException | None = None  # the failure that was raised last
+        self._raised: Exception | None = None  # by Python within a step
         self._lost: set[int] = set()
 
     @property
@@ -76,6 +77,15 @@ class InFlight:
             failure = self._communicator.failure if step.last >= self._communicator.failed_group else None
         if failure is not None:
             raise failure
+
+    def put(self, error: Exception) -> None:
+        """Keep an error that Python raises within a step, in a graph, which TensorFlow turns into one of its own."""
+        self._raised = error
+
+    def take(self) -> Exception | None:
+        """Return what Python, or another process, has raised in the step that has failed, once; None if neither has."""
+        raised, self._raised = self._raised, None
+        return raised or self._communicator.take_error()
 
     def check(self) -> None:
         """Raise what has failed, once; wait for nothing."""

@@ -555,6 +555,32 @@ class TowerState:
         """Let `save()` save tower 0's state whenever a collective has failed."""
         self._save = save
 
+    def cause_of(self, error: BaseException, written: frozenset[int] = frozenset()) -> BaseException:
+        """Return what is to be raised where a step has failed; tell other processes of what is this one's own.
+
+        TensorFlow wraps what a collective or Python raises within a graph, or reports what that cancelled. Returned is
+        what was raised itself, or ncclsync's sentence about it, or else `error`.
+
+        Args:
+            error: that the step has raised.
+            written: see `failed_collective`.
+        """
+        raised = self.in_flight.take()
+        if isinstance(raised, ProcessError):
+            self.failed_collective()
+        if raised is not None:
+            return raised
+        failure = self.failed_collective(written) if isinstance(error, Exception) else None
+        if failure is not None and not isinstance(error, NcclSyncError):
+            return failure
+        if self.layout.meets_processes:
+            self.communicator.report_failure(error)
+        if not isinstance(error, tf.errors.OpError) or (sentence := tf_compat.own_sentence(error)) is None:
+            return error
+        told = NcclSyncError(f"{sentence}\n\nTensorFlow: {error.message}")
+        told.__cause__ = error
+        return told
+
     def failed_collective(self, written: frozenset[int] = frozenset()) -> BaseException | None:
         """Return the failure that ended the communicator, if any; save tower 0's state first.
 

@@ -25,7 +25,9 @@ from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
-from ncclsync.towers.step import Results, Source, TowerStep, to_tensor, without_optionals
+from ncclsync.towers.step import TowerStep
+from ncclsync.towers.step_function import to_tensor, without_optionals
+from ncclsync.towers.traced_step import Results, Source
 from ncclsync.training.files import replacing
 from ncclsync.training.loop import Towers, give_towers
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
@@ -246,8 +248,8 @@ class ModelStep(TowerStep):
                 raise NcclSyncError(
                     f"Expected a step that is traced, where {name} is given. Received: run_eagerly=True"
                 )
-        with _ending_no_epoch():
-            results = self.guarded(functools.partial(self._run_eagerly, batch), None)
+        with _ending_no_epoch(), self.guarded(None):
+            results = self._run_eagerly(batch)
         self.count(None)
         return results
 

@@ -15,7 +15,9 @@ from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
-from ncclsync.towers.step import Results, Source, TowerStep, leaves_of, to_tensor
+from ncclsync.towers.step import TowerStep
+from ncclsync.towers.step_function import leaves_of, to_tensor
+from ncclsync.towers.traced_step import Results, Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self

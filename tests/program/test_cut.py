@@ -138,7 +138,7 @@ def test_evaluation_writes_no_weight():
     """A test step reads weights, and folds the metrics."""
     model = on_towers(mlp, 3)
     model.test_on_batch(X, Y)
-    (program,) = model.test_function.__self__._programs.values()
+    (program,) = model.test_function.__self__.programs.values()
     assert writes(program) == [[]] * len(program.segments) and program.rollback == ()
     assert len(program.segments) == 2
 
@@ -194,7 +194,7 @@ def test_python_of_a_step_runs_once(towers, monkeypatch):
 def test_towers_share_their_segments():
     """Each segment is one function, called once per tower: a step's size does not grow with the towers."""
     model = trained(mlp, towers=5)
-    ((function, _),) = step_of(model)._graphs.values()
+    (function,) = (found.graph for found in step_of(model)._functions.values())
     nodes = function.graph.as_graph_def().node
     called = collections.Counter(node.attr["f"].func.name for node in nodes if "f" in node.attr)
     for segment in program_of(model).segments:

@@ -88,7 +88,7 @@ def step_of(model):
 
 
 def program_of(model):
-    (program,) = step_of(model)._programs.values()
+    (program,) = step_of(model).programs.values()
     return program
 
 

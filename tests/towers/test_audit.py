@@ -14,7 +14,7 @@ from thorough import paired, some
 from ncclsync import AuditError, Health, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers import state as state_module
-from ncclsync.towers import step as step_module
+from ncclsync.towers import step_function
 from ncclsync.towers.audit import Audit, first_difference
 
 X, Y = data(43)
@@ -181,7 +181,7 @@ def flipped(value, element):
 @pytest.fixture
 def break_calls(deterministic, monkeypatch):
     """A function that lets some of the calls of each segment but the last be wrong, as towers are numbered."""
-    lay_out = step_module.lay_out
+    lay_out = step_function.lay_out
 
     def break_them(is_wrong, element=0):
         def wrongly(program, towers, batch, rollback, meter=None, audit=None):
@@ -195,7 +195,7 @@ def break_calls(deterministic, monkeypatch):
             program = dataclasses.replace(program, segments=(*changed, last))
             return lay_out(program, towers, batch, rollback, meter, audit)
 
-        monkeypatch.setattr(step_module, "lay_out", wrongly)
+        monkeypatch.setattr(step_function, "lay_out", wrongly)
 
     return break_them
 

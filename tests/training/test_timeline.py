@@ -126,9 +126,9 @@ def test_no_node_where_nobody_watches(recorded):
         fit(trained, epochs=1)
 
     def nodes(trained):
-        graphs = trained.train_function.__self__._graphs
-        ((graph, _),) = [found for (_, watched), found in graphs.items() if not watched]
-        definition = graph.graph.as_graph_def()
+        graphs = trained.train_function.__self__._functions
+        (found,) = [found for found in graphs.values() if found.meter is None]
+        definition = found.graph.graph.as_graph_def()
         places = {node.name: str(i) for i, node in enumerate(definition.node)}  # some are named by numbers
         return [
             (node.op, [re.sub(r"[^^:]+", lambda found: places.get(found[0], found[0]), i) for i in node.input])
@@ -193,8 +193,8 @@ def test_pack_and_unpack(packing, tmp_path):
                 assert whole["ts"] <= inner["ts"] and end(inner) <= end(whole)
                 assert inner["tid"] == whole["tid"]
     metered = {
-        watched: any(segment.metered for segment in plan.program.segments)
-        for (_, watched), (_, plan) in model.train_function.__self__._graphs.items()
+        key.watched: any(segment.metered for segment in found.program.segments)
+        for key, found in model.train_function.__self__._functions.items()
     }
     assert metered == ({True: True} if packing else {True: True, False: False})
     model.towers.close()
@@ -236,7 +236,7 @@ def test_failing_fit_leaves_what_there_is(tmp_path):
     assert len(steps[1]["step"]) == 1 and "tower_0/apply" in steps[1]
     assert len(steps[2]["wait_for_data"]) == 1 and "tower_0/apply" not in steps[2]
     fit(model, epochs=1)
-    assert [watched for _, watched in model.train_function.__self__._graphs] == [True, False]
+    assert [key.watched for key in model.train_function.__self__._functions] == [True, False]
 
     # Of an error elsewhere `fit` tells no callback: the trace is written with the end of the Timeline itself.
     timeline = Timeline(tmp_path / "other.json")

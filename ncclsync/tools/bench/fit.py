@@ -16,7 +16,7 @@ from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.ranks import RankRequests
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import Requests
-from ncclsync.towers.step import to_tensor
+from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 

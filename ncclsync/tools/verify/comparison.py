@@ -12,7 +12,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.tools.verify.batches import Batch
 from ncclsync.tools.verify.report import Difference, measure
-from ncclsync.towers.step import to_tensor
+from ncclsync.towers.step_function import to_tensor
 
 
 def compare(

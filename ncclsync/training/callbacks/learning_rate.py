@@ -18,7 +18,8 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import count_rows
-from ncclsync.towers.step import leaves_of, python_step
+from ncclsync.towers.step_function import leaves_of
+from ncclsync.towers.traced_step import python_step
 
 _RATE, _VARIABLES = "_ncclsync_rate", "_ncclsync_rate_variables"
 

@@ -1,0 +1,241 @@
+"""Make the one graph of a step on batches of a kind, and run it: batches that are given, of an iterator, or fed ahead.
+
+`step.py` chooses the function for a batch and mends what fails; `laying_out.py` says what the graph consists of.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ncclsync.compat import other_libraries
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
+from ncclsync.program.program import Program
+from ncclsync.semantics.shards import Shards, components_of, grouped
+from ncclsync.towers.audit import Audit
+from ncclsync.towers.feeding import Feeder, Staging, split_batch
+from ncclsync.towers.laying_out import lay_out
+from ncclsync.towers.layout import Layout
+from ncclsync.towers.recovery import KeptBatch, Rollback
+from ncclsync.towers.state import TowerState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepFunction(abc.ABC):
+    """Hold the graph of a step on batches of one kind, and what it needs if it fails.
+
+    Attributes:
+        towers: where it runs.
+        layout: of the batches that come.
+        batch_specs: of the batches, as they come.
+        specs: of the batches that a step gets.
+        program: what it runs.
+        rollback: undoes a step; several functions of the program share it, as they do `kept`.
+        kept: the batch of the current step.
+        meter: records timestamps, if the step is watched.
+        audit: of an audited step.
+        steps: how many one call makes.
+    """
+
+    towers: TowerState
+    layout: Layout
+    batch_specs: Any
+    specs: Any
+    program: Program
+    rollback: Rollback
+    kept: KeptBatch
+    meter: Meter | None
+    audit: Audit | None
+    steps: int
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Return the ids of tower 0's variables that the program may write."""
+        written = frozenset[str]().union(*(segment.written for segment in self.program.segments))
+        return frozenset(id(variable) for name, variable in self.program.variables if name in written)
+
+    @functools.cached_property
+    def graph(self) -> Callable:
+        """Return the function of the graph, which is traced when this is first read."""
+        with tf_compat.unobserved():
+            if self.towers.enqueues:  # the layout gives all ops their order
+                return tf_compat.unordered_function(self._body, self._signature)
+            # tf.function itself looks at every variable in each call, to choose a trace.
+            function = tf.function(self._body, input_signature=self._signature, autograph=False)
+            return function.get_concrete_function()
+
+    @abc.abstractmethod
+    def run(self, batches: Any) -> tuple[Any, Any]:
+        """Run up to `steps` steps on what comes next; return how many have run, None for one, and the last results.
+
+        Raises:
+            NoBatchLeft: an iterator has no batch left.
+        """
+
+    @property
+    @abc.abstractmethod
+    def _signature(self) -> Sequence[Any]:
+        """Return the specs of what the graph is given."""
+
+    @abc.abstractmethod
+    def _body(self, *given: tf.Tensor) -> Any:
+        """Run what one call does, in the graph."""
+
+    def _step(self, batch: Any) -> Any:
+        """Run one step on all towers, in the graph; return its results."""
+        if not isinstance(batch, Shards):
+            batch = self.kept.keep(grouped(without_optionals(batch)))
+            if self.layout.held is not None:
+                batch = split_batch(batch, self.layout, self.meter)
+        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+
+
+class OnGiven(StepFunction):
+    """Run one step on a batch that is given."""
+
+    def run(self, batches: Any) -> tuple[Any, Any]:
+        """Run one step on this batch; see `StepFunction.run`."""
+        return None, self.graph(*leaves_of(batches))
+
+    @property
+    def _signature(self) -> Sequence[Any]:
+        return leaves_of(self.specs)
+
+    def _body(self, *given: tf.Tensor) -> Any:
+        left = iter(given)
+        return self._step(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
+
+
+class OnIterator(StepFunction):
+    """Run steps on batches that the graph takes from an iterator."""
+
+    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
+        """See `StepFunction.run`."""
+        # Its handle, since tf.function looks at whatever else it is called with, in Python.
+        (handle,) = tf.nest.flatten(batches, expand_composites=True)
+        try:
+            return self.graph(handle)
+        except tf.errors.OutOfRangeError as error:
+            if self.rollback.under_way:  # another iterator, within the step
+                raise
+            raise NoBatchLeft(error) from None
+
+    @property
+    def _signature(self) -> Sequence[Any]:
+        return [tf.TensorSpec([], tf.resource)]
+
+    def _body(self, handle: tf.Tensor) -> Any:
+        """Run `steps` steps, or as many as there are batches for; return what `run` does."""
+        spec = tf.data.IteratorSpec(self.batch_specs)
+        iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
+        logs = self._step(self._waited_for(iterator.get_next))
+        if self.steps == 1:
+            return None, logs
+
+        def fetch_if_needed(done):
+            return tf.cond(
+                done < self.steps,
+                lambda: self._waited_for(iterator.get_next_as_optional),
+                lambda: tf.experimental.Optional.empty(iterator.element_spec),
+            )
+
+        def body(done, batch, _):
+            logs = self._step(batch.get_value())
+            with tf.control_dependencies(leaves_of(logs)):
+                done = done + 1
+            # A batch that no step of this call will use stays in the iterator.
+            return done, fetch_if_needed(done), tf.nest.flatten(logs)
+
+        with tf.control_dependencies(leaves_of(logs)):
+            done = tf.constant(1)
+        done, _, flat = tf.while_loop(
+            lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), tf.nest.flatten(logs))
+        )
+        return done, tf.nest.pack_sequence_as(logs, flat)
+
+    def _waited_for(self, get_next: Callable[[], Any]) -> Any:
+        """Return the next batch, perhaps as an optional, in the graph."""
+        span = begin(self.meter, STEPS, WAIT)
+        with tf.control_dependencies(span.ops):
+            batch = get_next()
+        return hold(batch, span.end(components_of(batch)))
+
+
+class OnFed(StepFunction):
+    """Run steps on an iterator's batches that a feeder brings to the towers, ahead of the steps."""
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        fetch = functools.partial(_next_batch, self.batch_specs)
+        return Staging(fetch, self.specs, self.layout, self.meter)
+
+    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
+        """See `StepFunction.run`."""
+        feeder = self.towers.feeders.get(batches)
+        if feeder is None:
+            feeder = self.towers.feeders[batches] = Feeder(batches)
+        done, results = 0, None
+        while done < self.steps:
+            try:
+                with measured(self.meter, STEPS, WAIT):
+                    components, parts = feeder.take(self._staging)
+            except tf.errors.OutOfRangeError as error:
+                if done == 0:
+                    raise NoBatchLeft(error) from None
+                break
+            self.kept.hold(components)
+            results = self.graph(*parts)
+            done += 1
+        return done, results
+
+    @property
+    def _signature(self) -> Sequence[Any]:
+        return self._staging.signature
+
+    def _body(self, *given: tf.Tensor) -> Any:
+        return self._step(self._staging.shards(given))
+
+
+def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
+    """Return the next batch of the iterator of that handle, in a graph."""
+    iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
+    return grouped(without_optionals(iterator.get_next()))
+
+
+def without_optionals(batch: Any) -> Any:
+    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+
+    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
+    `tf.data.Dataset`, whose spec of it is another.
+    """
+    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec, as TensorFlow 2.21 calls it
+    missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
+
+
+def to_tensor(leaf: Any) -> Any:
+    """Return a leaf of a batch as a tensor; None stays None.
+
+    Raises:
+        TypeError: it is a value of `tf.distribute`, a dataset, or an iterator.
+    """
+    other_libraries.check_undistributed(leaf)
+    if isinstance(leaf, (tf.data.Dataset, keras.utils.PyDataset, Iterator)):
+        raise TypeError(
+            f"Expected tensors or arrays, of one batch. Received: {leaf!r}, which gives many. Write "
+            "`for batch in dataset: towers.run(step, batch)`, or model.fit(dataset)"
+        )
+    if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
+        return leaf
+    with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back
+        return tf.convert_to_tensor(leaf)
+
+
+def leaves_of(structure: Any) -> list[Any]:
+    """Return the leaves of a nested structure that are not None."""
+    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]

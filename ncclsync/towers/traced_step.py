@@ -1,0 +1,285 @@
+"""Trace a step, place it and cut it: a program for each kind of batch.
+
+A subclass gives the step: a method of a Keras model (`keras_model.py`), or a function (`loop.py`).
+"""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import innermost
+from ncclsync.gradients.hooks import step_hooks
+from ncclsync.gradients.noise_scale import gradient_moments
+from ncclsync.gradients.nonfinite import finite_flags
+from ncclsync.gradients.observer import Observer
+from ncclsync.ops.spans import Meter
+from ncclsync.program.cut import cut
+from ncclsync.program.program import Program, Results
+from ncclsync.program.trace import Trace, trace
+from ncclsync.semantics.draws import check_draws
+from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
+from ncclsync.semantics.normalization import moments_of_layers
+from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
+from ncclsync.towers.placement import check_xla_captures_nothing
+from ncclsync.towers.state import TowerState
+
+logger = logging.getLogger("ncclsync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Say what a step is before it is traced.
+
+    Attributes:
+        function: of a batch.
+        results: how the towers' results are combined.
+        jit_compile: whether XLA compiles it.
+        autograph: whether Python's conditions and loops over tensors are converted, where it has such.
+    """
+
+    function: Callable[[Any], Any]
+    results: Results = Results.COMBINED
+    jit_compile: bool = False
+    autograph: bool = False
+
+
+class Key(NamedTuple):
+    """Say what a program, or a function of its graph, was made for.
+
+    Attributes:
+        specs: of a shard; of a function, of its batches.
+        readers: the names of what reads the gradients.
+        version: see `TracedStep.version_for`.
+        watched: whether there are timestamps; in a program, if it packs.
+        kind: a function's class.
+        sizes: the id of the variable with each tower's rows, where processes read their own.
+        audits: whether towers compute each other's shards again.
+    """
+
+    specs: str
+    readers: tuple[str, ...]
+    version: int
+    watched: bool
+    kind: Any = None
+    sizes: int = 0
+    audits: bool = False
+
+
+class TracedStep(abc.ABC):
+    """Trace a step, and cut it into programs.
+
+    Attributes:
+        towers: where it runs.
+        trains: whether it counts as a training step.
+        programs: that were made.
+        version: of what the trace for the last batch has seen; see `version_for`.
+        unchecked: traces of programs that have not run yet, by their ids, if they are to be checked then.
+    """
+
+    def __init__(self, towers: TowerState, trains: bool) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            towers: where it runs.
+            trains: whether it counts as a training step.
+        """
+        self.towers = towers
+        self.trains = trains
+        self.unchecked: dict[int, Trace] = {}
+        self.programs: dict[Key, Program] = {}
+        self.version = 0
+        self._traced = False  # whether the user's Python has given the trace that is being placed
+        self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
+
+    @abc.abstractmethod
+    def source(self, specs: Any) -> Source:
+        """Return the function to trace for batches of these specs; make what it needs first."""
+
+    def version_for(self, batch: Any) -> int:
+        """Return the number of a version of the step: batches, or specs, of one number run what was traced for it."""
+        return 0
+
+    def find_inexact(self) -> Sequence[Inexact]:
+        """Return why the step, once traced, is not one device's, as far as the model shows."""
+        return ()
+
+    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+        """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
+        self.towers.check_repeatable()
+        source = self.source(ungrouped(specs))
+        try:
+            program = self._trace_and_cut(source, specs, meter)
+        except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
+            if not source.autograph or self._traced:
+                raise
+            logger.info("%s is traced through autograph, as tf.function does", source.function)
+            converted = tf_compat.autograph_converted(source.function)
+            try:
+                program = self._trace_and_cut(dataclasses.replace(source, function=converted), specs, meter)
+            except TypeError as other:
+                if not self._traced and str(error) in str(other):  # autograph changes nothing about it
+                    raise error from None
+                raise
+        lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
+        if self.towers.options.on_oom is not None and lines:
+            self.towers.warn_once(
+                f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
+                "the memory runs again. Move it out of the step"
+            )
+        if self.trains:
+            found = self.find_inexact()
+            for part in found:
+                self.warn_of(part)
+            self.warn_of_choices(program, {part.reason for part in found})
+        return program
+
+    def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
+        if source.jit_compile and self.towers.in_flight.active:
+            check_xla_captures_nothing()
+        readers = self.readers()
+        observer = Observer() if readers else None
+        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
+        with contextlib.ExitStack() as stack:
+            if observer is not None:
+                step = observer.around(step, readers)
+                stack.enter_context(observer.hooks())
+            stack.enter_context(self.hooks())
+            stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
+            traced = trace(step, specs, jit_compile=source.jit_compile)
+        self._traced = True
+        divides = self.towers.layout.divided is not None or self.towers.options.on_oom is not None
+        repeats = self.towers.options.exact_random or self.towers.audits or divides
+        check_draws(traced.function, refuses=repeats)
+        with tf_compat.unobserved():
+            program = cut(
+                traced,
+                self.towers.target,
+                source.results,
+                undone="finite" in readers,
+                traceless=self.towers.options.on_oom is not None,
+                meter=meter,
+            )
+        if observer is None:
+            return self._to_be_checked(program, traced)
+        if "finite" in readers and observer.scale is not None:
+            self.towers.warn_once(
+                "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                "gradients are not finite, and lowers its scale by them."
+            )
+        structure, read = program.structure
+        known = sorted(name for name, leaf in read.items() if leaf is not None)  # the last of the outputs
+        split = len(program.outputs) - len(known)
+        outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+        program = dataclasses.replace(
+            program,
+            structure=structure,
+            outputs=program.outputs[:split],
+            gradients=tuple(observer.names),
+            finite=outputs.get("finite"),
+            noise=outputs.get("noise"),
+        )
+        return self._to_be_checked(program, traced)
+
+    def _to_be_checked(self, program: Program, traced: Trace) -> Program:
+        """Keep what a program was made of until it has run, if it is to be checked then."""
+        if self.trains and self.towers.checks_first_step and self.towers.layout.shards > 1:
+            self.unchecked[id(program)] = traced
+        return program
+
+    def warn_of(self, part: Inexact) -> None:
+        """Warn of a reason why the step is not one device's."""
+        layout = self.towers.layout
+        what = "shards" if layout.divided else "towers"
+        self.towers.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
+
+    def warn_of_choices(self, program: Program, known: set[str]) -> None:
+        """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
+        if self.towers.layout.shards == 1 or not self.trains:
+            return
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
+            if lines and cause[0] not in known:
+                self.warn_of(Inexact(" and ".join(lines[:3]), *cause))
+
+    def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
+        """Return the readers of this step's gradients, by the names that `Program` has for their results."""
+        readers: dict[str, Callable[[Observer], tf.Tensor | None]] = {}
+        if self.trains and self.towers.on_nonfinite.mode:
+            readers["finite"] = finite_flags
+        if self.trains and self.towers.noise.active:
+            readers["noise"] = gradient_moments
+        return readers
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Change what the Python of a step does on towers, while it is traced."""
+        sharding = self.towers.sharding
+        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
+        with (
+            step_hooks(self.towers.compression, sharding),
+            moments_of_layers(self.towers.options.exact_batch_norm),
+            shards,
+        ):
+            yield
+
+    def specs_of(self, batch: Any) -> Any:
+        """Return the specs of a batch: a last, smaller one is no reason to trace again, unless the step must know."""
+        opened = open_specs(batch)
+        return fixed_specs(batch) if repr(opened) in self._fixed_rows else opened
+
+    def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
+        """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
+
+        The number of rows is left open while it is traced, so that it is known what depends on it. Only where
+        a step cannot be traced so, the shard's is given.
+        """
+        shard = open_specs(specs)
+        if repr(shard) in self._fixed_rows:
+            shard = specs
+        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None)
+        if key in self.programs:
+            return self.programs[key]
+        other = self.programs.get(key._replace(watched=not key.watched))
+        if other is not None and not other.packs:  # its segments have no timestamps, watched or not
+            return other
+        self._traced = False
+        try:
+            program = self.make_program(shard, meter)
+        except (TypeError, ValueError, RuntimeError) as error:
+            line, cause = innermost(error)
+            misses_rows = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
+            # Keras wraps what a model raises in a RuntimeError.
+            if self._traced or repr(specs) == repr(shard) or not misses_rows:
+                raise
+            self._fixed_rows.add(repr(shard))
+            try:
+                program = self.program_of(specs, meter)
+            except Exception:
+                self._fixed_rows.discard(repr(shard))
+                raise
+            self.towers.warn_once(
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                f"every tower computes the whole batch. {line} needs that number while it is traced: "
+                "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
+                f"Without it: {cause}"
+            )
+            return program
+        return self.programs.setdefault(key, program)
+
+
+def python_step(step: Callable) -> Callable:
+    """Return the Python function of a step that its author decorated with `tf.function`."""
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return tf_compat.autograph_converted(step.python_function)
+    return step
+
+
+def _on_given(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call a step on a batch as its author gave it."""
+    return function(ungrouped(batch))

@@ -69,9 +69,9 @@ def gradients_reduced(
             if context is not None:
                 other_libraries.check_not_horovods(self)
             # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
-            if context is None or _is_nested("apply"):
+            if context is None or getattr(_nested, "applies", False):
                 return apply(self, grads, trainable_variables, **kwargs)
-            with _nesting("apply"):
+            with _nesting():
                 if not context.can_exchange():  # in a branch or loop, which gets whole inputs
                     return apply(self, grads, trainable_variables, **kwargs)
                 grads = list(grads)
@@ -152,14 +152,10 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
     return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
 
 
-def _is_nested(what: str) -> bool:
-    return getattr(_nested, what, False)
-
-
 @contextlib.contextmanager
-def _nesting(what: str) -> Iterator[Any]:
-    setattr(_nested, what, True)
+def _nesting() -> Iterator[None]:
+    _nested.applies = True
     try:
         yield
     finally:
-        setattr(_nested, what, False)
+        _nested.applies = False

@@ -158,7 +158,3 @@ class InFlight:
     def lost(self) -> frozenset[int]:
         """Return the ids of the variables that are lost."""
         return frozenset(self._lost)
-
-    def forget(self, key: int) -> None:
-        """Forget a variable that was deleted: its id may become another's, that no step has written."""
-        self.before_write(key)

@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops.group_ops import Turns
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Segment
 from ncclsync.semantics.shards import Shards, components_of
@@ -56,12 +55,13 @@ def lay_out(
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
-        after = run.exchange(number, segment, sent, done)
+        # All of this segment, on every tower: so an error anywhere stops all of them.
+        after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
     done = run.apply(rollback, after)
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
-        return combine(program, run.values, shards, towers, run.turns)
+        return combine(program, run.values, shards, towers, run.exchanges.turns)
 
 
 class _Run:
@@ -69,13 +69,14 @@ class _Run:
 
     Attributes:
         values: [s] tensors and handles by their names in the program, of the shards of this process' towers.
+        exchanges: where the towers meet.
     """
 
     def __init__(
         self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
     ) -> None:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
-        self._exchanges = Exchanges(towers, shards, meter)
+        self.exchanges = Exchanges(towers, shards, meter)
         with tf.device("/CPU:0"):
             # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
@@ -89,15 +90,10 @@ class _Run:
         self._repeats = None if audit is None else audit.begin(self.values)
 
     @property
-    def turns(self) -> Turns:
-        """Return the order in which several processes meet."""
-        return self._exchanges.turns
-
-    @property
     def recorded(self) -> list[tf.Operation]:
         """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
         kept = [] if self._repeats is None else self._repeats.end()
-        return [*self._exchanges.recorded, *kept]
+        return [*self.exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""
@@ -111,7 +107,7 @@ class _Run:
         others: After = [[] for _ in self._towers.devices[1:]]
         if not checks and not saved:
             return [[], *others]
-        return self._exchanges.meet([saved, *others], checks)
+        return self.exchanges.meet([saved, *others], checks)
 
     def compute(self, number: int, segment: Segment, after: After) -> tuple[list[list[tf.Tensor]], After]:
         """Run a segment on every tower.
@@ -139,7 +135,7 @@ class _Run:
             for place in own[:1] if segment.once else own:
                 # One after another: only what the shards before give takes memory meanwhile.
                 before = [*waited, *tokens]
-                incoming = self._exchanges.take(place, segment.incoming, before, waits=waits)
+                incoming = self.exchanges.take(place, segment.incoming, before, waits=waits)
                 given = incoming if number > 1 else components_of(self._shards.batches[place])
                 name, meets = segment_name(self._program, number), bool(segment.incoming)
                 span = begin(self._meter, rank, name, [*before, *given], meets=meets)
@@ -165,15 +161,6 @@ class _Run:
                 number, segment, arguments, of_shards, list(zip(layout.devices, after, done, strict=True))
             )
         return sent, done
-
-    def exchange(self, number: int, segment: Segment, sent: list[list[tf.Tensor]], done: After) -> After:
-        """Join what the towers send after a segment; see `compute`.
-
-        Returns:
-            [n] what each tower waits for: all of this segment, on every tower, so that an error anywhere stops
-            all of them.
-        """
-        return self._exchanges.join(number, segment.outgoing, sent, done, self.values[0])
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:
         """Let the step be complete, or undone if a gradient is not finite."""

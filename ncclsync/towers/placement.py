@@ -267,6 +267,7 @@ def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: 
     """
     # TensorFlow's ops can join the tensors of towers that are all of this process.
     joins = layout.divided is None and not layout.meets_processes
+    on_host = backend == "cpu" and all("CPU" in device for device in layout.devices)
     return Target(
         home_device=layout.devices[0],
         # Where memory is short, none is taken for the copies that buckets are packed of.
@@ -274,9 +275,7 @@ def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: 
         same_seeds=same_seeds,
         many_shards=layout.divided is not None,
         shares_memory=any("CPU" in device for device in layout.devices),
-        passes=host_passes(layout.divided or len(layout.devices), joins=joins)
-        if reduced_on_host(layout.devices, backend)
-        else (),
+        passes=host_passes(layout.divided or len(layout.devices), joins=joins) if on_host else (),
     )
 
 
@@ -286,11 +285,6 @@ def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Program], Progra
         return ()
     improve = importlib.import_module("ncclsync.host_passes").improve
     return (functools.partial(improve, crowded=towers >= native.usable_cores(), joins=joins),)
-
-
-def reduced_on_host(devices: Sequence[str], backend: str) -> bool:
-    """Return whether all devices are in the host's memory, and joined there."""
-    return backend == "cpu" and all("CPU" in device for device in devices)
 
 
 def _cuda_ordinals(kind: str) -> list[int]:

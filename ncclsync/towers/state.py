@@ -65,7 +65,7 @@ class TowerState:
         sharding: what divides the optimizers' state among the towers, if it is divided.
         communicator: the N ranks, owned by this object.
         on_nonfinite: what happens when a gradient is not finite.
-        audits: whether some steps are audited.
+        sentinel: counts training steps, and says when to compare or audit.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
         in_flight: what rests on collectives that have not ended.
         noise: how much the towers' gradients differ, if somebody asks.
@@ -73,6 +73,7 @@ class TowerState:
         checks_first_step: whether steps are checked before they are relied upon; see `program.check`.
         options: as they were given.
         layout: which shard of a batch is whose.
+        closed: whether `close` was called.
         target: what programs for these towers are cut for.
         found_by_check: what differed, `program.check.Found`.
         sizes_of_given: `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
@@ -90,8 +91,7 @@ class TowerState:
         self.options, health = options, options.health
         self.checks_first_step = False
         self.found_by_check: list[Any] = []
-        self._sentinel = Sentinel(health.check_every, health.on_divergence, health.audit_every)
-        self.audits = health.audit_every is not None
+        self.sentinel = Sentinel(health.check_every, health.on_divergence, health.audit_every)
         self.on_nonfinite = OnNonFinite(health.on_nonfinite)
         process = own_process(options.devices) if options.processes else None
         if process is not None:
@@ -117,7 +117,7 @@ class TowerState:
                 f"shards={options.shards}. A tower without a shard would compute nothing: use fewer towers, "
                 "or more shards"
             )
-        if self.audits:
+        if health.audit_every is not None:
             self._check_audits()
         self._shares: Shares | None = None
         if options.shares is not None and (options.shares != AUTO or len(self.devices) > 1):
@@ -137,7 +137,7 @@ class TowerState:
         joined = Processes(self.layout.ranks, self._rows_of_all) if self.layout.meets_processes else None
         self.sharding = OptimizerSharding(len(self), options.bucket_bytes, joined) if divides else None
         self.in_flight = InFlight(self.communicator)
-        self._closed = False
+        self.closed = False
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self._replicas: dict[int, Replicas] = {}  # by id of tower 0's variable
         self._pending: set[int] = set()  # ids of those to be sent before the next step
@@ -211,7 +211,7 @@ class TowerState:
         return 1 if self.communicator.peers is None else self.communicator.peers.size
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return f"<Towers {len(self)} on {', '.join(self.devices)}, backend {self.backend}{state}>"
 
     def __enter__(self) -> "TowerState":
@@ -238,11 +238,6 @@ class TowerState:
             "then a plain one, or its factory, and call the decorated factory or Towers(...) anew."
         )
 
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._closed
-
     def close(self) -> None:
         """Free the other towers' copies and end the communicator. Idempotent.
 
@@ -253,7 +248,7 @@ class TowerState:
             self.in_flight.settle()
         except NcclSyncError as error:  # raised when all is closed
             failure = error
-        self._closed = True
+        self.closed = True
         if self.sharding is not None:
             self.sharding.release()
         # Other processes may have ended, or may not close theirs now.
@@ -342,18 +337,13 @@ class TowerState:
             watchers.append(self._shares.measure)
         return watchers
 
-    @property
-    def counts_steps(self) -> bool:
-        """Return whether `count_steps` is to be called after each training step."""
-        return self._sentinel.active
-
     def count_steps(self, steps: int) -> None:
         """Count training steps that have run, and compare the towers if that is due.
 
         Raises:
             DivergenceError: towers differ, and are not to be repaired or cannot be.
         """
-        if not self._sentinel.is_due(steps):
+        if not self.sentinel.is_due(steps):
             return
         self.sync()
         self.in_flight.settle()
@@ -366,24 +356,11 @@ class TowerState:
         if not differing:
             return
         names = self.names_of([variable for variable, _ in differing])
-        error = DivergenceError(self._sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True)))
-        if not self._sentinel.repairs or any(0 in odd for _, odd in differing):
+        error = DivergenceError(self.sentinel.steps, dict(zip(names, (odd for _, odd in differing), strict=True)))
+        if not self.sentinel.repairs or any(0 in odd for _, odd in differing):
             raise error
         logger.warning("%s. Repaired: tower 0's values were sent to all", error)
         self._send([id(variable) for variable, _ in differing])
-
-    def is_audit_due(self, steps: int) -> bool:
-        """Return whether the next call, of so many training steps, is to be an audit."""
-        return self._sentinel.is_audit_due(steps)
-
-    def remember_audit(self, steps: int) -> None:
-        """Remember that a call has been one, of so many training steps that are not counted yet."""
-        self._sentinel.remember_audit(steps)
-
-    @property
-    def steps(self) -> int:
-        """Return how many training steps were counted; see `counts_steps`."""
-        return self._sentinel.steps
 
     def _check_audits(self) -> None:
         if len(self.devices) < 2:
@@ -423,7 +400,7 @@ class TowerState:
 
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
-        if self._closed:
+        if self.closed:
             raise NcclSyncError(
                 "Expected open towers. Received: towers that were closed, as `with towers:` does where it ends. Keep "
                 "all epochs within one `with`, or make new Towers. To train a model of a factory on towers, build it "
@@ -755,7 +732,7 @@ def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
     if towers is not None:
         towers._replicas.pop(key, None)
         towers._pending.discard(key)
-        towers.in_flight.forget(key)
+        towers.in_flight.before_write(key)  # its id may become another's, that no step has written
         towers.shared.discard(key)
 
 

@@ -130,7 +130,7 @@ class TowerStep(TracedStep):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_functions_of_other_layouts()
-        audits = self.trains and towers.is_audit_due(self._steps_per_call)
+        audits = self.trains and towers.sentinel.is_audit_due(self._steps_per_call)
         watchers = towers.next_watchers() if self.trains else []
         if audits:  # what is computed again is no part of a step's time
             watchers = []
@@ -289,13 +289,13 @@ class TowerStep(TracedStep):
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
         """
-        if not self.trains or not self.towers.counts_steps:
+        if not self.trains or not self.towers.sentinel.active:
             return
         audit, self._audited = self._audited, None
         made = 1 if steps is None else int(steps)
         if audit is not None:
-            self.towers.remember_audit(made)
-            audit.check(self.towers.steps + made)
+            self.towers.sentinel.remember_audit(made)
+            audit.check(self.towers.sentinel.steps + made)
         self.towers.count_steps(made)
 
     def _compare_batches(self, function: StepFunction) -> None:

@@ -134,10 +134,7 @@ class TracedStep(abc.ABC):
                 "the memory runs again. Move it out of the step"
             )
         if self.trains:
-            found = self.find_inexact()
-            for part in found:
-                self.warn_of(part)
-            self.warn_of_choices(program, {part.reason for part in found})
+            self._warn_of_inexact(program)
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
@@ -154,8 +151,9 @@ class TracedStep(abc.ABC):
             stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile)
         self._traced = True
-        divides = self.towers.layout.divided is not None or self.towers.options.on_oom is not None
-        repeats = self.towers.options.exact_random or self.towers.audits or divides
+        options = self.towers.options
+        divides = self.towers.layout.divided is not None or options.on_oom is not None
+        repeats = options.exact_random or options.health.audit_every is not None or divides
         check_draws(traced.function, refuses=repeats)
         with tf_compat.unobserved():
             program = cut(
@@ -163,49 +161,30 @@ class TracedStep(abc.ABC):
                 self.towers.target,
                 source.results,
                 undone="finite" in readers,
-                traceless=self.towers.options.on_oom is not None,
+                traceless=options.on_oom is not None,
                 meter=meter,
             )
-        if observer is None:
-            return self._to_be_checked(program, traced)
-        if "finite" in readers and observer.scale is not None:
-            self.towers.warn_once(
-                "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
-                "gradients are not finite, and lowers its scale by them."
-            )
-        structure, read = program.structure
-        known = sorted(name for name, leaf in read.items() if leaf is not None)  # the last of the outputs
-        split = len(program.outputs) - len(known)
-        outputs = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
-        program = dataclasses.replace(
-            program,
-            structure=structure,
-            outputs=program.outputs[:split],
-            gradients=tuple(observer.names),
-            finite=outputs.get("finite"),
-            noise=outputs.get("noise"),
-        )
-        return self._to_be_checked(program, traced)
-
-    def _to_be_checked(self, program: Program, traced: Trace) -> Program:
-        """Keep what a program was made of until it has run, if it is to be checked then."""
+        if observer is not None:
+            if "finite" in readers and observer.scale is not None:
+                self.towers.warn_once(
+                    "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                    "gradients are not finite, and lowers its scale by them."
+                )
+            program = _with_gradients(program, tuple(observer.names))
         if self.trains and self.towers.checks_first_step and self.towers.layout.shards > 1:
             self.unchecked[id(program)] = traced
         return program
 
-    def warn_of(self, part: Inexact) -> None:
-        """Warn of a reason why the step is not one device's."""
-        layout = self.towers.layout
-        what = "shards" if layout.divided else "towers"
-        self.towers.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
-
-    def warn_of_choices(self, program: Program, known: set[str]) -> None:
-        """Warn of the lines that a choice makes inexact, unless it is among the `known` reasons."""
-        if self.towers.layout.shards == 1 or not self.trains:
-            return
-        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
+    def _warn_of_inexact(self, program: Program) -> None:
+        """Warn of why the step is not one device's: of the model, and of lines that a choice makes inexact."""
+        layout, found = self.towers.layout, [*self.find_inexact()]
+        known = {part.reason for part in found}
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
             if lines and cause[0] not in known:
-                self.warn_of(Inexact(" and ".join(lines[:3]), *cause))
+                found.append(Inexact(" and ".join(lines[:3]), *cause))
+        what = "shards" if layout.divided else "towers"
+        for part in found:
+            self.towers.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the names that `Program` has for their results."""
@@ -271,6 +250,19 @@ class TracedStep(abc.ABC):
             )
             return program
         return self.programs.setdefault(key, program)
+
+
+def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
+    """Return a program whose last results, of gradients with these names, are no results of the step."""
+    structure, read = program.structure
+    known = sorted(name for name, leaf in read.items() if leaf is not None)
+    split = len(program.outputs) - len(known)
+    found = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+    finite, noise = found.get("finite"), found.get("noise")
+    outputs = program.outputs[:split]
+    return dataclasses.replace(
+        program, structure=structure, outputs=outputs, gradients=names, finite=finite, noise=noise
+    )
 
 
 def python_step(step: Callable) -> Callable:

@@ -318,7 +318,7 @@ def test_no_false_alarm(deterministic):
     steps = some(300, 10_000)
     model = on_towers(normalised, 3, exact=("batch_norm",), health=Health(audit_every=1))
     fit(model, epochs=steps // 5)
-    assert model.towers.steps == steps
+    assert model.towers.sentinel.steps == steps
     model.towers.close()
 
 

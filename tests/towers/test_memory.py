@@ -67,7 +67,7 @@ def test_a_deleted_variable_rests_on_no_step():
     communicator = types.SimpleNamespace(enqueues=True, groups=lambda: (2, 1), wait=lambda: pytest.fail("waited"))
     in_flight = InFlight(communicator)
     in_flight.add(frozenset({1, 2}), ())
-    in_flight.forget(1)
+    in_flight.before_write(1)
     in_flight.before_read(1)
     with pytest.raises(pytest.fail.Exception, match="waited"):
         in_flight.before_read(2)

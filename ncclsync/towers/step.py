@@ -180,26 +180,23 @@ class TowerStep(TracedStep):
         First, since a step that is traced while another function is being traced records no gradients.
         """
         other_libraries.check_outside_strategy()
-        batch_specs = batches if kind is OnGiven else batches.element_spec
-        self.version = self.version_for(batch_specs)
-        key = self._key_of(kind, batch_specs, watched=watched, audits=audits)
-        if key not in self._functions:
-            with _collecting_no_garbage():
-                meter = None
-                if watched:
-                    meter = self._meter = self._meter or Meter()
-                if kind is OnGiven:
-                    self.program_of(fixed_specs(batch_specs), meter)
-                    key = self._key_of(kind, batch_specs, watched=watched, audits=audits)  # known by now
-                if key not in self._functions:
-                    specs = self.specs_of(batch_specs) if kind is OnGiven else batch_specs
-                    self._functions[key] = self._make_function(key, specs, meter)
-        return self._functions[key]
-
-    def _key_of(self, kind: type[StepFunction], batch_specs: Any, *, watched: bool, audits: bool) -> Key:
-        specs = self.specs_of(batch_specs) if kind is OnGiven else batch_specs
+        self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
+        specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        return Key(repr(specs), readers, self.version, watched, kind, sizes, audits)
+        key = Key(repr(specs), readers, self.version, watched, kind, sizes, audits)
+        if key in self._functions:
+            return self._functions[key]
+        if watched:
+            self._meter = self._meter or Meter()
+        meter = self._meter if watched else None
+        with _collecting_no_garbage():
+            if kind is OnGiven:
+                self.program_of(fixed_specs(batches), meter)
+                specs = self.specs_of(batches)  # known by now
+                key = key._replace(specs=repr(specs))
+            if key not in self._functions:
+                self._functions[key] = self._make_function(key, specs, meter)
+        return self._functions[key]
 
     def _make_function(self, key: Key, batch_specs: Any, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))

@@ -26,10 +26,13 @@ from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
 from ncclsync.semantics.roles import Role
+from ncclsync.semantics.rules import names
 from ncclsync.semantics.shards import shard_sizes
 
 # Relative to the largest magnitude of a tensor and of what it is computed from, by the least precise dtype of the step.
 _TOLERANCES = {tf.bfloat16: 0.1, tf.float16: 0.05, tf.float32: 1e-3, tf.float64: 1e-6}
+# Their results are as precise, relative to themselves, as what they multiply.
+_MULTIPLYING = names("Mul MulNoNan RealDiv Div DivNoNan Square")
 # Two towers show what more would: the program is the same for any number.
 _TOWERS = 2
 
@@ -270,15 +273,12 @@ class _Check(_Run):
                 continue
             op = self._one.graph.by_name[op_name(traced)]
             inputs = [(one, self._one.values.get(one, [None])[0]) for one in self._one.graph.inputs[op.name]]
-            if placed.kind is Kind.REPLICATE and (
-                values[0].shape != expected.shape
-                or (expected.dtype.is_integer and any(one in self._counts_towers for one, _ in inputs))
-            ):
-                self._counts_towers.add(traced)
-                continue
-            there = [one for each in self.graph.inputs.get(op.name, ()) for one in self.values.get(each, ())]
-            scale = max(map(_magnitude, (expected, *values, *there)))
-            scale = max([scale, *(self._scales.get(one, _magnitude(value)) for one, value in inputs)])
+            if placed.kind is Kind.REPLICATE and not any(_differ(values[0], one, 0.0) for one in values[1:]):
+                counts = expected.dtype.is_integer and any(one in self._counts_towers for one, _ in inputs)
+                if counts or values[0].shape != expected.shape:
+                    self._counts_towers.add(traced)
+                    continue
+            scale = self._scale_of(op, [expected, *values], dict(inputs))
             if placed.kind is Kind.PARTIAL:
                 self._scales[traced] = scale
             allowed = _TOLERANCES[self._dtype] * scale
@@ -286,6 +286,16 @@ class _Check(_Run):
                 self._found = self._found or _named(op)
             elif placed.kind is Kind.REPLICATE:
                 super().put(name, [expected] * self.count)
+
+    def _scale_of(self, op: tf.Operation, made: Values, inputs: Mapping[str, Any]) -> float:
+        """Return the magnitude whose rounding a result has: of what was added up, perhaps to nearly 0."""
+        own = max(map(_magnitude, made))
+        sizes = {name: _magnitude(value) for name, value in inputs.items()}
+        scales = {name: self._scales.get(name, size) for name, size in sizes.items()}
+        if op.type in _MULTIPLYING and all(sizes[name] or not scales[name] for name in sizes):
+            return own * max([1.0, *(scales[name] / size for name, size in sizes.items() if size)])
+        there = [one for each in self.graph.inputs.get(op.name, ()) for one in self.values.get(each, ())]
+        return max([own, *map(_magnitude, there), *scales.values()])
 
     def _first_variable(self) -> str:
         """Return the first write, and its line, that changes a variable otherwise on towers; "" if none does."""

@@ -1290,11 +1290,11 @@ _SAME_ROWS |= dict.fromkeys(
     (0, (0,)),
 )
 # Their results have the shape of their first input.
-_SAME_SHAPE = (names("Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle") | _LAST.keys()) - names(
+SAME_SHAPE = names(
     """
-    Eig IRFFT IRFFT2D LogMatrixDeterminant Lu MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2
-    MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3
-    MatrixSolve MatrixTriangularSolve NthElement Qr RFFT RFFT2D SelfAdjointEigV2 Svd TopK TopKV2
+    Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle Softmax LogSoftmax IsotonicRegression FFT IFFT
+    FFT2D IFFT2D FFT3D IFFT3D Cholesky CholeskyGrad MatrixInverse MatrixSquareRoot MatrixLogarithm MatrixExponential
+    MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
     """
 )
 
@@ -1307,7 +1307,7 @@ def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Plac
         given: how its inputs are placed before they are made whole.
         index: of the result.
     """
-    if op.type in _SAME_SHAPE and given[0].kind is Kind.SHARD:
+    if op.type in SAME_SHAPE and given[0].kind is Kind.SHARD:
         return counted(given[0])
     of_input, of_results = _SAME_ROWS.get(op.type, (0, ()))
     along = of_results[index] if index < len(of_results) else None

@@ -265,6 +265,14 @@ SABOTAGES = {
         partition_with("_slices", lambda slices: lambda self, op, mark, call: list(call.tensors)),
         words,
     ),
+    "own rows are taken for all": (
+        of_rule("Abs", said(REPLICATE)),
+        lambda: (lambda batch: {"n": tf.size(tf.where(tf.abs(batch[0]) > 0.5))}, numbers(3)),
+    ),
+    "a large sum is taken for a mean where it is divided": (
+        of_rule("RealDiv", said(MEAN), "LINEAR"),
+        lambda: (lambda batch: tf.reduce_sum(tf.square(batch[0])) / 35000.0, numbers(3)),
+    ),
     "rows of two copies are taken for rows": (
         of_rule("ConcatV2", said(rules.shard(0, 1, 2))),
         lambda: regression(doubled),

@@ -394,3 +394,12 @@ def test_op_types_without_a_rule_have_a_reason(record_property):
     readme = pathlib.Path(rules.__file__).with_name("README.md").read_text()
     assert census.table() in readme, f"Expected this table in {rules.__name__}'s README:\n{census.table()}"
     record_property("ops: with a gradient, and a rule", sorted(filter(census.has_rule, census.with_gradient())))
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if one.op in rules.SAME_SHAPE], ids=lambda one: one.name)
+def test_results_of_the_first_inputs_shape(example):
+    """`rules.rows_again` relies on it: whole results go back to the rows that the first input has."""
+    with tf.Graph().as_default() as graph:
+        example.call(*(tf.constant(one.value(ROWS, 0)) for one in example.inputs))
+    made = [op for op in graph.get_operations() if op.type == example.op]
+    assert made and all(output.shape == op.inputs[0].shape for op in made for output in op.outputs)

@@ -6,6 +6,7 @@ A collective that does not end is ended by `timeouts`; what is sent over each pa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import math
@@ -167,6 +168,8 @@ class NcclCommunicator(Communicator):
         world_size = sum(sizes)
         ranks = range(begin, begin + len(ordinals))
         self._set_up(self._joined_by, world_size, ranks, ordinals, timeout_s, preflight, repeatable)
+        # Before the others are told that this process ends: it does its part of what all have launched.
+        atexit.register(_let_end, weakref.ref(self))
         return self
 
     def _meet(self) -> list[int]:
@@ -454,6 +457,11 @@ class NcclCommunicator(Communicator):
                 with self._reserved():
                     handle, self._handle = self._handle, None
                     if handle is not None:
+                        ended = self.groups()[1]
+                        if self.peers.failure is not None or ended < self.agreed:
+                            self._failure = self.peers.failure or self.peers.raised
+                            # Steps may have computed with what these groups should have brought.
+                            self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
                         self._abort(handle, self.peers.failure)
 
     def _wait_for_agreed(self) -> None:
@@ -704,3 +712,11 @@ def _list(size: int, name: Callable[[int], str]) -> str:
     if size > _LISTED:
         names += [f"{size - _LISTED} more", name(size - 1)]
     return f"a group of {size} collectives ({'; '.join(names)})"
+
+
+def _let_end(held: weakref.ref[NcclCommunicator]) -> None:
+    """Wait for a communicator's launched groups, if it is still open."""
+    communicator = held()
+    if communicator is not None and not communicator.closed:
+        with contextlib.suppress(NcclSyncError):
+            communicator.wait()

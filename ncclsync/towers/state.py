@@ -270,16 +270,18 @@ class TowerState:
         ranks = self.layout.ranks
         if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or tower not in ranks:
             raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
-        self.sync()
-        self.in_flight.settle()
-        first = self.layout.places[ranks.index(tower)][0]
-        return [self.copies_of_shards(tf_compat.backend_variable(v))[first].numpy() for v in self._weights()]
+        with self.telling():
+            self.sync()
+            self.in_flight.settle()
+            first = self.layout.places[ranks.index(tower)][0]
+            return [self.copies_of_shards(tf_compat.backend_variable(v))[first].numpy() for v in self._weights()]
 
     def broadcast(self) -> None:
         """Send tower 0's variables to all towers, now. Collective."""
         self.require_open()
         self.require_eager("Towers.broadcast")
-        self._send(list(self._replicas))
+        with self.telling():
+            self._send(list(self._replicas))
 
     def divergence(self) -> float:
         """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
@@ -288,6 +290,10 @@ class TowerState:
         metric state and random seeds, which differ by design. Values that Python wrote into tower 0 since the
         last step are sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
         """
+        with self.telling():
+            return self._divergence()
+
+    def _divergence(self) -> float:
         self.sync()
         self.in_flight.settle()
         self._of_all_processes(None, "divergence")
@@ -543,6 +549,8 @@ class TowerState:
             written: see `failed_collective`.
         """
         raised = self.in_flight.take()
+        if not isinstance(error, Exception):  # Ctrl-C, of which this may have been made on the way
+            raised = None
         if isinstance(raised, ProcessError):
             self.failed_collective()
         if raised is not None:
@@ -642,7 +650,11 @@ class TowerState:
         return tf.concat(self._of_all_processes(rows.numpy(), what, len(self) * row_bytes), 0)
 
     def _send(self, keys: list[int]) -> None:
-        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write."""
+        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write.
+
+        Where several processes only enqueue, what arrives is written when all of them have launched all of it.
+        """
+        agrees, arriving, sent = self.enqueues and self.layout.meets_processes, [], []
         for key in keys:
             replicas = self._replicas[key]
             alone = not replicas.copies and not self.layout.meets_processes
@@ -659,11 +671,17 @@ class TowerState:
                     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
             held = [replicas.variable, *replicas.copies]
             for place, value in self._values(replicas.variable, replicas.role):
-                tf.raw_ops.AssignVariableOp(resource=held[place].handle, value=value)
+                if agrees:
+                    arriving.append((held[place], value))
+                else:
+                    tf.raw_ops.AssignVariableOp(resource=held[place].handle, value=value)
             if not tf_compat.has_flag(replicas.variable, "written_by_graph"):
-                self._pending.discard(key)
-        if self.enqueues and self.layout.meets_processes:
+                sent.append(key)
+        if agrees:
             self.communicator.agree(None, "the sending of variables")
+        for variable, value in arriving:
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+        self._pending.difference_update(sent)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
         """Yield (place, value) for this process' towers, by their place among them, but for tower 0, from its value.

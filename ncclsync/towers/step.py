@@ -176,7 +176,7 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        key = Key(repr(specs), readers, self.version, watched, kind, sizes, audits)
+        key = Key(repr(specs), readers, self.version, watched, kind, self._steps_per_call, sizes, audits)
         if key in self._functions:
             return self._functions[key]
         if watched:
@@ -238,6 +238,7 @@ class TowerStep(TracedStep):
         towers = self.towers
         if function is not None:
             function.rollback.undone = False
+        towers.in_flight.take()  # what was raised before, outside a step
         try:
             towers.sync()
             with towers.interruptible():

@@ -60,6 +60,7 @@ class Key(NamedTuple):
         version: see `TracedStep.version_for`.
         watched: whether there are timestamps; in a program, if it packs.
         kind: a function's class.
+        steps: how many a call of the function makes.
         sizes: the id of the variable with each tower's rows, where processes read their own.
         audits: whether towers compute each other's shards again.
     """
@@ -69,6 +70,7 @@ class Key(NamedTuple):
     version: int
     watched: bool
     kind: Any = None
+    steps: int = 0
     sizes: int = 0
     audits: bool = False
 

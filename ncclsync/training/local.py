@@ -20,9 +20,10 @@ from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 
 _ENDLESS = 1 << 62  # samples
-# By their number, the rows of each tower in the batch that was handed out last: graphs read the variable, which all
-# `LocalRows` share. Whoever fetches a batch, and reads them, holds the lock.
-_SIZES: dict[int, tuple[tf.Variable, threading.Lock]] = {}
+# The rows of each tower in the batch that was handed out last: graphs read the variable, which all `LocalRows` of as
+# many towers share. Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as those of
+# `predict`, hold none: they have a variable of their own, which no feeder writes.
+_SIZES: dict[tuple[int, bool], tuple[tf.Variable, threading.Lock]] = {}
 _COUNTED = (
     "Tell how many there are, by dataset.apply(tf.data.experimental.assert_cardinality(samples)), or let them have no "
     "end, by dataset.repeat() and steps_per_epoch="
@@ -82,12 +83,13 @@ class Local(tf_compat.SameDataset):
             )
         return _ENDLESS if count == tf.data.INFINITE_CARDINALITY else count
 
-    def of_process(self, process: int, parts: Sequence[tuple[int, int, int]]) -> "LocalRows":
+    def of_process(self, process: int, parts: Sequence[tuple[int, int, int]], *, is_given: bool = False) -> "LocalRows":
         """Return the batches of all processes, of which this one reads its rows.
 
         Args:
             process: its number.
             parts: of each process, how many samples it has in a pass, how many towers, and its batch size.
+            is_given: whether steps are given the batches, and take none from an iterator.
 
         Raises:
             ProcessError: these parts do not make batches.
@@ -111,10 +113,12 @@ class Local(tf_compat.SameDataset):
                 for i, (samples, count, size) in enumerate(parts)
             ]
             raise ProcessError(f"Expected {remedy}. Received: {'; '.join(said)}")
-        key = process, *parts
+        key = process, is_given, *parts
         if key not in self._made:
             with tf.device("/CPU:0"):
-                self._made[key] = LocalRows(self._samples, process, given, rows, towers)
+                self._made[key] = LocalRows(
+                    self._samples, process, given=given, rows=rows, towers=towers, is_given=is_given
+                )
         return self._made[key]
 
 
@@ -142,7 +146,14 @@ class LocalRows(CountingDataset):
     """
 
     def __init__(
-        self, samples: tf.data.Dataset, process: int, given: Sequence[int], rows: Sequence[int], towers: Sequence[int]
+        self,
+        samples: tf.data.Dataset,
+        process: int,
+        *,
+        given: Sequence[int],
+        rows: Sequence[int],
+        towers: Sequence[int],
+        is_given: bool,
     ) -> None:
         """Make the batches.
 
@@ -152,11 +163,12 @@ class LocalRows(CountingDataset):
             given: [P] samples of each process in a pass.
             rows: [P] of each process in a full batch.
             towers: [P] of each process.
+            is_given: see `Local.of_process`.
         """
-        total = sum(towers)
-        if total not in _SIZES:
-            _SIZES[total] = tf.Variable(tf.zeros([total], tf.int32), trainable=False), threading.Lock()
-        self.sizes, self._lock = _SIZES[total]
+        key = sum(towers), is_given
+        if key not in _SIZES:
+            _SIZES[key] = tf.Variable(tf.zeros([key[0]], tf.int32), trainable=False), threading.Lock()
+        self.sizes, self._lock = _SIZES[key]
         held = self.sizes
         self._parts = tuple(zip(given, rows, towers, strict=True))
         self._batches = _batches(given[0], rows[0])

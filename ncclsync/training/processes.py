@@ -57,6 +57,7 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
 def _telling(towers: Towers, method: Callable) -> Callable:
     @functools.wraps(method)
     def telling(*args, **kwargs):
+        towers.require_open()
         with towers.telling():
             return method(*args, **kwargs)
 
@@ -122,7 +123,7 @@ def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, give
         raise ValueError(f"Expected Local, in several processes, without some options. Received: {wrong}")
     own = data.samples, len(towers.devices), data.batch_size
     parts = towers.communicator.exchange(own, "the parts of Local")
-    return data.of_process(towers.process, parts)
+    return data.of_process(towers.process, parts, is_given=name == "predict")
 
 
 def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers) -> None:

@@ -173,16 +173,33 @@ def check_told(text, way, fails, host=None):
 
 
 @pytest.mark.parametrize("launcher", ["RANK", "mpirun"])
-@pytest.mark.parametrize("way", ["label", "pruned"])
+@pytest.mark.parametrize("way", ["label", "pruned", "sent", "other label"])
 def test_both_go_on_after_an_error_in_one(several, way, launcher):
     """A step, or a callback, that fails in one process is an error in both, which then train on, joined anew."""
     errors, sums = 0, []
     for process in several(launcher, way):
         assert process.wait(150) == 0, said(process)
         errors += said(process).count("Error after")
-        sums += re.findall(r"goes on (.*)", said(process))
-    assert errors == {"label": 2, "pruned": 4}[way]
-    assert len(sums) == 2 and len({*sums}) == 1
+        sums.append(re.findall(r"goes on (.*)", said(process)))
+    assert errors == {"label": 2, "pruned": 4, "sent": 2, "other label": 6}[way]
+    one, other = sums if launcher == "RANK" else (sorted(sums[0])[::2], sorted(sums[0])[1::2])
+    assert one and one == other
+
+
+def test_end_of_a_process_between_steps_is_saved(several, tmp_path):
+    """Tower 0 is saved in the other one, as after a failed collective."""
+    process, _ = several("RANK", "saved")
+    assert process.wait(150) == 0, said(process)
+    assert "ProcessError" in said(process)
+    assert (tmp_path / "out.weights.h5").exists()
+
+
+def test_ctrl_c_in_one_process(several):
+    """Is a KeyboardInterrupt there, while its step waits for the other one, which is told."""
+    process, other = several("RANK", "interrupted")
+    other.wait(150)
+    assert "[0] KeyboardInterrupt" in said(process), said(process)
+    assert re.search(r"ProcessError.*KeyboardInterrupt", said(other)), said(other)
 
 
 def test_host_runs_ahead(several, monkeypatch):

@@ -180,7 +180,7 @@ def fail():
     if way == "cut":
         print(f"[{RANK}] trains", flush=True)
         told(lambda: model.fit(IMAGES, LABELS, epochs=100_000, **options))
-    if way == "pruned":  # the other one waits in an exchange of the processes, or in a step
+    if way in ("pruned", "other label"):  # the other one waits in an exchange of the processes, or in a step
 
         class Pruned(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None):
@@ -192,11 +192,44 @@ def fail():
             model.fit(IMAGES, LABELS, **options)
         assert model.towers.divergence() == 0.0
         print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
-    if way == "label":
+    if way == "sent":  # what Python has written, while the other one fails
+        weight = model.weights[0]
+        expected = weight.numpy() + 1
+        weight.assign(expected)
+        if FAILS:
+            time.sleep(1)
+        told((lambda: model.towers.run(lambda batch: batch, 3.0)) if FAILS else model.towers.divergence)
+        np.testing.assert_array_equal(weight, expected)
+        model.fit(IMAGES, LABELS, **options)
+        assert model.towers.divergence() == 0.0
+        print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+    if way == "saved":
+
+        def wait():  # as a slow callback does
+            if FAILS:
+                sys.exit()
+            while not model.towers.communicator.peers.have_ended():
+                time.sleep(0.05)
+
+        health = ncclsync.Health(emergency_checkpoint=f"{OUT}.weights.h5")
+        model = nccl_parallel(towers=TOWERS, health=health)(build)()
+        called = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch == 2 and wait())
+        told(lambda: model.fit(IMAGES, LABELS, callbacks=[called], **options))
+    if way == "interrupted":
+        if FAILS:
+            time.sleep(8)
+        else:
+            os.system(f"(sleep 2; kill -INT {os.getpid()}) > /dev/null 2>&1 &")
+        try:
+            told(lambda: model.train_on_batch(IMAGES[:16], LABELS[:16]))
+        except KeyboardInterrupt:
+            print(f"[{RANK}] KeyboardInterrupt", flush=True)
+        time.sleep(0 if FAILS else 10)
+    if way in ("label", "other label"):
         other = nccl_parallel(towers=TOWERS, health=ncclsync.Health(timeout_s=60))(build)()
         other.compile("sgd", checked_loss)
         labels = LABELS.copy()
-        labels[31] = 99  # the last row of the second batch: the last tower's
+        labels[31 if way == "label" else 16] = 99  # of the second batch: the last tower's, or tower 0's
         told(lambda: other.fit(IMAGES, labels, **options))
         other.fit(IMAGES, LABELS, **options)
         assert other.towers.divergence() == 0.0

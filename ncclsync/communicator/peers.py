@@ -30,9 +30,8 @@ _PULSE_S = 1.0
 _NAP_S = 0.005
 _LONG_S = 3600.0  # that a thread waits for news: the service keeps requests that were given up in memory
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
-_END_S = (
-    5.0  # that a process waits for the service to take its report, and process 0 for each of the others to hear its end
-)
+# That a process waits for the service to take its report, and process 0 for each of the others to hear its end.
+_END_S = 5.0
 
 
 _SAME_CALLS = (
@@ -108,10 +107,8 @@ class Peers(abc.ABC):
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
-        self._agreed, self._generations = (
-            [0] * size,
-            0,
-        )  # `failures` and `generation` when the processes last agreed on them
+        # `failures` and `generation` when the processes last agreed on them.
+        self._agreed, self._generations = [0] * size, 0
         self._ended = [""] * size  # of those that have, why
         self.by_notice = False
 

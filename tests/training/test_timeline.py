@@ -1,6 +1,7 @@
 """`Timeline`: a trace of what towers did when, complete and true; and nothing of it where nobody watches."""
 
 import collections
+import dataclasses
 import gc
 import json
 import pathlib
@@ -150,6 +151,7 @@ def test_several_steps_per_execution_and_several_fits(tmp_path):
     model = on_towers(lambda: mlp(optimizer, steps_per_execution=3), 2)
     # A device that does not exist, in whose place TensorFlow takes CPU:0: one to be copied to.
     model.towers.devices = ("CPU:0", "CPU:1")
+    model.towers.layout = dataclasses.replace(model.towers.layout, devices=model.towers.devices)
     fit(model, timeline, epochs=1)
     assert sorted(spans_of(tmp_path / "trace.json")) == [3, 4]
     fit(model, timeline, epochs=1)

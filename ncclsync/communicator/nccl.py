@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import math
 import os
 import threading
@@ -34,6 +35,8 @@ from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
+
+_logger = logging.getLogger("ncclsync")
 
 # The C library's kind of each collective, and what it is called in messages.
 KINDS: dict[type, tuple[int, str]] = {
@@ -718,5 +721,7 @@ def _let_end(held: weakref.ref[NcclCommunicator]) -> None:
     """Wait for a communicator's launched groups, if it is still open."""
     communicator = held()
     if communicator is not None and not communicator.closed:
-        with contextlib.suppress(NcclSyncError):
+        try:
             communicator.wait()
+        except NcclSyncError:  # nobody is left to raise it to
+            _logger.exception("What this process had launched has not ended well, and it ends now")

@@ -34,7 +34,7 @@ def parameters(names):
 
 def check(name):
     if ROWS[name].extra:
-        pytest.importorskip(ROWS[name].extra, reason=f"{ROWS[name].extra} is not installed")
+        pytest.importorskip(ROWS[name].extra, reason=f"pip install {ROWS[name].extra}")
     costs.check(name)
 
 

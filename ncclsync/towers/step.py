@@ -56,7 +56,6 @@ class TowerStep(TracedStep):
         self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
         self._functions: dict[Key, StepFunction] = {}
         self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
-        self._layout = towers.layout  # that programs and functions are for
         self._audited: Audit | None = None  # by the steps that have run and are not counted
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
@@ -122,7 +121,7 @@ class TowerStep(TracedStep):
         towers = self.towers
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
-        self._forget_functions_of_other_layouts()
+        self._forget_other_layouts()
         audits = self.trains and towers.sentinel.is_audit_due(self._steps_per_call)
         watchers = towers.next_watchers() if self.trains else []
         if audits:  # what is computed again is no part of a step's time
@@ -160,11 +159,12 @@ class TowerStep(TracedStep):
         """Return how many steps one call of the graph makes: where a step may have to run again, one."""
         return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
-    def _forget_functions_of_other_layouts(self) -> None:
-        if self._layout is not self.towers.layout:
-            self._layout = self.towers.layout
-            self.programs.clear()
-            self._functions.clear()
+    def _forget_other_layouts(self) -> None:
+        old = [key for key in (*self.programs, *self._functions) if key.layout is not self.towers.layout]
+        for key in old:
+            self.programs.pop(key, None)
+            self._functions.pop(key, None)
+        if old:
             gc.collect()  # what the programs before kept on the towers, such as old weights, is in cycles
 
     def _function_for(self, kind: type[StepFunction], batches: Any, *, watched: bool, audits: bool) -> StepFunction:
@@ -176,7 +176,8 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        key = Key(repr(specs), readers, self.version, watched, kind, self._steps_per_call, sizes, audits)
+        layout, steps = self.towers.layout, self._steps_per_call
+        key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
         if key in self._functions:
             return self._functions[key]
         if watched:
@@ -325,11 +326,15 @@ class TowerStep(TracedStep):
             self.towers.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def last(self) -> tuple[Program, Any] | None:
-        """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
+        """Return the program that was made last and ran, and the last batch that it got; None if none ran.
+
+        If another step did not fit the memory since, it is the program of more shards that will run next.
+        """
         if not self._functions:
             return None
-        function = list(self._functions.values())[-1]
-        return function.program, function.kept.batch()
+        key, function = list(self._functions.items())[-1]
+        batch = function.kept.batch()
+        return function.program if key.layout is self.towers.layout else self.program_of(fixed_specs(batch)), batch
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
+from ncclsync.towers.layout import Layout
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.state import TowerState
 
@@ -59,6 +60,7 @@ class Key(NamedTuple):
         readers: the names of what reads the gradients.
         version: see `TracedStep.version_for`.
         watched: whether there are timestamps; in a program, if it packs.
+        layout: of the towers; a split for lack of memory makes another, of which everything is made anew.
         kind: a function's class.
         steps: how many a call of the function makes.
         sizes: the id of the variable with each tower's rows, where processes read their own.
@@ -69,6 +71,7 @@ class Key(NamedTuple):
     readers: tuple[str, ...]
     version: int
     watched: bool
+    layout: Layout
     kind: Any = None
     steps: int = 0
     sizes: int = 0
@@ -224,7 +227,7 @@ class TracedStep(abc.ABC):
         shard = open_specs(specs)
         if repr(shard) in self._fixed_rows:
             shard = specs
-        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None)
+        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None, self.towers.layout)
         if key in self.programs:
             return self.programs[key]
         other = self.programs.get(key._replace(watched=not key.watched))

@@ -26,11 +26,12 @@ from ncclsync.gradients.nonfinite import OnNonFinite
 from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import device_ops
+from ncclsync.ops.comparing import checksum, distance
 from ncclsync.ops.group_ops import group_all_reduce
 from ncclsync.ops.spans import Measured
 from ncclsync.program.program import Target
 from ncclsync.semantics.roles import Role, role_of, start_value
-from ncclsync.towers.drift import Sentinel, checksum_in_place, distance, distance_in_place, outliers
+from ncclsync.towers.drift import Sentinel, outliers
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout
@@ -303,9 +304,9 @@ class TowerState:
                 values = [copy.value() for copy in (replicas.variable, *replicas.copies)]
                 largest = max(largest, *(float(one) for one in self._of_each_tower(self._distances, values)))
             elif replicas.role is Role.SAME:
-                reference = self._of_tower_0(replicas.variable, "divergence").numpy()
+                reference = self._of_tower_0(replicas.variable, "divergence")
                 for copy in (replicas.variable, *replicas.copies):
-                    largest = max(largest, distance(reference, copy.numpy()))
+                    largest = max(largest, float(distance(reference, copy.value())))
         return max(self._of_all_processes(largest, "divergence"))
 
     # The rest is for the other modules of this package.
@@ -354,7 +355,7 @@ class TowerState:
         self.in_flight.settle()
         kept = [(r.variable, r.copies) for r in self._replicas.values() if r.role is Role.SAME]
         # All are started before the first is waited for, each on its own device.
-        checksums = [[checksum_in_place(copy) for copy in (variable, *copies)] for variable, copies in kept]
+        checksums = [[_checksum(copy) for copy in (variable, *copies)] for variable, copies in kept]
         each = self._of_all_processes([[int(one) for one in row] for row in checksums], "checksums")
         found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
         differing = [(variable, odd) for (variable, _), odd in zip(kept, found, strict=True) if odd]
@@ -741,7 +742,7 @@ class TowerState:
         firsts = device_ops.broadcast(values, self.communicator, self.devices, "divergence")
         for device, first, own in zip(self.devices, firsts, values, strict=True):
             with tf.device(f"/{device}"):
-                found.append(distance_in_place(first, own))
+                found.append(distance(first, own))
         return found
 
     def _write_in_place(self, *values: tf.Tensor) -> list[tf.Tensor]:
@@ -772,3 +773,9 @@ def _forget(borrowed: "weakref.ref[TowerState]", key: int) -> None:
 def _most_bytes(value: tf.Tensor | tf.Variable) -> int:
     """Return how many bytes its numbers have as a message, and more than short texts have."""
     return (value.shape.num_elements() or 0) * (256 if value.dtype == tf.string else value.dtype.size)
+
+
+def _checksum(variable: tf.Variable) -> tf.Tensor:
+    """Return the checksum of a variable, computed on its device."""
+    with tf.device(variable.device):
+        return checksum(variable.value())

@@ -13,9 +13,10 @@ from thorough import paired, some
 
 from ncclsync import AuditError, Health, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.ops.comparing import first_difference
 from ncclsync.towers import state as state_module
 from ncclsync.towers import step_function
-from ncclsync.towers.audit import Audit, first_difference
+from ncclsync.towers.audit import Audit
 
 X, Y = data(43)
 layers = keras.layers

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ncclsync.errors import AuditError
 from ncclsync.ops.comparing import EQUAL, first_difference
 from ncclsync.program.program import Exchange, Program, Segment
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.semantics.roles import Role
 from ncclsync.towers.state import TowerState
 
 _MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
@@ -42,7 +42,7 @@ class Audit:
             program: whose variables have copies on the towers.
             towers: two at least in this process, each with a shard or more.
         """
-        count, owned = len(towers.devices), towers.layout.places
+        count, owned = len(towers.layout.devices), towers.layout.places
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
         self._times = min(_MOST_COMPUTED, count)
@@ -63,9 +63,9 @@ class Audit:
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
         self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
         for name, variable in program.variables:
-            shared = role_of(variable, towers.options.exact_random) is Role.SAME
+            shared = towers.replicas.role_of(variable) is Role.SAME
             if name in written or (name in used and not shared):
-                each = towers.copies_of_shards(variable)
+                each = towers.replicas.of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
         exchanges = [list(_sent(segment)) for segment in computed]
@@ -91,7 +91,7 @@ class Audit:
         if found:
             sent = [len(list(_sent(segment))) for segment in self._segments]
             left = sum(count for number, count in enumerate(sent, start=1) if number not in found)
-            self._towers.warn_once(
+            self._towers.session.warn_once(
                 "audit_every leaves out what is computed together with an op that must run once: "
                 f"{' and '.join([*lines][:3])}. Of the {sum(sent)} tensors that a tower sends, {left} are audited. "
                 "Move that op out of the step, and all are"
@@ -165,7 +165,7 @@ class Audit:
             if self._times == _MOST_COMPUTED and len(differ) == 2:  # the third pair is equal
                 culprits.update(by[one] for one in set(differ[0]) & set(differ[1]))
             names.update(dict.fromkeys(self._name(self._sent[k], int(found[k, shard].max()))))
-        devices = {rank: self._towers.devices[i] for i, rank in enumerate(ranks)}
+        devices = {rank: self._towers.layout.devices[i] for i, rank in enumerate(ranks)}
         raise AuditError(step, sorted(pairs), sorted(culprits), list(names), devices)
 
     def _name(self, exchanges: Sequence[Exchange], element: int) -> list[str]:
@@ -178,7 +178,7 @@ class Audit:
         handles = dict(self._program.variables)
         variables = [handles[name] for name, result in self._program.updates if result == exchange.result]
         words = ["the gradient of" if variable.trainable else "the update of" for variable in variables]
-        names = map(" ".join, zip(words, self._towers.names_of(variables), strict=True))
+        names = map(" ".join, zip(words, self._towers.session.names_of(variables), strict=True))
         return list(names) or [f"what {exchange.line} sends"]
 
 

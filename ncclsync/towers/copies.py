@@ -1,6 +1,6 @@
 """Hold a variable of tower 0 with its copies on the other towers: how they relate, and who has written.
 
-`TowerState` owns them and sends values; `semantics/roles.py` says what a role means.
+`replicas.py` has those of all variables and sends values; `semantics/roles.py` says what a role means.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.semantics.holders import Holder
 from ncclsync.semantics.roles import Role
-from ncclsync.towers.in_flight import InFlight
+from ncclsync.towers.session import Session
 
 
-class Replicas(Holder):
+class Copies(Holder):
     """Hold one variable of tower 0 and its copies on the other towers; know when they are stale.
 
     Attributes:
@@ -29,7 +29,7 @@ class Replicas(Holder):
         copies: list[tf.Variable],
         pending: set[int],
         shared: set[int],
-        in_flight: InFlight,
+        session: Session,
         forget: Callable[[], None],
     ) -> None:
         """Track a variable.
@@ -40,27 +40,22 @@ class Replicas(Holder):
             copies: [N - 1] those of the other towers.
             pending: its id is added when the copies are stale.
             shared: its id is added when other towers hold copies of the variable too.
-            in_flight: knows whether it rests on a collective that has not ended.
+            session: knows whether it rests on a collective that has not ended, and adds up parts of all processes.
             forget: is called when it is deleted.
         """
         super().__init__(variable, forget)
-        self._in_flight = in_flight
+        self._session = session
         self._key = id(variable)
         self.role = role
         self.copies = copies
         self._pending = pending
         self._shared = shared
-        self._total: Callable[[list[tf.Tensor], str], tf.Tensor] | None = None
         self._is_whole = False  # what this process' first tower holds, of parts
         self.track()
         if role is Role.PARTIAL:
             self.track_reads()
-        elif in_flight.active:
+        elif session.in_flight.active:
             self.hear_reads()
-
-    def add_up_by(self, total: Callable[[list[tf.Tensor], str], tf.Tensor]) -> None:
-        """Let `total` add up what the towers of all processes hold, of whom these are not all."""
-        self._total = total
 
     def take_role(self, role: Role) -> None:
         """Give the copies another role from the next step on, since a trace uses them so."""
@@ -88,8 +83,8 @@ class Replicas(Holder):
         """
         if self.role is not Role.PARTIAL or self._is_whole:
             return
-        if self._total is not None:
-            total = self._total([self._raw(one) for one in (self.variable, *self.copies)], self.variable.name)
+        if self._session.layout.meets_processes:
+            total = self._session.total([self._raw(one) for one in (self.variable, *self.copies)], self.variable.name)
             self._is_whole = True
             self._pending.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
@@ -118,9 +113,9 @@ class Replicas(Holder):
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
             if replaces:
-                self._in_flight.before_write(self._key)
+                self._session.in_flight.before_write(self._key)
             else:
-                self._in_flight.before_read(self._key)
+                self._session.in_flight.before_read(self._key)
             self.gather_parts()
 
     def mark_stale(self) -> None:

@@ -12,7 +12,7 @@ from parity import assert_towers_agree, data, mlp, on_towers
 from ncclsync import DivergenceError, Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.comparing import checksum, distance
-from ncclsync.towers.drift import outliers
+from ncclsync.towers.watch import outliers
 
 X, Y = data(rows=60)
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "bool")

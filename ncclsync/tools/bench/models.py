@@ -17,19 +17,12 @@ Make = Callable[[np.random.Generator, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class BenchModel:
-    """Hold a model and its data.
+    """Hold a model and its data."""
 
-    Attributes:
-        build: makes and compiles it.
-        inputs: makes x for so many samples, arrays [samples, ...] or a sparse tensor, from a generator.
-        labels: makes y.
-        batch_size: global.
-    """
-
-    build: Callable[[], keras.Model]
-    inputs: Make
-    labels: Make
-    batch_size: int
+    build: Callable[[], keras.Model]  # makes and compiles it
+    inputs: Make  # makes x for so many samples, arrays [samples, ...] or a sparse tensor, from a generator
+    labels: Make  # makes y
+    batch_size: int  # global
 
     def data(self, batches: int) -> tuple[Any, np.ndarray]:
         """Return x and y for so many batches."""

@@ -27,17 +27,13 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Hold the median and the quartiles of some samples, in their unit.
+    """Hold the median and the quartiles of some samples, in their unit."""
 
-    Attributes:
-        median, q1, q3: the quartiles; equal for a single sample.
-        samples: their number.
-    """
-
+    # median, q1, q3: the quartiles; equal for a single sample
     median: float
     q1: float
     q3: float
-    samples: int
+    samples: int  # their number
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":

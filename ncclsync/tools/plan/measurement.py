@@ -76,15 +76,10 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Hold the exchanges of a step.
+    """Hold the exchanges of a step."""
 
-    Attributes:
-        stages: of the step, each with its messages.
-        conditional: whether some happen only in certain steps, as with gradient accumulation.
-    """
-
-    stages: tuple[Stage, ...]
-    conditional: bool
+    stages: tuple[Stage, ...]  # of the step, each with its messages
+    conditional: bool  # whether some happen only in certain steps, as with gradient accumulation
 
 
 def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:

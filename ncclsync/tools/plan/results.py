@@ -15,21 +15,13 @@ from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Hold the measured, or given, step on one GPU.
+    """Hold the measured, or given, step on one GPU."""
 
-    Attributes:
-        batch_size: of each GPU.
-        seconds: of steps, by batch size.
-        origin: of the seconds, in words.
-        stages: of the step, with their messages.
-        conditional: whether some messages are sent only in certain steps.
-    """
-
-    batch_size: int
-    seconds: Mapping[int, Spread]
-    origin: str
-    stages: tuple[Stage, ...]
-    conditional: bool
+    batch_size: int  # of each GPU
+    seconds: Mapping[int, Spread]  # of steps, by batch size
+    origin: str  # of the seconds, in words
+    stages: tuple[Stage, ...]  # of the step, with their messages
+    conditional: bool  # whether some messages are sent only in certain steps
 
     def workload(self, quartile: str) -> Workload:
         """Return the workload with a quartile of the seconds: "q1", "median" or "q3"."""

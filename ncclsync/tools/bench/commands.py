@@ -17,9 +17,8 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import at_least, link, listed
 from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
 from ncclsync.tools.bench.plot import plot
-from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Result, Tables, show, write_json
-from ncclsync.tools.bench.turns import BenchError
+from ncclsync.tools.bench.turns import BenchError, Progress
 from ncclsync.tools.processes import tell_of
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well

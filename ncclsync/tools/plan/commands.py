@@ -13,9 +13,8 @@ from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import at_least, link, listed
-from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
-from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.bench.turns import Progress, Spread
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
 from ncclsync.tools.plan.results import TABLES, Found, cluster_text, result_of
 

@@ -88,12 +88,7 @@ def _is_of_file(module: types.ModuleType, path: str) -> bool:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:
-    """Add what names a model and says how to make data for it; `model_and_data` reads it.
-
-    Args:
-        parser: of a command.
-        batch_size: help of `--batch-size`.
-    """
+    """Add what names a model and says how to make data for it; `batch_size` is the help of `--batch-size`."""
     parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
     parser.add_argument("--batch-size", type=at_least(1), metavar="N", help=batch_size)
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")

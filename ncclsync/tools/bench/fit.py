@@ -26,13 +26,9 @@ _BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is 
 
 
 def build(library: str, model: str, towers: int, shards: int | None = None) -> keras.Model:
-    """Build a model on towers, under MirroredStrategy or on a single device; once per process.
+    """Build a model of `MODELS` on towers, under MirroredStrategy or on a single device; once per process.
 
-    Args:
-        library: "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
-        model: one of `MODELS`.
-        towers: of this process; or replicas.
-        shards: of ncclsync's; None: one for each tower.
+    `library` is "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
     """
     factory = MODELS[model].build
     if library in ("ncclsync", "sharded", "processes"):

@@ -66,11 +66,7 @@ class ProcessSide:
     name = "ncclsync"
 
     def __init__(self, process: Process, grpc: bool) -> None:
-        """Join the others. Collective.
-
-        Args:
-            process: this one's place, as the launcher reports it.
-            grpc: whether to run TensorFlow's own collectives, too.
+        """Join the other processes, and start TensorFlow's own collectives if `grpc`. Collective.
 
         Raises:
             BenchError: they cannot be joined.

@@ -78,13 +78,9 @@ class BufferReducer(Reducer):
     """Reduce from buffers to buffers, one of each for every rank here: in host memory, by NumPy."""
 
     def __init__(self, towers: int, ranks: Sequence[int], communicator: Communicator | None, cores: int) -> None:
-        """Prepare; the libraries are "ncclsync", if there is a communicator, and a copy of the same bytes, "memcpy".
+        """Prepare for the buffers of these ranks of `towers` in all processes; a copy uses so many cores.
 
-        Args:
-            towers: number of ranks, in all processes.
-            ranks: of this process.
-            communicator: of these ranks.
-            cores: that a copy uses.
+        The libraries are "ncclsync", if there is a communicator of these ranks, and a copy of the same bytes, "memcpy".
         """
         super().__init__(towers)
         self.libraries = {"memcpy": self._copy}
@@ -262,12 +258,7 @@ class MpiReducer(BufferReducer):
     """Run a rank of mpirun's processes: MPI's own all-reduce and, if asked, ncclsync's, and a copy."""
 
     def __init__(self, towers: int, beside: bool = False) -> None:
-        """Join the others. Collective.
-
-        Args:
-            towers: number of ranks.
-            beside: whether to run ncclsync and a copy on the same buffers.
-        """
+        """Join the others; `beside`: also run ncclsync and a copy on the same buffers. Collective."""
         from mpi4py import MPI
 
         self._world = MPI.COMM_WORLD
@@ -291,13 +282,7 @@ class GrpcReducer(Reducer):
     """
 
     def __init__(self, towers: int, rank: int, addresses: list[str]) -> None:
-        """Join; returns when all ranks have joined.
-
-        Args:
-            towers: number of ranks.
-            rank: of this process.
-            addresses: [towers] "host:port", where each is reached.
-        """
+        """Join as this rank; returns when all have joined. `addresses`: [towers] "host:port", where each is reached."""
         super().__init__(towers)
         self._rank = rank
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}

@@ -252,11 +252,11 @@ def take_turns(
 
     Args:
         timers: by name; each works for a moment and returns its measurement.
-        rounds: their number.
+        rounds: R.
         show: reports progress.
 
     Returns:
-        [rounds] measurements of each.
+        [R] measurements of each.
     """
     names = list(timers)
     found: dict[str, list[float]] = collections.defaultdict(list)

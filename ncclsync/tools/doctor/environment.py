@@ -88,9 +88,7 @@ _SHOWN = re.compile("(NCCLSYNC|NCCL|CUDA|TF_(CPP|CUDNN|DETERMINISTIC|DISABLE|ENA
 def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] = ()) -> tuple[Variable, ...]:
     """Return the set variables that matter, by name, and after them the settings of NCCL's files.
 
-    Args:
-        environ: such as `os.environ`. An empty value counts as set.
-        files: NCCL's configuration files; unreadable files are left out.
+    An empty value counts as set. Files that cannot be read are left out.
     """
     found = [
         Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else environ[name], "environment", EFFECTS.get(name, ""))

@@ -52,16 +52,10 @@ class Prediction:
 
 
 def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Prediction:
-    """Predict a step.
-
-    Args:
-        workload: of one GPU.
-        gpus: at least 2.
-        batch: of each GPU.
-        cluster: the links between them.
+    """Predict a step on at least 2 GPUs, given the workload and the batch of each.
 
     Raises:
-        ValueError: fewer GPUs or samples than that.
+        ValueError: there are fewer GPUs or samples than that.
     """
     if batch < 1:
         raise ValueError(f"Expected a batch of at least 1 sample per GPU. Received: {batch}")

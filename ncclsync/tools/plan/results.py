@@ -37,12 +37,7 @@ class Found:
 def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
     """Predict steps on so many GPUs, with notes on the basis of the prediction.
 
-    Args:
-        model: name of the factory.
-        link: as given on the command line.
-        gpus: numbers of them.
-        cluster: that `link` describes.
-        found: the step on one GPU.
+    `link` is the command line's word for the cluster; `found` is the step on one GPU.
     """
     workload, batch = found.workload("median"), found.batch_size
     case = {"model": model, "batch_size": batch, "link": link}

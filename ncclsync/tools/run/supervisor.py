@@ -54,12 +54,8 @@ class Command:
 def supervise(command: Command, signals: "Signals") -> int:
     """Run a command until it ends, or dies and is not started again; print a report unless all went well.
 
-    Args:
-        command: to run.
-        signals: entered before libraries that start threads are imported.
-
-    Returns:
-        Its exit code; of a signal, 128 and its number.
+    `signals` are entered before libraries that start threads are imported. Returns the script's exit code; of a signal,
+    128 and its number.
     """
     with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
         supervisor = _Supervisor(command, pathlib.Path(folder), signals)

@@ -36,19 +36,14 @@ WHOLE = 0  # instead of a repeat: of an input that has as many elements as the r
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """Hold the computation for each element: `ncs_expression` in C.
+    """Hold the computation for each element: `ncs_expression` in C."""
 
-    Attributes:
-        repeats: for each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`.
-        outputs: their number.
-        sums: their number.
-        code: steps of (operation, register, register), the outputs' registers, then sums of (register,
-            period, whether it is a mean).
-    """
-
+    # For each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`
     repeats: tuple[int, ...]
-    outputs: int
-    sums: int
+    outputs: int  # their number
+    sums: int  # their number
+    # Steps of (operation, register, register), the outputs' registers, then sums of (register, period, whether it is a
+    # mean)
     code: tuple[int, ...]
 
     def node(

@@ -12,9 +12,8 @@ from ncclsync import nccl_parallel
 from ncclsync.program.links import CLUSTERS
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
-from ncclsync.tools.plan.measurement import traced_traffic
+from ncclsync.tools.plan.measurement import shares_before, traced_traffic
 from ncclsync.tools.plan.results import Found, result_of
-from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 
 FACTORIES = """

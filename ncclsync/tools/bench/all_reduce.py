@@ -85,13 +85,13 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
     """Yield functions that start the processes, ncclsync's own first."""
     arguments = {"towers": towers}
     if given.backend == "nccl":
-        yield functools.partial(Side, "ncclsync", "nccl", arguments)
+        yield functools.partial(Side, "ncclsync", "reducers.NcclReducer", arguments)
         return
-    yield functools.partial(Side, "ncclsync", "host", arguments)
+    yield functools.partial(Side, "ncclsync", "reducers.HostReducer", arguments)
     if "tensorflow" in given.against:
-        yield functools.partial(Side, "tensorflow", "tensorflow", arguments)
+        yield functools.partial(Side, "tensorflow", "reducers.TensorFlowReducer", arguments)
     if "mpi" in given.against and not missing_mpi():
-        yield functools.partial(Side, "mpi", "mpi", arguments, *launched(towers))
+        yield functools.partial(Side, "mpi", "reducers.MpiReducer", arguments, *launched(towers))
 
 
 def _time_case(

@@ -11,15 +11,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Hold the health of some GPUs.
+    """Hold the health of some GPUs."""
 
-    Attributes:
-        healthy: the UUIDs of the GPUs that can train together, in the given order.
-        left_out: for the UUID of each other GPU, why not.
-    """
-
-    healthy: tuple[str, ...]
-    left_out: dict[str, str]
+    healthy: tuple[str, ...]  # the UUIDs of the GPUs that can train together, in the given order
+    left_out: dict[str, str]  # for the UUID of each other GPU, why not
 
 
 def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:

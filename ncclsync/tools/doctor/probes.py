@@ -28,21 +28,13 @@ _LINES = 40  # of a probe's output, the last ones
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Hold the answer of a probe.
+    """Hold the answer of a probe."""
 
-    Attributes:
-        facts: its findings.
-        stage: its work when it ended.
-        ended: "well", "hang" (it was killed at the time limit) or "crash".
-        how: of a crash, such as "killed by SIGSEGV".
-        output: the last lines of its stdout and stderr.
-    """
-
-    facts: dict[str, Any]
-    stage: str
-    ended: str
-    how: str
-    output: tuple[str, ...]
+    facts: dict[str, Any]  # its findings
+    stage: str  # its work when it ended
+    ended: str  # "well", "hang" (it was killed at the time limit) or "crash"
+    how: str  # of a crash, such as "killed by SIGSEGV"
+    output: tuple[str, ...]  # the last lines of its stdout and stderr
 
 
 def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any = None) -> Answer:

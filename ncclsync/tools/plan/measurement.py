@@ -13,8 +13,9 @@ import keras
 import tensorflow as tf
 
 from ncclsync.program.program import Program, Segment
+from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
+from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
-from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import Rollback
@@ -28,7 +29,7 @@ _MOST_STEPS = 50
 def step_seconds(
     model: keras.Model, data: Any, batches: Sequence[int], rounds: int, show: Callable[[str], None]
 ) -> dict[int, Spread]:
-    """Time training steps on batches in memory, of several sizes in turns.
+    """Return the seconds of training steps on batches in memory, of several sizes in turns, by batch size.
 
     Args:
         model: compiled, on one device; it is trained.
@@ -36,9 +37,6 @@ def step_seconds(
         batches: their sizes.
         rounds: turns of each.
         show: reports progress.
-
-    Returns:
-        Seconds of a step by batch size.
     """
     model.make_train_function()
     timers = {}
@@ -76,15 +74,10 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Hold the exchanges of a step.
+    """Hold the exchanges of a step."""
 
-    Attributes:
-        stages: of the step, each with its messages.
-        conditional: whether some happen only in certain steps, as with gradient accumulation.
-    """
-
-    stages: tuple[Stage, ...]
-    conditional: bool
+    stages: tuple[Stage, ...]  # of the step, each with its messages
+    conditional: bool  # whether some happen only in certain steps, as with gradient accumulation
 
 
 def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
@@ -166,3 +159,34 @@ def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[fl
     graph = tf.function(again, autograph=False).get_concrete_function().graph
     outputs = graph.outputs if names else []
     return shares_before(outputs, graph)
+
+
+def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
+    """Return the share of a graph's work before each output and all outputs before it, and the whole work.
+
+    Args:
+        outputs: tensors of the graph, in the order of their use.
+        graph: with static shapes; an unknown dimension counts as 1.
+
+    Returns:
+        Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
+    """
+    library = graph.as_graph_def().library
+    roofline = Roofline(Functions({one.signature.name: one for one in library.function}, graph))
+    work = {}
+    for op in graph.get_operations():
+        multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()
+        work[op.name] = max(moved, 2 * multiplications / OPERATIONS_PER_BYTE)
+    total = sum(work.values())
+    done: set[str] = set()
+    shares, spent = [], 0.0
+    for output in outputs:
+        queue = [output.op]
+        while queue:
+            op = queue.pop()
+            if op.name not in done:
+                done.add(op.name)
+                spent += work[op.name]
+                queue += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        shares.append(min(1.0, spent / total) if total else 1.0)
+    return shares, total

@@ -13,37 +13,22 @@ _SHOWN = 5  # lines of a log in the text
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Describe a start of the script, how it ended, and the supervisor's decision after it.
+    """Describe a start of the script, how it ended, and the supervisor's decision after it."""
 
-    Attributes:
-        start: its number, from 1.
-        began: when.
-        seconds: how long it ran.
-        gpus: the UUIDs of the GPUs that it was given; () if CUDA has none.
-        exit_code: of the process; None if a signal ended it.
-        number: of that signal, or None.
-        error: the exception that ended it; None if none did, or if it is not known.
-        device_error: whether the exception is a GPU's error, or a hang's time limit.
-        progress: its reported positions, by name; for `BackupAndRestore` epoch and samples, by its folder.
-        moved_on: whether a position is further than in all starts before.
-        log: its last lines of output.
-        left_out: by GPU, why the next start does not get it.
-        then: the decision, in words.
-    """
-
-    start: int
-    began: datetime.datetime
-    seconds: float
-    gpus: tuple[str, ...]
-    exit_code: int | None
-    number: int | None
-    error: str | None
-    device_error: bool
+    start: int  # its number, from 1
+    began: datetime.datetime  # when
+    seconds: float  # how long it ran
+    gpus: tuple[str, ...]  # the UUIDs of the GPUs that it was given; () if CUDA has none
+    exit_code: int | None  # of the process; None if a signal ended it
+    number: int | None  # of that signal, or None
+    error: str | None  # the exception that ended it; None if none did, or if it is not known
+    device_error: bool  # whether the exception is a GPU's error, or a hang's time limit
+    # Its reported positions, by name; for `BackupAndRestore` epoch and samples, by its folder
     progress: dict[str, tuple[int, ...]]
-    moved_on: bool
-    log: tuple[str, ...]
-    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
-    then: str = ""
+    moved_on: bool  # whether a position is further than in all starts before
+    log: tuple[str, ...]  # its last lines of output
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # by GPU, why the next start does not get it
+    then: str = ""  # the decision, in words
 
     @property
     def shell_code(self) -> int:

@@ -237,7 +237,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)
     with model.towers:
-        stages = traced_traffic(model, batch, _OVERLAP_ROWS).stages
+        stages, _ = traced_traffic(model, batch, _OVERLAP_ROWS)
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
     cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
     return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _OVERLAP_ROWS, cluster)

@@ -184,7 +184,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         show("first steps")
         for variant in ("whole", "local"):
             parts.seconds(variant, 2)
-        sizes = [_bytes_of(bucket) for bucket in parts.buckets]
+        sizes = [sum(spec.shape.num_elements() * spec.dtype.size for spec in one.specs) for one in parts.buckets]
         if len(sizes) != BUCKETS:
             raise BenchError(f"Expected {BUCKETS} buckets. Received: {len(sizes)}")
         timers: dict[str, Callable[[], float]] = {
@@ -250,10 +250,6 @@ def _layers(jit_compile: bool) -> Any:
     model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
     model.compile("sgd", "mse", jit_compile=jit_compile)
     return model
-
-
-def _bytes_of(bucket: Any) -> int:
-    return sum(spec.shape.num_elements() * spec.dtype.size for spec in bucket.specs)
 
 
 def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:

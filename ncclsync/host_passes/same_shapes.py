@@ -223,8 +223,7 @@ def simplify(
     tensor, so that a tensor is needed only by ops that compute with it.
 
     Args:
-        graph: the step.
-        shapes: of the segment's tensors.
+        graph, shapes: the step, and the shapes of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
         needed: names of ops that are used outside the segment, as results or as dependencies.
 

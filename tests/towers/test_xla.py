@@ -253,6 +253,7 @@ def test_compilations_do_not_depend_on_the_number_of_towers(towers):
     # A tower without a row computes one of another's.
     sizes = {max(1, 5 // towers), -(-5 // towers)} - {8 // towers}
     assert found == 1 + programs + by_rows * len(sizes)
+    assert f"A smaller last batch of a fit takes up to {2 * by_rows} more." in told
     if towers == 2:
         own, told = count("small", towers, 16, NCCLSYNC_XLA_PROGRAMS="own")
         assert own == programs * towers and "each device compiles what it runs" in told

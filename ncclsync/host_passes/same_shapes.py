@@ -102,10 +102,12 @@ class Shapes:
         """Return the number of rows; if it is not known, a tensor and by how much to multiply its rows."""
         shape = self.spec(name).shape
         known = shape.rank is not None and shape[0] is not None
-        root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
+        root, times = (None, Fraction(shape[0])) if known else (name, _ONCE)
         while root in self._alike:
             root, more = self._alike[root]
             times *= more
+        if name in self._alike:
+            self._alike[name] = root, times
         return int(times) if root is None and times.denominator == 1 else (root, times)
 
     def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:

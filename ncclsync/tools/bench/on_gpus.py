@@ -341,7 +341,7 @@ class _Kept:
         from ncclsync.towers.feeding import Feeder
 
         self._feeder, self._staging, self._given = Feeder(iterator), None, None  # type: Any, Any, Any
-        towers.feeders[iterator] = self
+        towers.session.feeders[iterator] = self
 
     def take(self, staging: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         if self._given is None:

@@ -88,14 +88,15 @@ def traced_traffic(model: keras.Model, data: Any, batch: int) -> tuple[tuple[Sta
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
     towers = towers_of(model)
     assert towers is not None
-    towers.target = dataclasses.replace(towers.target, passes=())  # packed, as on GPUs
+    session = towers.session
+    session.target = dataclasses.replace(session.target, passes=())  # packed, as on GPUs
     program = ModelStep(model, towers, "train_step").program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
     recorded = dataclasses.replace(
         program, segments=tuple(_recorded(segment, batch, runs) for segment in program.segments)
     )
     for _, variable in program.variables:
-        towers.copies(variable)
+        towers.replicas.of(variable)
     lay_out(recorded, towers, rows, Rollback(recorded, towers))
     runs = _joined(program, runs)
     total = sum(work for work, _ in runs)

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import rich.box
+import tensorflow as tf
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ncclsync.ops.comparing import distance
 from ncclsync.semantics.exactness import Inexact
 from ncclsync.tools.output import plain_text
-from ncclsync.towers.drift import distance
 
 _ROWS = 20  # of the table; the variables that differ most
 
@@ -57,7 +58,7 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
     exact = expected.dtype.kind in "iub"
     one, other = actual.astype(np.float64), expected.astype(np.float64)
     nan = bool(np.isnan(one).any() or np.isnan(other).any())
-    absolute = distance(one, other)
+    absolute = float(distance(tf.constant(one), tf.constant(other)))
     magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
     relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
     return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)

@@ -496,6 +496,31 @@ def test_memory_beyond_activations(monkeypatch):
     assert [key for key, row in rows.items() if "beyond" in row.more] == [("ncclsync", 4)]
 
 
+def test_share_of_the_rows(monkeypatch):
+    """What shards leave of what the rows take: both peaks less that of one row for each tower."""
+    peaks = {(None, 64 * 128): 300, (16, 64 * 128): 150, (None, 2): 100}
+
+    class Told:
+        def __init__(self, name, kind, arguments):
+            self.peak = peaks[arguments.get("shards"), arguments["rows"]]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, do):
+            return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10, "xla": False}
+
+    monkeypatch.setattr(training, "Side", Told)
+    asked = {"model": ["cnn"], "towers": [2], "against": [], "shards": [8], "batch_size": None, "rounds": 1}
+    given = argparse.Namespace(**asked, benchmark="memory", activations=False)
+    rows = {row.side: row.more for row in training.bench_memory(given, print).rows}
+    assert rows["8 shards a tower"]["of_rows"] == Spread.of([(150 - 100) / (300 - 100)])
+    assert [side for side, more in rows.items() if "of_rows" in more] == ["8 shards a tower"]
+
+
 @pytest.mark.slow
 def test_memory_of_shards(tmp_path):
     """What the rows take is the peak less that of one row; shards one after another take less of it."""

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ncclsync.tools.bench.processes import launched
 from ncclsync.tools.bench.results import (
     STEP,
@@ -206,34 +208,25 @@ def _fresh_processes(
             own = {what: count * towers if what in ("rows", "shards") else count for what, count in sides[side].items()}
             arguments = {"model": model, "towers": towers, **extra, **own}
             timers[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments, key, answers[name])
-        values = take_turns(timers, given.rounds, about(model, show))
+        measured = take_turns(timers, given.rounds, about(model, show))
+        values = {name: np.array(samples, float) for name, samples in measured.items()}  # [rounds]
         for name, (side, towers) in names.items():
             case = {"model": model, "towers": towers}
-            ratios = {
-                other: ratio(values[name], values[f"{other} × {towers}"])
-                for other in libraries
-                if other != side and side in libraries
-            }
-            single = f"{side} × 1"
+            compared = [other for other in libraries if other != side and side in libraries]
+            ratios = {other: ratio(values[name], values[f"{other} × {towers}"]) for other in compared}
+            single, one_row = f"{side} × 1", f"{_ONE_ROW} × 1"
             if single in values and towers > 1:
                 ratios["one tower"] = ratio(values[name], values[single])
             figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in told}
             if key == "bytes" and single in values:
-                copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
-                needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
+                state = np.array([answer["state_bytes"] for answer in answers[name]])
+                needed = values[single] + (towers - 1) * state
                 figures["of_needed"] = ratio(values[name], needed)
-                one_row = values.get(f"{_ONE_ROW} × 1")
-                if one_row and side == "ncclsync" and towers > 1:
-                    beyond = [peak - one for peak, one in zip(values[name], needed, strict=True)]
-                    rows_alone = [peak - one for peak, one in zip(values[single], one_row, strict=True)]
-                    figures["beyond"] = ratio(beyond, rows_alone)
+                if one_row in values and side == "ncclsync" and towers > 1:
+                    figures["beyond"] = ratio(values[name] - needed, values[single] - values[one_row])
             if "shards" in sides[side]:
-                one_row = values[f"{_ONE_ROW} × {towers}"]
-                taken, whole = (
-                    [peak - row for peak, row in zip(values[one], one_row, strict=True)]
-                    for one in (name, f"ncclsync × {towers}")
-                )
-                figures["of_rows"] = ratio(taken, whole)
+                beside = values[f"{_ONE_ROW} × {towers}"]
+                figures["of_rows"] = ratio(values[name] - beside, values[f"ncclsync × {towers}"] - beside)
             rows.append(Row(case, side, Spread.of(values[name]), ratios, figures))
         notes += _compiled(model, [side for name, (side, _) in names.items() if answers[name][0]["xla"]])
     return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows), tuple(notes))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 _STDERR_LINES = 12  # of a side that failed
@@ -36,15 +36,16 @@ class Spread:
     samples: int  # their number
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread":
+    def of(cls, samples: Iterable[float]) -> "Spread":
         """Return the spread of at least one sample."""
-        if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1)
-        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, q1, q3, len(samples))
+        found = [*map(float, samples)]
+        if len(found) == 1:
+            return cls(found[0], found[0], found[0], 1)
+        q1, median, q3 = statistics.quantiles(found, n=4, method="inclusive")
+        return cls(median, q1, q3, len(found))
 
 
-def ratio(samples: Sequence[float], base: Sequence[float]) -> Spread:
+def ratio(samples: Iterable[float], base: Iterable[float]) -> Spread:
     """Return the spread of `samples[i] / base[i]`: paired, since both sides of a round met the same noise."""
     return Spread.of([one / other for one, other in zip(samples, base, strict=True)])
 
